@@ -1,0 +1,43 @@
+# Language standard, compiler cache, sanitizers, and te_compile_options(), which every target of ours calls.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Debug, Release or RelWithDebInfo" FORCE)
+endif()
+
+find_program(TE_CCACHE ccache)
+if(TE_CCACHE)
+  foreach(language CXX CUDA)
+    if(NOT DEFINED CMAKE_${language}_COMPILER_LAUNCHER)
+      set(CMAKE_${language}_COMPILER_LAUNCHER "${TE_CCACHE}")
+    endif()
+  endforeach()
+endif()
+
+if(TE_SANITIZE)
+  # vptr would need RTTI of pybind11's hidden types.
+  add_compile_options(
+    "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${TE_SANITIZE};-fno-sanitize=vptr;-fno-sanitize-recover=all;-fno-omit-frame-pointer>")
+  add_link_options("-fsanitize=${TE_SANITIZE}")
+endif()
+
+function(te_compile_options target)
+  # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
+  set(cxx -Wall -Wextra -ffp-contract=off)
+  set(cuda -lineinfo --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
+  if(TE_WERROR)
+    list(APPEND cxx -Werror)
+    list(APPEND cuda -Werror all-warnings -Xcompiler=-Werror)
+  endif()
+  if(TE_PTXAS_REPORT)
+    list(APPEND cuda -Xptxas=-v)
+  endif()
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${cxx}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda}>")
+endfunction()
