@@ -1,0 +1,30 @@
+// Bindings of quantize; the FP8 format travels as the integer value of DType.
+#include "bindings/bindings.h"
+#include "bindings/quantized_args.h"
+#include "ops/quantize.h"
+
+namespace te::bindings {
+namespace {
+
+void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorView& columnwise,
+                   const TensorView& scales, const TensorView& scale, const TensorView& amax,
+                   int format, const TensorView& dbias, const TensorView& workspace) {
+  quantize({.x = x,
+            .out = quantized_view(rowwise, columnwise, scales, scale, amax,
+                                  static_cast<DType>(format)),
+            .dbias = dbias,
+            .workspace = workspace},
+           bridge::current_stream(x.device));
+}
+
+}  // namespace
+
+void bind_quantize(pybind11::module_& m) {
+  using pybind11::arg;
+  using pybind11::none;
+  m.def("quantize", &quantize_into, arg("x"), arg("rowwise"), arg("columnwise"), arg("scales"),
+        arg("scale") = none(), arg("amax") = none(), arg("format"), arg("dbias") = none(),
+        arg("workspace") = none());
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,18 @@
+// Build facts and process settings.
+#include "bindings/bindings.h"
+#include "core/parallel.h"
+#include "cuda/runtime.h"
+#include "ops/column_sum.h"
+
+namespace te::bindings {
+
+void bind_runtime(pybind11::module_& m) {
+  m.def("built_with_cuda", &cuda::built_with_cuda);
+  m.def("cuda_device_count", &cuda::device_count);
+  m.def("set_num_threads", &set_num_threads, pybind11::arg("count"));
+  m.def("num_threads", &num_threads);
+  m.def("column_sum_workspace_bytes", &column_sum_workspace_bytes, pybind11::arg("rows"),
+        pybind11::arg("cols"));
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,12 @@
+// What module.cpp calls: one function per op family, each in its own bind_<op>.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace te::bindings {
+
+void register_errors(pybind11::module_& m);
+void bind_runtime(pybind11::module_& m);
+void bind_quantize(pybind11::module_& m);
+
+}  // namespace te::bindings

@@ -1,0 +1,257 @@
+#include "bindings/tensor_bridge.h"
+
+#include <algorithm>
+#include <atomic>
+#include <unordered_map>
+
+#include "bindings/dlpack_abi.h"
+
+namespace te::bridge {
+namespace {
+
+constexpr const char* kOp = "tensor";
+
+std::atomic<bool> g_exchange_api{true};
+
+// Python objects that the attribute way needs, made once and kept for the life of the process
+// (destroying them after the interpreter has ended would crash).
+struct TorchNames {
+  py::object data_ptr{py::str("data_ptr")}, shape{py::str("shape")}, stride{py::str("stride")};
+  py::object dtype{py::str("dtype")}, device{py::str("device")}, type{py::str("type")};
+  py::object index{py::str("index")};
+};
+
+const TorchNames& names() {
+  static const auto* kept = new TorchNames;
+  return *kept;
+}
+
+bool is_torch_tensor(py::handle object) {
+  static const auto* tensor_type =
+      new py::object(py::module_::import("torch").attr("Tensor"));
+  return py::isinstance(object, *tensor_type);
+}
+
+const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
+  py::object capsule = py::reinterpret_steal<py::object>(
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kAttribute));
+  if (!capsule) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) return nullptr;
+  auto* header = static_cast<dlpack::ExchangeHeader*>(
+      PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  while (header != nullptr && header->version.major != 1) header = header->previous;
+  auto* api = reinterpret_cast<const dlpack::ExchangeApi*>(header);
+  return api != nullptr && api->view != nullptr ? api : nullptr;
+}
+
+// The table is static per type. The GIL guards the cache; types that vanish are not a concern,
+// because a cached entry holds a reference to its type.
+const dlpack::ExchangeApi* cached_api_of(PyTypeObject* type) {
+  static auto* cache = new std::unordered_map<PyTypeObject*, const dlpack::ExchangeApi*>;
+  static PyTypeObject* last_type = nullptr;
+  static const dlpack::ExchangeApi* last_api = nullptr;
+  if (type == last_type) return last_api;
+  auto found = cache->find(type);
+  if (found == cache->end()) {
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    found = cache->emplace(type, api_of(type)).first;
+  }
+  last_type = type;
+  last_api = found->second;
+  return last_api;
+}
+
+DType dtype_from_dlpack(dlpack::DataType t) {
+  if (t.lanes == 1) {
+    switch (t.code) {
+      case dlpack::kFloat:
+        if (t.bits == 32) return DType::Float32;
+        if (t.bits == 16) return DType::Float16;
+        if (t.bits == 64) return DType::Float64;
+        break;
+      case dlpack::kBFloat:
+        if (t.bits == 16) return DType::BFloat16;
+        break;
+      case dlpack::kUInt:
+        if (t.bits == 8) return DType::UInt8;
+        break;
+      case dlpack::kInt:
+        if (t.bits == 32) return DType::Int32;
+        if (t.bits == 64) return DType::Int64;
+        break;
+      case dlpack::kBool: return DType::Bool;
+      case dlpack::kFloat8E4M3: return DType::Float8E4M3;
+      case dlpack::kFloat8E5M2: return DType::Float8E5M2;
+      default: break;
+    }
+  }
+  fail(Kind::Type, kOp,
+       "expected float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, uint8, int32, "
+       "int64 or bool, got DLPack type code ",
+       int{t.code}, " with ", int{t.bits}, " bits");
+}
+
+Device device_from_dlpack(dlpack::Device d) {
+  constexpr int32_t kPinnedHost = 3;
+  if (d.type == static_cast<int32_t>(DeviceType::CPU) || d.type == kPinnedHost) return {};
+  if (d.type == static_cast<int32_t>(DeviceType::CUDA)) return {DeviceType::CUDA, d.index};
+  fail(Kind::Value, kOp, "expected a tensor on cpu or cuda, got DLPack device type ", d.type);
+}
+
+void set_rank(TensorView& out, int64_t rank) {
+  require(rank <= kMaxRank, Kind::Value, kOp, "expected at most ", kMaxRank,
+          " dimensions, got ", rank);
+  out.rank = static_cast<int32_t>(rank);
+}
+
+// Storage-less tensors (FakeTensor, wrapper subclasses such as quantized tensors) look like
+// successes with a null pointer; nothing but this check stands between them and a crash.
+void guard(const TensorView& view, py::handle object) {
+  require(view.data != nullptr || view.numel() == 0, Kind::Type, kOp,
+          "expected a tensor with storage, got a ", Py_TYPE(object.ptr())->tp_name, " of shape ",
+          ShapeOf{view}, " without data (a fake, meta or wrapper tensor)");
+}
+
+void view_through_api(const dlpack::ExchangeApi& api, py::handle object, TensorView& out) {
+  dlpack::Tensor t{};
+  if (api.view(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    fail(Kind::Type, kOp, "expected a dense tensor on cpu or cuda, got a ",
+         Py_TYPE(object.ptr())->tp_name, " that has no memory to point at (meta, sparse, ...)");
+  }
+  set_rank(out, t.rank);
+  out.dtype = dtype_from_dlpack(t.dtype);
+  out.device = device_from_dlpack(t.device);
+  std::copy_n(t.sizes, t.rank, out.sizes.begin());
+  int64_t expected = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    const auto axis = static_cast<size_t>(i);
+    out.strides[axis] = t.strides != nullptr ? t.strides[axis] : expected;
+    expected *= t.sizes[axis];
+  }
+  out.data = t.data != nullptr ? static_cast<char*>(t.data) + t.byte_offset : nullptr;
+}
+
+DType dtype_from_torch(py::handle dtype) {
+  static const auto* table = [] {
+    auto* map = new std::unordered_map<PyObject*, DType>;
+    const py::module_ torch = py::module_::import("torch");
+    const auto add = [&](const char* name, DType t) {
+      if (py::hasattr(torch, name)) map->emplace(torch.attr(name).ptr(), t);
+    };
+    add("float32", DType::Float32);
+    add("float16", DType::Float16);
+    add("bfloat16", DType::BFloat16);
+    add("float64", DType::Float64);
+    add("uint8", DType::UInt8);
+    add("int32", DType::Int32);
+    add("int64", DType::Int64);
+    add("bool", DType::Bool);
+    add("float8_e4m3fn", DType::Float8E4M3);
+    add("float8_e5m2", DType::Float8E5M2);
+    return map;
+  }();
+  const auto found = table->find(dtype.ptr());
+  require(found != table->end(), Kind::Type, kOp,
+          "expected float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, uint8, "
+          "int32, int64 or bool, got ",
+          std::string(py::str(dtype)));
+  return found->second;
+}
+
+Device device_from_torch(py::handle device) {
+  const auto type = py::cast<std::string>(device.attr(names().type));
+  if (type == "cpu") return {};
+  require(type == "cuda", Kind::Type, kOp, "expected a tensor on cpu or cuda, got one on ", type);
+  const py::object index = device.attr(names().index);
+  return {DeviceType::CUDA, index.is_none() ? 0 : py::cast<int32_t>(index)};
+}
+
+void view_through_attributes(py::handle object, TensorView& out) {
+  try {
+    out.dtype = dtype_from_torch(object.attr(names().dtype));
+    out.device = device_from_torch(object.attr(names().device));
+    const py::tuple sizes = object.attr(names().shape);
+    const py::tuple strides = object.attr(names().stride)();
+    set_rank(out, static_cast<int64_t>(sizes.size()));
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      out.sizes[i] = py::cast<int64_t>(sizes[i]);
+      out.strides[i] = py::cast<int64_t>(strides[i]);
+    }
+    const auto address = py::cast<uintptr_t>(object.attr(names().data_ptr)());
+    out.data = reinterpret_cast<void*>(address);
+  } catch (const py::error_already_set&) {
+    fail(Kind::Type, kOp, "expected a dense tensor on cpu or cuda, got a ",
+         Py_TYPE(object.ptr())->tp_name, " that has no memory to point at (meta, sparse, ...)");
+  }
+}
+
+Stream stream_from_torch(Device device) {
+  static const auto* getter = new py::object(
+      py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
+  return {reinterpret_cast<void*>(py::cast<uintptr_t>((*getter)(device.index)))};
+}
+
+}  // namespace
+
+bool exchange_api_enabled() { return g_exchange_api; }
+void enable_exchange_api(bool enabled) { g_exchange_api = enabled; }
+
+bool view_of(py::handle object, TensorView& out) {
+  const dlpack::ExchangeApi* api =
+      g_exchange_api ? cached_api_of(Py_TYPE(object.ptr())) : nullptr;
+  if (api != nullptr) {
+    view_through_api(*api, object, out);
+  } else {
+    if (!is_torch_tensor(object)) return false;
+    view_through_attributes(object, out);
+  }
+  guard(out, object);
+  return true;
+}
+
+Stream current_stream(Device device) {
+  if (device.type == DeviceType::CPU) return {};
+  static const auto* tensor_type = new py::object(py::module_::import("torch").attr("Tensor"));
+  const dlpack::ExchangeApi* api =
+      g_exchange_api ? cached_api_of(reinterpret_cast<PyTypeObject*>(tensor_type->ptr())) : nullptr;
+  if (api == nullptr || api->current_stream == nullptr) return stream_from_torch(device);
+  Stream stream;
+  if (api->current_stream(static_cast<int32_t>(device.type), device.index, &stream.handle) != 0)
+    throw py::error_already_set();
+  return stream;
+}
+
+namespace {
+
+// What a tensor looks like from C++; tests compare it with torch's own answers.
+py::dict describe(const TensorView& t) {
+  py::tuple sizes(t.rank), strides(t.rank);
+  for (int i = 0; i < t.rank; ++i) {
+    sizes[static_cast<size_t>(i)] = t.size(i);
+    strides[static_cast<size_t>(i)] = t.stride(i);
+  }
+  py::dict result;
+  result["data"] = reinterpret_cast<uintptr_t>(t.data);
+  result["dtype"] = name_of(t.dtype);
+  result["device"] = concat(t.device);
+  result["sizes"] = sizes;
+  result["strides"] = strides;
+  result["contiguous"] = t.is_contiguous();
+  result["stream"] = reinterpret_cast<uintptr_t>(current_stream(t.device).handle);
+  return result;
+}
+
+}  // namespace
+
+void bind_tensor_bridge(py::module_& m) {
+  m.def("describe", &describe, py::arg("tensor").none(false));
+  m.def("_nop", [](const TensorView&, const TensorView&, const TensorView&) {});
+  m.def("exchange_api_enabled", &exchange_api_enabled);
+  m.def("enable_exchange_api", &enable_exchange_api, py::arg("enabled"));
+}
+
+}  // namespace te::bridge

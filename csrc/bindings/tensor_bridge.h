@@ -1,0 +1,46 @@
+// The one place where a torch.Tensor becomes a TensorView, and where its current stream is found.
+//
+// Two ways in: DLPack's C exchange API (torch >= 2.10, about 40 ns a tensor) and attribute reads
+// (older torch). Both end in the same guard: supported dtype, cpu or cuda, and data behind every
+// element. Function arguments of type TensorView accept a tensor or None (an absent view).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core/tensor_view.h"
+
+namespace te::bridge {
+
+namespace py = pybind11;
+
+// False where `object` is not a tensor at all (the caller then raises its usual TypeError).
+// Throws te::Error for tensors that cannot be viewed: FakeTensor, meta, unsupported dtype, ...
+bool view_of(py::handle object, TensorView& out);
+
+// The stream that torch would launch on for this device; null on the CPU.
+Stream current_stream(Device device);
+
+// Tests read and set which way is taken.
+bool exchange_api_enabled();
+void enable_exchange_api(bool enabled);
+
+void bind_tensor_bridge(py::module_& m);
+
+}  // namespace te::bridge
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<te::TensorView> {
+  PYBIND11_TYPE_CASTER(te::TensorView, const_name("torch.Tensor | None"));
+
+  bool load(handle source, bool) {
+    if (source.is_none()) {
+      value = te::TensorView{};
+      return true;
+    }
+    return te::bridge::view_of(source, value);
+  }
+};
+
+}  // namespace pybind11::detail

@@ -1,0 +1,44 @@
+// Scale from amax: the arithmetic of current and delayed scaling, shared by both backends.
+#pragma once
+
+#include "core/bits.h"
+#include "core/hd.h"
+
+namespace te {
+
+inline constexpr uint32_t kInfinityBits = 0x7f800000u;
+inline constexpr uint32_t kLargestFiniteBits = 0x7f7fffffu;
+
+TE_HD bool is_finite(float value) { return (float_bits(value) & kInfinityBits) != kInfinityBits; }
+
+// fmaxf that ignores NaN on both sides of the language and the chip.
+TE_HD float max_ignoring_nan(float a, float b) { return b > a || a != a ? b : a; }
+
+// IEEE division on both backends, whatever the fast-math flags of the translation unit.
+TE_HD float divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+TE_HD float floor_to_power_of_2(float value) { return bits_float(float_bits(value) & 0xff800000u); }
+
+// Current scaling: scale = fp8_max / max(amax, epsilon); 1 where that has no meaning (0, Inf, NaN).
+TE_HD float current_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
+  const float bounded = amax < epsilon ? epsilon : amax;
+  if (!is_finite(bounded) || bounded == 0.0f) return 1.0f;
+  float scale = divide(fp8_max, bounded);
+  if (!is_finite(scale)) scale = bits_float(kLargestFiniteBits);
+  return power_of_2 ? floor_to_power_of_2(scale) : scale;
+}
+
+// Delayed scaling: scale = fp8_max / amax / 2^margin; the old scale where amax says nothing.
+TE_HD float delayed_scale(float amax, float old_scale, float fp8_max, float margin_factor) {
+  if (!(amax > 0.0f) || !is_finite(amax)) return old_scale;
+  const float scale = divide(divide(fp8_max, amax), margin_factor);
+  return is_finite(scale) ? scale : bits_float(kLargestFiniteBits);
+}
+
+}  // namespace te

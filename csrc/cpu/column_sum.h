@@ -1,0 +1,29 @@
+// Column sums for bias gradients on the CPU: fp32 values, fp64 sums, one rounding.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "core/parallel.h"
+#include "core/tensor_view.h"
+
+namespace te::cpu {
+
+// out[j] = sum over i of value(i, j), for a [rows, cols] reading. Threads share out the columns.
+template <class Value>
+void column_sum(const TensorView& out, int64_t rows, int64_t cols, Value&& value) {
+  const int64_t grain = std::max<int64_t>(16, (1 << 15) / std::max<int64_t>(1, rows));
+  parallel_for(cols, grain, [&](int64_t first, int64_t last) {
+    std::vector<double> sums(static_cast<size_t>(last - first), 0.0);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = first; j < last; ++j)
+        sums[static_cast<size_t>(j - first)] += static_cast<double>(value(i, j));
+    dispatch_high_precision(out.dtype, "column_sum", [&](auto tag) {
+      using Out = typename decltype(tag)::type;
+      for (int64_t j = first; j < last; ++j)
+        out.ptr<Out>()[j] = Out(static_cast<float>(sums[static_cast<size_t>(j - first)]));
+    });
+  });
+}
+
+}  // namespace te::cpu

@@ -1,0 +1,41 @@
+#include "cuda/column_sum.h"
+
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kColumns = 32;  // a warp reads 128 contiguous bytes of a part
+constexpr int kRows = 16;     // parts summed side by side, then in order
+
+template <class Out>
+__global__ void __launch_bounds__(kColumns* kRows)
+    reduce_kernel(const float* partials, int64_t parts, int64_t pitch, int64_t cols, Out* out) {
+  __shared__ float sums[kRows][kColumns];
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
+  float sum = 0.0f;
+  if (col < cols)
+    for (int64_t part = threadIdx.y; part < parts; part += kRows) sum += partials[part * pitch + col];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= cols) return;
+  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
+  out[col] = Out(sum);
+}
+
+}  // namespace
+
+void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, const TensorView& out,
+                         cudaStream_t stream) {
+  const int64_t cols = out.numel();
+  if (cols == 0) return;
+  const dim3 threads(kColumns, kRows);
+  const auto blocks = static_cast<unsigned>(ceil_div(cols, kColumns));
+  dispatch_high_precision(out.dtype, "column_sum", [&](auto tag) {
+    using Out = typename decltype(tag)::type;
+    reduce_kernel<Out><<<blocks, threads, 0, stream>>>(partials, parts, pitch, cols, out.ptr<Out>());
+  });
+  check_launch("column_sum");
+}
+
+}  // namespace te::cuda

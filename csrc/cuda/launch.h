@@ -1,0 +1,46 @@
+// What every host entry of the CUDA backend needs: checked calls, the device guard, the chip's size.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string_view>
+
+#include "core/tensor_view.h"
+
+namespace te::cuda {
+
+// Throws Kind::Runtime naming the op and the CUDA error.
+void check(cudaError_t status, std::string_view op);
+
+// After a launch: the launch's own error, if any.
+inline void check_launch(std::string_view op) { check(cudaGetLastError(), op); }
+
+// Makes the tensor's device current for the length of a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;  // -1: nothing to restore
+};
+
+inline cudaStream_t stream_of(Stream s) { return static_cast<cudaStream_t>(s.handle); }
+
+// Multiprocessors of the device, asked for once.
+int multiprocessors(Device device);
+
+// Raises a kernel's dynamic shared memory limit when it needs more than 48 KiB.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, size_t bytes, std::string_view op) {
+  if (bytes <= 48 * 1024) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        op);
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace te::cuda

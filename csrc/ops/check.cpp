@@ -1,0 +1,110 @@
+#include "ops/check.h"
+
+#include "ops/column_sum.h"
+
+namespace te::check {
+
+void defined(const TensorView& t, std::string_view op, std::string_view name) {
+  require(static_cast<bool>(t), Kind::Value, op, "expected a tensor for ", name, ", got none");
+}
+
+void contiguous(const TensorView& t, std::string_view op, std::string_view name) {
+  defined(t, op, name);
+  require(t.is_contiguous(), Kind::Value, op, "expected ", name, " to be contiguous, got ", t,
+          " with other strides");
+}
+
+void high_precision(const TensorView& t, std::string_view op, std::string_view name) {
+  defined(t, op, name);
+  require(is_high_precision(t.dtype), Kind::Type, op,
+          "expected float32, float16 or bfloat16 for ", name, ", got ", t.dtype);
+}
+
+void dtype(const TensorView& t, DType expected, std::string_view op, std::string_view name) {
+  defined(t, op, name);
+  require(t.dtype == expected, Kind::Type, op, "expected ", expected, " for ", name, ", got ",
+          t.dtype);
+}
+
+void same_device(const TensorView& t, const TensorView& like, std::string_view op,
+                 std::string_view name) {
+  require(t.device == like.device, Kind::Value, op, "expected ", name, " on ", like.device,
+          ", got it on ", t.device);
+}
+
+void same_shape(const TensorView& t, const TensorView& like, std::string_view op,
+                std::string_view name) {
+  contiguous(t, op, name);
+  same_device(t, like, op, name);
+  bool same = t.rank == like.rank;
+  for (int i = 0; same && i < t.rank; ++i) same = t.size(i) == like.size(i);
+  require(same, Kind::Value, op, "expected shape ", ShapeOf{like}, " for ", name, ", got ",
+          ShapeOf{t});
+}
+
+void vector(const TensorView& t, int64_t count, DType expected, std::string_view op,
+            std::string_view name) {
+  contiguous(t, op, name);
+  dtype(t, expected, op, name);
+  require(t.numel() == count, Kind::Value, op, "expected ", count, " elements for ", name,
+          ", got shape ", ShapeOf{t});
+}
+
+namespace {
+
+void payload(const TensorView& t, int64_t rows, int64_t cols, std::string_view op,
+             std::string_view name) {
+  contiguous(t, op, name);
+  require(size_of(t.dtype) == 1, Kind::Type, op, "expected one-byte codes for ", name, ", got ",
+          t.dtype);
+  require(t.rows() == rows && t.cols() == cols, Kind::Value, op, "expected ", rows, " x ", cols,
+          " codes for ", name, ", got shape ", ShapeOf{t});
+}
+
+}  // namespace
+
+void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
+               std::string_view op) {
+  require(is_fp8(q.dtype), Kind::Type, op, "expected an FP8 format, got ", q.dtype);
+  if (q.rowwise) {
+    payload(q.rowwise, rows, cols, op, "the row-wise output");
+    same_device(q.rowwise, like, op, "the row-wise output");
+  }
+  if (q.columnwise) {
+    payload(q.columnwise, cols, rows, op, "the column-wise output");
+    same_device(q.columnwise, like, op, "the column-wise output");
+  }
+  vector(q.scales, 2, DType::Float32, op, "scales");
+  same_device(q.scales, like, op, "scales");
+  if (q.scale) {
+    vector(q.scale, 1, DType::Float32, op, "scale");
+    same_device(q.scale, like, op, "scale");
+  }
+  if (q.amax) {
+    vector(q.amax, 1, DType::Float32, op, "amax");
+    same_device(q.amax, like, op, "amax");
+  }
+}
+
+void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
+                          std::string_view op) {
+  if (like.device.type == DeviceType::CPU) return;
+  contiguous(t, op, "the workspace");
+  same_device(t, like, op, "the workspace");
+  const int64_t needed = column_sum_workspace_bytes(rows, cols);
+  require(t.bytes() >= needed, Kind::Value, op, "expected a workspace of ", needed,
+          " bytes, got ", t.bytes());
+}
+
+void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {
+  vector(s.scales, 2, DType::Float32, op, "scales");
+  same_device(s.scales, like, op, "scales");
+  vector(s.scratch, 2, DType::Int32, op, "the amax scratch");
+  same_device(s.scratch, like, op, "the amax scratch");
+  if (s.amax) {
+    vector(s.amax, 1, DType::Float32, op, "amax");
+    same_device(s.amax, like, op, "amax");
+  }
+}
+
+}  // namespace te::check

@@ -1,0 +1,31 @@
+// Checks that every op header's .cpp shares, so that the same mistake reads the same everywhere.
+#pragma once
+
+#include "core/quantized_view.h"
+#include "core/tensor_view.h"
+
+namespace te::check {
+
+// Present, contiguous, and with data where it has elements.
+void defined(const TensorView& t, std::string_view op, std::string_view name);
+void contiguous(const TensorView& t, std::string_view op, std::string_view name);
+// fp32, fp16 or bf16.
+void high_precision(const TensorView& t, std::string_view op, std::string_view name);
+void dtype(const TensorView& t, DType expected, std::string_view op, std::string_view name);
+void same_device(const TensorView& t, const TensorView& like, std::string_view op,
+                 std::string_view name);
+// Same sizes as `like`, contiguous, same device.
+void same_shape(const TensorView& t, const TensorView& like, std::string_view op,
+                std::string_view name);
+// A contiguous vector of `count` elements.
+void vector(const TensorView& t, int64_t count, DType expected, std::string_view op,
+            std::string_view name);
+// All parts of an FP8 result for a [rows, cols] value on the device of `like`.
+void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
+               std::string_view op);
+// Room for the partial column sums of a [rows, cols] value; nothing is needed on the CPU.
+void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
+                          std::string_view op);
+void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
+
+}  // namespace te::check

@@ -1,0 +1,50 @@
+// delayed_scaling: the end-of-step update of every amax history and scale of a model, one launch.
+//
+// The states of one (recipe, group, direction) are described by a table that lives on their device.
+// For each column i of each state: a = amax (over the history, or row 0); scale[i] = fp8_max / a /
+// 2^margin; the history is rolled by one row and row 0 becomes zero. A column whose row 0 is zero
+// did not run: its history and scale stay as they are.
+#pragma once
+
+#include "core/tensor_view.h"
+
+namespace te {
+
+// One row of the table, as int64: pointers to history [length, count] and scale [count], both fp32.
+struct ScalingEntry {
+  int64_t history;
+  int64_t scale;
+  int64_t length;
+  int64_t count;
+};
+
+enum class AmaxAlgorithm : int32_t { Max = 0, MostRecent = 1 };
+
+struct DelayedScalingArgs {
+  TensorView table;    // int64 [states, 4]: rows of ScalingEntry
+  TensorView reduced;  // fp32 [total columns]: row 0 of all states, reduced over ranks; may be absent
+  AmaxAlgorithm algorithm = AmaxAlgorithm::Max;
+  float fp8_max = 448.0f;
+  int32_t margin = 0;
+};
+
+void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream);
+
+// Gathers row 0 of all states into one vector (what is reduced over ranks), in table order.
+struct GatherAmaxArgs {
+  TensorView table;
+  TensorView out;  // fp32 [total columns]
+};
+
+void gather_amax(const GatherAmaxArgs& args, Stream stream);
+
+namespace cpu {
+void delayed_scaling_update(const DelayedScalingArgs& args);
+void gather_amax(const GatherAmaxArgs& args);
+}  // namespace cpu
+namespace cuda {
+void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream);
+void gather_amax(const GatherAmaxArgs& args, Stream stream);
+}  // namespace cuda
+
+}  // namespace te

@@ -1,0 +1,41 @@
+// dropout_add: out = residual + keep(x + bias) / (1 - p), the end of each transformer sub-block.
+// The keep decision of element i is a counter-based random number (Philox 4x32-10) of (seed, i):
+// the backward draws it again instead of storing a mask. The seed is a device tensor, so a captured
+// graph replays with fresh randomness.
+#pragma once
+
+#include "core/tensor_view.h"
+
+namespace te {
+
+struct DropoutAddForwardArgs {
+  TensorView x;         // [..., cols], fp32/fp16/bf16, contiguous
+  TensorView bias;      // [cols]; may be absent
+  TensorView residual;  // shape of x, any of the three dtypes; may be absent (then 0)
+  TensorView seed;      // int64 [1]; may be absent where p == 0
+  float p = 0.0f;
+  TensorView out;       // shape of x, dtype of residual (of x without one)
+};
+
+struct DropoutAddBackwardArgs {
+  TensorView dout;   // shape of x
+  TensorView seed;
+  float p = 0.0f;
+  TensorView dx;     // dout * keep / (1 - p), dtype of x; may be absent
+  TensorView dbias;  // [cols]: column sums of fp32 dx; may be absent
+  TensorView workspace;  // column_sum_workspace_bytes(); where dbias is given
+};
+
+void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream);
+void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream);
+
+namespace cpu {
+void dropout_add_forward(const DropoutAddForwardArgs& args);
+void dropout_add_backward(const DropoutAddBackwardArgs& args);
+}  // namespace cpu
+namespace cuda {
+void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream);
+void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream);
+}  // namespace cuda
+
+}  // namespace te

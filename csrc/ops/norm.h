@@ -1,0 +1,55 @@
+// LayerNorm and RMSNorm over the last axis, forward and backward; statistics in fp32.
+//   LayerNorm  y = (x - mean) * rstd * g + beta,  rstd = 1 / sqrt(var + eps), biased variance
+//   RMSNorm    y = x * rstd * g,                  rstd = 1 / sqrt(mean(x^2) + eps)
+//   g = gamma, or 1 + gamma with `zero_centered`.
+// The forward may emit FP8 from its fp32 registers (one rounding), a plain y, or both.
+#pragma once
+
+#include "core/quantized_view.h"
+
+namespace te {
+
+enum class NormKind : int32_t { LayerNorm = 0, RMSNorm = 1 };
+
+struct NormForwardArgs {
+  NormKind kind = NormKind::LayerNorm;
+  TensorView x;      // [..., cols], fp32/fp16/bf16, contiguous
+  TensorView gamma;  // [cols], fp32/fp16/bf16
+  TensorView beta;   // [cols], dtype of gamma; LayerNorm only
+  float epsilon = 1e-5f;
+  bool zero_centered = false;
+  TensorView y;             // plain result, shape of x, any of the three dtypes; may be absent
+  QuantizedView quantized;  // FP8 result from the fp32 value; may be absent
+  CurrentScale current;     // scale of y as rounded to y's dtype; needs y; may be absent
+  TensorView mean;          // fp32 [rows], written; LayerNorm only
+  TensorView rstd;          // fp32 [rows], written
+};
+
+struct NormBackwardArgs {
+  NormKind kind = NormKind::LayerNorm;
+  TensorView dy;    // shape of x
+  TensorView x;     // as in forward
+  TensorView gamma;
+  TensorView mean;  // LayerNorm only
+  TensorView rstd;
+  bool zero_centered = false;
+  TensorView residual_grad;  // added to dx before its rounding; shape and dtype of dx; may be absent
+  TensorView dx;             // shape of x, dtype of dy
+  TensorView dgamma;         // [cols], dtype of gamma
+  TensorView dbeta;          // [cols], LayerNorm only
+  TensorView workspace;      // column_sum_workspace_bytes(rows, 2 * cols); absent on the CPU
+};
+
+void norm_forward(const NormForwardArgs& args, Stream stream);
+void norm_backward(const NormBackwardArgs& args, Stream stream);
+
+namespace cpu {
+void norm_forward(const NormForwardArgs& args);
+void norm_backward(const NormBackwardArgs& args);
+}  // namespace cpu
+namespace cuda {
+void norm_forward(const NormForwardArgs& args, Stream stream);
+void norm_backward(const NormBackwardArgs& args, Stream stream);
+}  // namespace cuda
+
+}  // namespace te

@@ -1,0 +1,26 @@
+// quantize: FP8 codes of a tensor, row-wise, transposed or both, in one pass over it.
+//   q = saturate(round_to_nearest_even(x * scale)), amax = max(amax, max |x|),
+//   dbias[j] = sum over rows of x[:, j] in fp32, rounded once to the dtype of dbias.
+#pragma once
+
+#include "core/quantized_view.h"
+
+namespace te {
+
+struct QuantizeArgs {
+  TensorView x;  // [..., cols], fp32/fp16/bf16, contiguous; rows = product of the leading sizes
+  QuantizedView out;
+  TensorView dbias;      // [cols], fp32/fp16/bf16; may be absent
+  TensorView workspace;  // column_sum_workspace_bytes(); only where dbias is given
+};
+
+void quantize(const QuantizeArgs& args, Stream stream);
+
+namespace cpu {
+void quantize(const QuantizeArgs& args);
+}
+namespace cuda {
+void quantize(const QuantizeArgs& args, Stream stream);
+}  // namespace cuda
+
+}  // namespace te

@@ -1,0 +1,5 @@
+"""Native operations as Python functions: each allocates its outputs and makes one `_C` call.
+
+One module per op family. Nothing here knows modules, recipes or autograd; every function also works
+under `torch.compile`, as a `torch.ops.te` operator (see `library.py`).
+"""

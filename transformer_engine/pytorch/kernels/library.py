@@ -1,0 +1,72 @@
+"""One function per op, for three callers: eager mode, `torch.compile`, and its fake tensors.
+
+An op is written once: it allocates its outputs (which is also its shape inference) and then, if
+`launch` is set, calls `_C`. `library_op` registers it with `torch.library` and returns a function
+that calls the body directly in eager mode (the dispatcher costs 3 us a call) and
+`torch.ops.te.<name>` while compiling.
+
+Results may be None in the body. A library operator must return tensors, so there an absent result
+travels as an empty bool tensor (no op of ours returns bools) and becomes None again on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIBRARY = torch.library.Library("te", "DEF")
+
+
+def _absent() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.bool)
+
+
+def _to_library(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(_absent() if t is None else t for t in result)
+    return result
+
+
+def _from_library(result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return tuple(None if t.dtype is torch.bool else t for t in result)
+    return result
+
+
+def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function as `torch.ops.te.<name>` with this schema.
+
+    Args:
+        schema: `name(Tensor x, ...) -> (...)`, with `(a!)` on every tensor that is written to.
+            The function takes the same arguments in the same order, and `launch: bool = True`.
+    """
+    name = schema[: schema.index("(")]
+
+    def register(body: Callable[P, R]) -> Callable[P, R]:
+        def real(*args: Any, **kwargs: Any) -> Any:
+            return _to_library(body(*args, **kwargs))
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            return _to_library(body(*args, **kwargs, launch=False))  # type: ignore[arg-type]
+
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, real, "CPU")
+        _LIBRARY.impl(name, real, "CUDA")
+        torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)
+        operator = getattr(torch.ops.te, name)
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return _from_library(operator(*args, **kwargs))  # type: ignore[no-any-return]
+            return body(*args, **kwargs)
+
+        call.__name__ = call.__qualname__ = name
+        call.__doc__ = body.__doc__
+        return call
+
+    return register

@@ -1,0 +1,62 @@
+"""FP8 quantisation of a tensor, row-wise, transposed, or both in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
+
+
+@library_op(
+    "quantize(Tensor x, int format, Tensor? scale, Tensor(a!)? amax, Tensor(b!)? scales,"
+    " bool rowwise, bool columnwise, ScalarType? dbias) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def quantize(
+    x: torch.Tensor,
+    format: int,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    dbias: torch.dtype | None,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes of `x`, read as `[rows, cols]` (cols = last size).
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous.
+        format: value of `DType` (5 = E4M3, 6 = E5M2).
+        scale: fp32 `[1]`, delayed scaling; None where `scales` already holds the pair.
+        amax: fp32 `[1]`, raised to `max |x|`; None where nobody asks.
+        scales: fp32 `[2]` = {1/scale, scale} with `scale=None`; None to allocate and write it.
+        rowwise: return codes `[..., cols]`.
+        columnwise: return the transposed codes `[cols, rows]`.
+        dbias: dtype of the column sums of `x`; None for no bias gradient.
+
+    Returns:
+        `(rowwise, columnwise, scales, dbias)`, None where not asked for; `scales` is None where
+        it was given.
+    """
+    cols = x.shape[-1]
+    rows = x.numel() // cols if cols else 0
+    codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
+    transposed = x.new_empty((cols, rows), dtype=torch.uint8) if columnwise else None
+    own_scales = x.new_empty(2, dtype=torch.float32) if scales is None else None
+    bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
+    if launch:
+        _C.quantize(
+            x,
+            codes,
+            transposed,
+            own_scales if scales is None else scales,
+            scale,
+            amax,
+            format,
+            bias_grad,
+            None if bias_grad is None else column_sum_workspace(x, rows, cols),
+        )
+    return codes, transposed, own_scales, bias_grad

@@ -1,0 +1,47 @@
+"""Scratch memory for kernels: kept per (device, stream), grown when needed, never shared by streams.
+
+Work on one stream is ordered, so the next op may overwrite what the last one left there. Under a
+CUDA graph the buffers must exist before capture; a warm-up call makes them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+
+GEMM_WORKSPACE_BYTES = 32 * 1024 * 1024
+
+_buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
+
+
+def _stream_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _buffer(purpose: str, device: torch.device, size: int) -> torch.Tensor:
+    key = (purpose, device, _stream_of(device))
+    buffer = _buffers.get(key)
+    if buffer is None or buffer.nbytes < size:
+        buffer = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+        _buffers[key] = buffer
+    return buffer
+
+
+def column_sum_workspace(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor | None:
+    """Partial column sums of a `[rows, cols]` value; None on the CPU, which needs none."""
+    if like.device.type != "cuda":
+        return None
+    return _buffer("column_sum", like.device, _C.column_sum_workspace_bytes(rows, cols))
+
+
+def gemm_workspace(device: torch.device) -> torch.Tensor:
+    """The 32 MiB that cuBLASLt's Hopper algorithms expect."""
+    return _buffer("gemm", device, GEMM_WORKSPACE_BYTES)
+
+
+def amax_scratch(device: torch.device) -> torch.Tensor:
+    """int32 `[2]`, all zero: kernels that find an amax leave it zero again."""
+    return _buffer("amax", device, 8)
