@@ -1,0 +1,111 @@
+"""Checks that the folders keep to their layers; the tables below are the rules of the design."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+CPP = {".h", ".cpp", ".cu", ".cuh"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+GETENV = re.compile(r"\b(?:secure_)?getenv\s*\(")
+
+# Headers that only some files may include; the first pattern that matches counts.
+RESTRICTED_HEADERS = {
+    r"pybind11/.*|Python\.h": ("csrc/bindings/*",),
+    r"cuda_(bf16|fp16|fp8)\.h": ("csrc/cuda/*", "csrc/core/float*.h"),  # storage types, guarded
+    r"(cuda|cublas|cudnn|nccl).*": ("csrc/cuda/*",),
+    r"yaml-cpp/.*": ("csrc/inspect/config*.cpp",),
+    r"(torch|ATen|c10)/.*": (),
+}
+# Folders of csrc that a folder of csrc may include from.
+ALLOWED_FOLDERS = {
+    "core": {"core"},
+    "ops": {"core", "ops"},
+    "cpu": {"core", "ops", "cpu"},
+    "cuda": {"core", "ops", "cuda"},
+    "inspect": {"core", "inspect"},
+    "bindings": {"core", "ops", "inspect", "bindings"},
+}
+# Headers that every folder may include.
+PUBLIC_HEADERS = {"cuda/runtime.h"}  # is there CUDA, and how many devices
+# Modules that a Python package must not import.
+FORBIDDEN_IMPORTS = {
+    "nvdlfw_inspect": {"torch", "transformer_engine"},
+}
+ENVIRONMENT_READER = Path("transformer_engine/_env.py")
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def check_cpp(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields line and message for each rule that a C++ file breaks."""
+    text = path.read_text()
+    for match in INCLUDE.finditer(text):
+        line = text.count("\n", 0, match.start(1)) + 1
+        for message in _check_include(path, match[1]):
+            yield line, message
+    for match in GETENV.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        yield line, f"reads the environment; only {ENVIRONMENT_READER} does"
+
+
+def _check_include(path: Path, header: str) -> Iterator[str]:
+    target = header.partition("/")[0]
+    if target in ALLOWED_FOLDERS:  # one of ours
+        if target not in ALLOWED_FOLDERS[path.parts[1]] and header not in PUBLIC_HEADERS:
+            yield f"csrc/{path.parts[1]} must not include {header}"
+        return
+    for pattern, places in RESTRICTED_HEADERS.items():
+        if re.fullmatch(pattern, header):
+            if not any(fnmatchcase(str(path), place) for place in places):
+                yield f"includes <{header}>, allowed in {' '.join(places) or 'no file'}"
+            return
+
+
+def check_python(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields line and message for each rule that a file of a Python package breaks."""
+    forbidden = FORBIDDEN_IMPORTS.get(path.parts[0], set())
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, (ast.stmt, ast.expr)):
+            continue
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        for module in modules:
+            if module.partition(".")[0] in forbidden:
+                yield node.lineno, f"{path.parts[0]} must not import {module}"
+        if path != ENVIRONMENT_READER and _reads_environment(node):
+            yield node.lineno, f"reads the environment; only {ENVIRONMENT_READER} does"
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return (
+            node.attr in ENVIRONMENT and isinstance(node.value, ast.Name) and node.value.id == "os"
+        )
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in ENVIRONMENT for alias in node.names)
+    return False
+
+
+def main() -> int:
+    """Prints every broken rule."""
+    cpp = [p for p in sorted(Path("csrc").rglob("*")) if p.suffix in CPP]
+    python = [
+        p for d in ("transformer_engine", "nvdlfw_inspect") for p in sorted(Path(d).rglob("*.py"))
+    ]
+    problems = [(p, *found) for p in cpp for found in check_cpp(p)]
+    problems += [(p, *found) for p in python for found in check_python(p)]
+    for path, line, message in problems:
+        print(f"{path}:{line}: {message}")
+    print(f"layering: {len(problems)} problems in {len(cpp)} C++ and {len(python)} Python files")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
