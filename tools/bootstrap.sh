@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Makes a fresh Debian or Ubuntu ready: system packages, .venv with torch and the tools, and this package built into it.
+# Does only what is missing, so that a second run takes about a second. With VENV= it installs nothing and builds in place.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+TORCH_VERSION=2.13.0
+
+say() { printf 'bootstrap: %s\n' "$*"; }
+
+install_system_packages() {
+  local missing=()
+  has g++ || missing+=(g++)
+  has cmake || missing+=(cmake)
+  has ninja || missing+=(ninja-build)
+  has ccache || missing+=(ccache)
+  has git || missing+=(git)
+  [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
+  has "$PYTHON" || missing+=(python3)
+  if ! "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
+    missing+=(python3-venv)
+  fi
+  if ! "$PYTHON" -c 'import pathlib, sysconfig as s; exit(not pathlib.Path(s.get_path("include"), "Python.h").exists())' \
+    2>/dev/null; then
+    missing+=(python3-dev)
+  fi
+  [ ${#missing[@]} -eq 0 ] && return
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    as_root=(sudo)
+  fi
+  if ! has apt-get || { [ "$(id -u)" -ne 0 ] && ! has sudo; }; then
+    say "these Debian packages are missing and cannot be installed from here: ${missing[*]}" >&2
+    exit 1
+  fi
+  say "installing ${missing[*]}"
+  "${as_root[@]}" apt-get update -q
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+}
+
+# The build of torch that fits the machine. PyPI's needs gigabytes of CUDA libraries; torch's own index has one for the CPU.
+install_torch() {
+  "$py" -c 'import torch' 2>/dev/null && return
+  say "installing torch $TORCH_VERSION"
+  if has nvidia-smi; then
+    "$py" -m pip install -q "torch==$TORCH_VERSION"
+  else
+    "$py" -m pip install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+      "$py" -m pip install -q --retries 1 --timeout 10 "torch==$TORCH_VERSION+cpu" \
+        --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+      "$py" -m pip install -q "torch==$TORCH_VERSION"
+  fi
+}
+
+create_venv() {
+  local stamp=$VENV/.te-tools
+  if ! "$py" -m pip --version >/dev/null 2>&1; then
+    say "creating $VENV"
+    "$PYTHON" -m venv "$VENV"
+  fi
+  if ! cmp -s tools/requirements.txt "$stamp"; then
+    install_torch
+    say "installing tools/requirements.txt"
+    "$py" -m pip install -q -r tools/requirements.txt
+    cp tools/requirements.txt "$stamp"
+  fi
+}
+
+install_package() {
+  local stamp=$VENV/.te-package
+  local sources=(csrc cmake transformer_engine nvdlfw_inspect CMakeLists.txt pyproject.toml)
+  if [ -e "$stamp" ] && [ -z "$(find "${sources[@]}" -name __pycache__ -prune -o -newer "$stamp" -print -quit)" ]; then
+    return
+  fi
+  say "building transformer-engine into $VENV (TE_CUDA=${TE_CUDA:-AUTO})"
+  touch "$stamp.new" # before the build, so that a file saved during it counts as newer
+  "$py" -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+  mv "$stamp.new" "$stamp"
+}
+
+# An offline machine whose own Python has everything: build in place, install nothing.
+build_in_place() {
+  "$py" -c 'import pybind11, torch' || { say "VENV= needs torch and pybind11 in $py" >&2; exit 1; }
+  say "building in place for $py"
+  cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE="$py" -DTE_INPLACE=ON -DTE_CUDA="${TE_CUDA:-AUTO}" >build/system.log 2>&1 ||
+    { cat build/system.log; exit 1; }
+  cmake --build build/system
+}
+
+if [ -n "$VENV" ]; then
+  install_system_packages
+  create_venv
+  install_package
+else
+  mkdir -p build
+  build_in_place
+fi

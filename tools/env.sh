@@ -1,0 +1,27 @@
+# Sourced by the other scripts: which Python they use and how the compiler cache shares between checkouts.
+#   VENV    virtual environment, default .venv; empty means "use the system's Python as it is" and installs nothing
+#   PYTHON  the Python that creates VENV, or that is used when VENV is empty; default python3
+# shellcheck shell=bash
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT" || exit
+VENV=${VENV-.venv}
+PYTHON=${PYTHON:-python3}
+
+# Results are the same in every clone: paths are made relative to this one before they are hashed.
+export CCACHE_BASEDIR=$ROOT CCACHE_NOHASHDIR=1
+
+has() { command -v "$1" >/dev/null; }
+
+if [ -n "$VENV" ]; then
+  export PATH="$ROOT/$VENV/bin:$PATH"
+  py=$ROOT/$VENV/bin/python
+else
+  py=$(command -v "$PYTHON")
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package is built in place
+fi
+export py ROOT VENV PYTHON
+
+# Without a GPU the CUDA backend could not run: do not spend minutes on compiling it, unless asked to.
+if ! has nvidia-smi; then
+  export TE_CUDA=${TE_CUDA:-OFF}
+fi

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Prints the CMake options that name the headers of cuBLASLt, cuDNN and NCCL. Where the toolkit lacks them they are taken from
+# the wheels on PyPI, of which only the include folders are kept, in a cache outside the clone.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+# The oldest versions that the code must compile with.
+WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-nccl-cu13==2.28.3)
+
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/te-cuda-headers/$(printf '%s\n' "${WHEELS[@]}" | cksum | cut -d' ' -f1)
+if [ ! -e "$cache/complete" ]; then
+  mkdir -p "$cache"
+  download=$(mktemp -d)
+  trap 'rm -rf "$download"' EXIT
+  "$py" -m pip download -q --no-deps -d "$download" "${WHEELS[@]}" >&2
+  "$py" - "$cache" "$download"/*.whl <<'PY'
+import sys
+import zipfile
+
+for wheel in sys.argv[2:]:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(sys.argv[1], [n for n in archive.namelist() if "/include/" in n])
+PY
+  touch "$cache/complete"
+fi
+printf -- '-DTE_%s_INCLUDE=%s\n' \
+  CUBLAS "$cache/nvidia/cu13/include" CUDNN "$cache/nvidia/cudnn/include" NCCL "$cache/nvidia/nccl/include"

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Builds for the GPU of this machine, with its own Python and without network, then does what it is told:
+#   tools/gpu_run.sh test [pytest arguments]   C++ tests, then pytest with the GPU tests
+#   tools/gpu_run.sh sanitize                  tests marked `sanitize` under compute-sanitizer memcheck and racecheck
+#   tools/gpu_run.sh bench [names]             benchmarks, results in benchmarks/results
+#   tools/gpu_run.sh -- command...             any command, with PYTHONPATH set to this tree
+# Logs, and the results written meanwhile, are also copied to $OUT if that is set.
+set -euo pipefail
+export VENV='' PYTHON=${PYTHON:-python3} TE_CUDA=ON
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+export PATH="$PATH:/usr/local/cuda/bin"
+BUILD=build/gpu
+LOGS=${OUT:-$BUILD/logs}
+mkdir -p "$BUILD" "$LOGS"
+started=$(mktemp)
+
+build() {
+  cmake -S . -B $BUILD -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$py" \
+    -DTE_CUDA=ON -DTE_TESTS=ON -DTE_INPLACE=ON -DTE_PTXAS_REPORT=ON
+  cmake --build $BUILD
+}
+
+run_tests() {
+  ctest --test-dir $BUILD --output-on-failure --no-tests=error 2>&1 | tee "$LOGS/ctest.log"
+  "$py" -m pytest "$@" 2>&1 | tee "$LOGS/pytest.log"
+}
+
+# Without torch's caching allocator every tensor is an allocation of its own, so that no overrun stays hidden in a cached block.
+run_sanitizer() {
+  local tool
+  for tool in memcheck racecheck; do
+    printf '=== %s\n' "$tool"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+      "$py" -m pytest -m sanitize -o timeout=500 2>&1 | tee "$LOGS/$tool.log"
+  done
+}
+
+run_benchmarks() { "$py" benchmarks "$@" 2>&1 | tee "$LOGS/bench.log"; }
+
+finish() {
+  if [ -n "${OUT:-}" ]; then
+    find benchmarks/results -name '*.json' -newer "$started" -exec cp -t "$OUT" {} + 2>/dev/null || true
+  fi
+  rm -f "$started"
+}
+trap finish EXIT
+
+build >"$LOGS/build.log" 2>&1 || { tail -n 100 "$LOGS/build.log"; exit 1; }
+"$py" tools/check_ptxas.py "$LOGS/build.log" || true # informs; CI is the judge, and nothing is compiled a second time
+
+verb=${1:-test}
+shift || true
+case $verb in
+  test) run_tests "$@" ;;
+  sanitize) run_sanitizer ;;
+  bench) run_benchmarks "$@" ;;
+  --) "$@" ;;
+  *)
+    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Runs the named checks, all of them by default, and ends with their times and the test runners' own closing lines.
+#   tools/steps.sh              everything, as `make test` does
+#   tools/steps.sh lint types   some
+# A step that cannot run says why and is listed as skipped.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+STEPS=(lint types budget layering cpp_tests cuda_build python_tests)
+LOGS=$ROOT/build/logs
+SKIPPED=77
+
+skip() {
+  printf 'SKIPPED: %s\n' "$*"
+  exit $SKIPPED
+}
+
+sources() { git ls-files --cached --others --exclude-standard --deduplicate -- "$@" | while read -r f; do [ -e "$f" ] && echo "$f"; done; }
+
+step_lint() {
+  for tool in ruff clang-format shellcheck; do
+    has "$tool" || skip "$tool is not installed"
+  done
+  ruff format --check .
+  ruff check .
+  sources '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format --dry-run -Werror
+  { sources '*.sh'; echo .ci/run; } | xargs shellcheck -x
+}
+
+step_types() {
+  has mypy || skip "mypy is not installed"
+  mypy
+}
+
+step_budget() { "$py" tools/check_budget.py; }
+
+step_layering() { "$py" tools/check_layering.py; }
+
+# The core under AddressSanitizer (with leak detection) and UndefinedBehaviorSanitizer, with no Python in the process.
+step_cpp_tests() {
+  cmake --preset cpu-debug
+  cmake --build --preset cpu-debug
+  ctest --preset cpu-debug
+}
+
+# Compiles the CUDA backend for Hopper with warnings as errors; no GPU is needed. Everything is compiled again, through the
+# compiler cache, because the compiler's report on every kernel is read.
+step_cuda_build() {
+  has nvcc || [ -x /usr/local/cuda/bin/nvcc ] || skip "no nvcc on this machine"
+  local headers=() report=$LOGS/ptxas.log
+  if [ ! -e /usr/local/cuda/include/cublasLt.h ]; then
+    mapfile -t headers < <(tools/fetch_cuda_headers.sh)
+  fi
+  cmake --preset cuda-sm90a -B build/cuda-check -DTE_INPLACE=OFF "${headers[@]}"
+  cmake --build build/cuda-check --clean-first | tee "$report"
+  "$py" tools/check_ptxas.py "$report"
+}
+
+step_python_tests() { "$py" -P -m pytest "${PYTEST_ARGS[@]}"; }
+
+run_step() { # runs one step in a subshell of its own, so that `set -e` holds inside it
+  local name=$1 log=$LOGS/$1.log status=0 begin=$SECONDS
+  printf '\n=== %s\n' "$name"
+  # `set -e` is ignored in a function called left of && or ||: a fresh shell keeps it.
+  bash "$0" --inside "$name" 2>&1 | tee "$log" || status=$?
+  case $status in
+    0) verdict[$name]=passed ;;
+    "$SKIPPED") verdict[$name]=$(grep '^SKIPPED: ' "$log" | tail -n 1) ;;
+    *) verdict[$name]="FAILED ($status)" failed+=("$name") ;;
+  esac
+  seconds[$name]=$((SECONDS - begin))
+}
+
+read -r -a PYTEST_ARGS <<<"${PYTEST_ARGS:-}"
+if [ "${1:-}" = --inside ]; then
+  "step_$2"
+  exit
+fi
+
+mkdir -p "$LOGS"
+declare -A verdict seconds
+failed=()
+[ $# -gt 0 ] || set -- "${STEPS[@]}"
+for name; do
+  run_step "$name"
+done
+
+printf '\n=== summary\n'
+for name; do
+  printf '%-14s %5d s  %s\n' "$name" "${seconds[$name]}" "${verdict[$name]}"
+done
+for name in cpp_tests python_tests; do
+  if [ -n "${verdict[$name]:-}" ]; then
+    grep -E '^[0-9]+% tests passed|^=+ .* in [0-9.]+s.* =+$' "$LOGS/$name.log" | tail -n 1 || true
+  fi
+done
+[ ${#failed[@]} -eq 0 ]
