@@ -1,0 +1,33 @@
+"""Fixtures and GPU skipping for all tests; those without torch also run where it is missing."""
+
+import random
+
+import pytest
+
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None
+
+GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count() if torch else 0
+    for item in items:
+        for marker, needed in GPUS_NEEDED.items():
+            if found < needed and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {found}"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    random.seed(0)
+    if torch:
+        torch.manual_seed(0)

@@ -1,0 +1,34 @@
+"""What clients read from the installed distribution and the packages' versions."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import nvdlfw_inspect
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_inspect_imports_without_torch() -> None:
+    code = "import sys, nvdlfw_inspect; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_metadata_wheel_has_the_version_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    text = (ROOT / "packaging/nvdlfw-inspect/pyproject.toml").read_text()
+    assert tomllib.loads(text)["project"]["version"] == nvdlfw_inspect.__version__
+    assert Version(nvdlfw_inspect.__version__) >= Version("0.2.2")
+
+
+def test_distribution_version_passes_the_gates_of_clients() -> None:
+    try:
+        version = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        pytest.skip("built in place: no distribution is installed")
+    assert Version(version) >= Version("2.9.0")
+    assert metadata.version("transformer_engine") == version
