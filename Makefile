@@ -8,9 +8,9 @@ python := PYTHONPATH=. $(PYTHON)
 else
 python := $(VENV)/bin/python
 endif
-STEPS := lint types budget layering cpp_tests cuda_build python_tests
+STEPS := $(shell tools/steps.sh --list)
 
-.PHONY: help bootstrap demo test bench clean $(STEPS)
+.PHONY: help bootstrap tools demo test bench clean $(STEPS)
 
 help:
 	@echo "make demo    train a small GPT in FP8 and plot its loss (ARGS=... are passed on)"
@@ -21,17 +21,20 @@ help:
 bootstrap:
 	@tools/bootstrap.sh
 
+tools:
+	@tools/bootstrap.sh tools
+
 demo: bootstrap
 	$(python) examples/train_gpt.py $(ARGS)
 
-test: bootstrap
-	@tools/steps.sh $(STEPS)
+test: tools
+	@tools/steps.sh
 
-$(STEPS): bootstrap
+$(STEPS): tools
 	@tools/steps.sh $@
 
 bench: bootstrap
-	$(python) -m benchmarks $(ARGS)
+	$(python) benchmarks $(ARGS)
 
 clean:
 	rm -rf build transformer_engine/_C*.so

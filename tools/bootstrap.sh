@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes a fresh Debian or Ubuntu ready: system packages, .venv with torch and the tools, and this package built into it.
 # Does only what is missing, so that a second run takes about a second. With VENV= it installs nothing and builds in place.
+#   tools/bootstrap.sh         everything
+#   tools/bootstrap.sh tools   all but this package, for checks that do not need it
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 TORCH_VERSION=2.13.0
@@ -42,12 +44,12 @@ install_torch() {
   "$py" -c 'import torch' 2>/dev/null && return
   say "installing torch $TORCH_VERSION"
   if has nvidia-smi; then
-    "$py" -m pip install -q "torch==$TORCH_VERSION"
+    "$py" -m pip install -qq "torch==$TORCH_VERSION"
   else
-    "$py" -m pip install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-      "$py" -m pip install -q --retries 1 --timeout 10 "torch==$TORCH_VERSION+cpu" \
+    "$py" -m pip install -qq "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+      "$py" -m pip install -qq --retries 1 --timeout 10 "torch==$TORCH_VERSION+cpu" \
         --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-      "$py" -m pip install -q "torch==$TORCH_VERSION"
+      "$py" -m pip install -qq "torch==$TORCH_VERSION"
   fi
 }
 
@@ -60,7 +62,7 @@ create_venv() {
   if ! cmp -s tools/requirements.txt "$stamp"; then
     install_torch
     say "installing tools/requirements.txt"
-    "$py" -m pip install -q -r tools/requirements.txt
+    "$py" -m pip install -qq -r tools/requirements.txt
     cp tools/requirements.txt "$stamp"
   fi
 }
@@ -73,7 +75,7 @@ install_package() {
   fi
   say "building transformer-engine into $VENV (TE_CUDA=${TE_CUDA:-AUTO})"
   touch "$stamp.new" # before the build, so that a file saved during it counts as newer
-  "$py" -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+  "$py" -m pip install -qq --no-build-isolation --no-deps --force-reinstall .
   mv "$stamp.new" "$stamp"
 }
 
@@ -81,6 +83,7 @@ install_package() {
 build_in_place() {
   "$py" -c 'import pybind11, torch' || { say "VENV= needs torch and pybind11 in $py" >&2; exit 1; }
   say "building in place for $py"
+  mkdir -p build
   cmake -S . -B build/system -G Ninja -DPython_EXECUTABLE="$py" -DTE_INPLACE=ON -DTE_CUDA="${TE_CUDA:-AUTO}" >build/system.log 2>&1 ||
     { cat build/system.log; exit 1; }
   cmake --build build/system
@@ -89,8 +92,11 @@ build_in_place() {
 if [ -n "$VENV" ]; then
   install_system_packages
   create_venv
-  install_package
-else
-  mkdir -p build
-  build_in_place
+fi
+if [ "${1:-}" != tools ]; then
+  if [ -n "$VENV" ]; then
+    install_package
+  else
+    build_in_place
+  fi
 fi

@@ -11,7 +11,7 @@ if [ ! -e "$cache/complete" ]; then
   mkdir -p "$cache"
   download=$(mktemp -d)
   trap 'rm -rf "$download"' EXIT
-  "$py" -m pip download -q --no-deps -d "$download" "${WHEELS[@]}" >&2
+  "$py" -m pip download -qq --no-deps -d "$download" "${WHEELS[@]}" >&2
   "$py" - "$cache" "$download"/*.whl <<'PY'
 import sys
 import zipfile

@@ -2,10 +2,11 @@
 # Runs the named checks, all of them by default, and ends with their times and the test runners' own closing lines.
 #   tools/steps.sh              everything, as `make test` does
 #   tools/steps.sh lint types   some
+#   tools/steps.sh --list       their names
 # A step that cannot run says why and is listed as skipped.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-STEPS=(lint types budget layering cpp_tests cuda_build python_tests)
+STEPS=(lint types budget layering cpp_tests cuda_build build python_tests)
 LOGS=$ROOT/build/logs
 SKIPPED=77
 
@@ -55,7 +56,13 @@ step_cuda_build() {
   "$py" tools/check_ptxas.py "$report"
 }
 
-step_python_tests() { "$py" -P -m pytest "${PYTEST_ARGS[@]}"; }
+step_build() { tools/bootstrap.sh; }
+
+# Against the package as it is installed: -P keeps the source tree off the path.
+step_python_tests() {
+  tools/bootstrap.sh
+  "$py" -P -m pytest "${PYTEST_ARGS[@]}"
+}
 
 run_step() { # runs one step in a subshell of its own, so that `set -e` holds inside it
   local name=$1 log=$LOGS/$1.log status=0 begin=$SECONDS
@@ -70,9 +77,13 @@ run_step() { # runs one step in a subshell of its own, so that `set -e` holds in
   seconds[$name]=$((SECONDS - begin))
 }
 
+case ${1:-} in
+  --list) echo "${STEPS[*]}" && exit ;;
+  --inside) inside=$2 ;;
+esac
 read -r -a PYTEST_ARGS <<<"${PYTEST_ARGS:-}"
-if [ "${1:-}" = --inside ]; then
-  "step_$2"
+if [ -n "${inside:-}" ]; then
+  "step_$inside"
   exit
 fi
 
