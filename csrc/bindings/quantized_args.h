@@ -7,7 +7,7 @@
 namespace te::bindings {
 
 inline TensorView with_format(TensorView codes, DType format) {
-  if (codes) codes.dtype = format;
+  if (codes && size_of(codes.dtype) == 1) codes.dtype = format;  // else the checks refuse it
   return codes;
 }
 

@@ -2,13 +2,12 @@
 // is summed per column in row order, so its result does not depend on the number of threads.
 #include "ops/quantize.h"
 
+#include <algorithm>
 #include <cmath>
-#include <mutex>
-#include <vector>
 
-#include "core/parallel.h"
 #include "core/scaling.h"
 #include "cpu/column_sum.h"
+#include "cpu/parallel_max.h"
 
 namespace te::cpu {
 namespace {
@@ -51,13 +50,9 @@ void quantize(const QuantizeArgs& args) {
     using In = typename decltype(in)::type;
     dispatch_fp8(args.out.dtype, "quantize", [&](auto out) {
       using Fp8 = typename decltype(out)::type;
-      float amax = 0.0f;
-      std::mutex amax_mutex;
       const int64_t grain = kElementsPerThread / std::max<int64_t>(1, cols) + 1;
-      parallel_for(rows, grain, [&](int64_t first, int64_t last) {
-        const float part = encode_rows<In, Fp8>(args, scale, first, last);
-        const std::lock_guard lock(amax_mutex);
-        amax = max_ignoring_nan(amax, part);
+      const float amax = parallel_max(rows, grain, [&](int64_t first, int64_t last) {
+        return encode_rows<In, Fp8>(args, scale, first, last);
       });
       if (args.out.amax) {
         float* stored = args.out.amax.ptr<float>();

@@ -1,7 +1,11 @@
 // The CUDA backend of a build without CUDA: every entry says so.
 #include "core/error.h"
 #include "cuda/runtime.h"
+#include "ops/amax.h"
+#include "ops/delayed_scaling.h"
+#include "ops/dequantize.h"
 #include "ops/quantize.h"
+#include "ops/transpose.h"
 
 namespace te::cuda {
 namespace {
@@ -18,5 +22,11 @@ bool built_with_cuda() { return false; }
 int device_count() { return 0; }
 
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
+void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
+void transpose(const TransposeArgs&, Stream) { absent("transpose"); }
+void amax(const AmaxArgs&, Stream) { absent("amax"); }
+void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
+void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
+void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
 
 }  // namespace te::cuda

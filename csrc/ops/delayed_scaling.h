@@ -2,8 +2,10 @@
 //
 // The states of one (recipe, group, direction) are described by a table that lives on their device.
 // For each column i of each state: a = amax (over the history, or row 0); scale[i] = fp8_max / a /
-// 2^margin; the history is rolled by one row and row 0 becomes zero. A column whose row 0 is zero
-// did not run: its history and scale stay as they are.
+// 2^margin (see delayed_scale); the history is rolled by one row and row 0 becomes zero. A column
+// whose row 0 is zero did not run: its history and scale stay as they are. Where `reduced` holds a
+// non-zero value for a column, it stands for row 0: a rank on which the module did not run follows
+// the others.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -22,7 +24,7 @@ enum class AmaxAlgorithm : int32_t { Max = 0, MostRecent = 1 };
 
 struct DelayedScalingArgs {
   TensorView table;    // int64 [states, 4]: rows of ScalingEntry
-  TensorView reduced;  // fp32 [total columns]: row 0 of all states, reduced over ranks; may be absent
+  TensorView reduced;  // fp32 [total columns]: gather_amax, reduced over ranks; may be absent
   AmaxAlgorithm algorithm = AmaxAlgorithm::Max;
   float fp8_max = 448.0f;
   int32_t margin = 0;

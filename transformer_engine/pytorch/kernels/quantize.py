@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
 
 
@@ -41,8 +42,7 @@ def quantize(
         `(rowwise, columnwise, scales, dbias)`, None where not asked for; `scales` is None where
         it was given.
     """
-    cols = x.shape[-1]
-    rows = x.numel() // cols if cols else 0
+    rows, cols = rows_of(x), x.shape[-1]
     codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
     transposed = x.new_empty((cols, rows), dtype=torch.uint8) if columnwise else None
     own_scales = x.new_empty(2, dtype=torch.float32) if scales is None else None

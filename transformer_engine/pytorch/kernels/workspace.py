@@ -1,4 +1,4 @@
-"""Scratch memory for kernels: kept per (device, stream), grown when needed, never shared by streams.
+"""Scratch memory for kernels: kept per (device, stream), grown when needed, never shared.
 
 Work on one stream is ordered, so the next op may overwrite what the last one left there. Under a
 CUDA graph the buffers must exist before capture; a warm-up call makes them.

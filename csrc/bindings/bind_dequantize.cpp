@@ -1,0 +1,28 @@
+// Bindings of dequantize and transpose.
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/dequantize.h"
+#include "ops/transpose.h"
+
+namespace te::bindings {
+namespace {
+
+void dequantize_into(const TensorView& codes, int format, const TensorView& scales,
+                     const TensorView& x) {
+  dequantize({.q = codes, .dtype = static_cast<DType>(format), .scales = scales, .x = x},
+             bridge::current_stream(codes.device));
+}
+
+void transpose_into(const TensorView& x, const TensorView& out) {
+  transpose({.x = x, .out = out}, bridge::current_stream(x.device));
+}
+
+}  // namespace
+
+void bind_dequantize(pybind11::module_& m) {
+  using pybind11::arg;
+  m.def("dequantize", &dequantize_into, arg("codes"), arg("format"), arg("scales"), arg("x"));
+  m.def("transpose", &transpose_into, arg("x"), arg("out"));
+}
+
+}  // namespace te::bindings

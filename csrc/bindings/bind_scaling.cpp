@@ -1,0 +1,61 @@
+// Bindings of the ops that find scales: amax, scale_from_amax, delayed_scaling_update, gather_amax.
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/amax.h"
+#include "ops/delayed_scaling.h"
+
+namespace te::bindings {
+namespace {
+
+void amax_into(const TensorView& x, const TensorView& result, const TensorView& scales,
+               const TensorView& scratch, int format, bool power_of_2, float epsilon) {
+  amax({.x = x,
+        .scale = {.dtype = static_cast<DType>(format),
+                  .scales = scales,
+                  .amax = result,
+                  .scratch = scratch,
+                  .epsilon = epsilon,
+                  .power_of_2 = power_of_2}},
+       bridge::current_stream(x.device));
+}
+
+void scale_from_amax_into(const TensorView& amax, const TensorView& scales, int format,
+                          bool power_of_2, float epsilon) {
+  scale_from_amax({.amax = amax,
+                   .scale = {.dtype = static_cast<DType>(format),
+                             .scales = scales,
+                             .amax = {},
+                             .scratch = {},
+                             .epsilon = epsilon,
+                             .power_of_2 = power_of_2}},
+                  bridge::current_stream(amax.device));
+}
+
+void update_scales(const TensorView& table, const TensorView& reduced, bool most_recent,
+                   float fp8_max, int margin) {
+  delayed_scaling_update({.table = table,
+                          .reduced = reduced,
+                          .algorithm = most_recent ? AmaxAlgorithm::MostRecent : AmaxAlgorithm::Max,
+                          .fp8_max = fp8_max,
+                          .margin = margin},
+                         bridge::current_stream(table.device));
+}
+
+void gather_amax_into(const TensorView& table, const TensorView& out) {
+  gather_amax({.table = table, .out = out}, bridge::current_stream(table.device));
+}
+
+}  // namespace
+
+void bind_scaling(pybind11::module_& m) {
+  using pybind11::arg;
+  m.def("amax", &amax_into, arg("x"), arg("amax"), arg("scales"), arg("scratch"), arg("format"),
+        arg("power_of_2"), arg("epsilon"));
+  m.def("scale_from_amax", &scale_from_amax_into, arg("amax"), arg("scales"), arg("format"),
+        arg("power_of_2"), arg("epsilon"));
+  m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),
+        arg("fp8_max"), arg("margin"));
+  m.def("gather_amax", &gather_amax_into, arg("table"), arg("out"));
+}
+
+}  // namespace te::bindings

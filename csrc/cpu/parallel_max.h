@@ -1,0 +1,25 @@
+// The largest of non-negative values found by several threads; NaN ignored.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+
+#include "core/parallel.h"
+#include "core/scaling.h"
+
+namespace te::cpu {
+
+// part(first, last) returns the maximum of its range; 0 is the maximum of nothing.
+template <class Part>
+float parallel_max(int64_t count, int64_t grain, Part&& part) {
+  float result = 0.0f;
+  std::mutex mutex;
+  parallel_for(count, grain, [&](int64_t first, int64_t last) {
+    const float value = part(first, last);
+    const std::lock_guard lock(mutex);
+    result = max_ignoring_nan(result, value);
+  });
+  return result;
+}
+
+}  // namespace te::cpu

@@ -1,0 +1,25 @@
+// The meaning of transpose: see ops/transpose.h. Square tiles keep both sides in the cache.
+#include "ops/transpose.h"
+
+#include <algorithm>
+
+#include "core/parallel.h"
+
+namespace te::cpu {
+
+void transpose(const TransposeArgs& args) {
+  constexpr int64_t kTile = 64, kElementsPerThread = 1 << 16;
+  const int64_t rows = args.x.rows(), cols = args.x.cols();
+  const uint8_t* x = args.x.ptr<uint8_t>();
+  uint8_t* out = args.out.ptr<uint8_t>();
+  const int64_t grain = std::max(kTile, kElementsPerThread / std::max<int64_t>(1, rows));
+  parallel_for(cols, grain, [&](int64_t first, int64_t last) {
+    for (int64_t top = 0; top < rows; top += kTile) {
+      const int64_t bottom = std::min(rows, top + kTile);
+      for (int64_t j = first; j < last; ++j)
+        for (int64_t i = top; i < bottom; ++i) out[j * rows + i] = x[i * cols + j];
+    }
+  });
+}
+
+}  // namespace te::cpu

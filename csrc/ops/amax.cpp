@@ -1,0 +1,51 @@
+#include "ops/amax.h"
+
+#include "core/scaling.h"
+#include "ops/check.h"
+#include "ops/dispatch.h"
+
+namespace te {
+namespace {
+
+void check_rule(const CurrentScale& scale, const char* op) {
+  require(is_fp8(scale.dtype), Kind::Type, op, "expected an FP8 format, got ", scale.dtype);
+  require(scale.epsilon >= 0.0f && is_finite(scale.epsilon), Kind::Value, op,
+          "expected a finite epsilon of at least 0, got ", scale.epsilon);
+}
+
+void check_one(const TensorView& t, const TensorView& like, const char* op, const char* name) {
+  check::vector(t, 1, DType::Float32, op, name);
+  check::same_device(t, like, op, name);
+}
+
+}  // namespace
+
+void amax(const AmaxArgs& args, Stream stream) {
+  constexpr const char* kOp = "amax";
+  const TensorView& x = args.x;
+  check::high_precision(x, kOp, "x");
+  check::contiguous(x, kOp, "x");
+  if (args.scale) {
+    check_rule(args.scale, kOp);
+    check::current_scale(args.scale, x, kOp);
+  } else {
+    check_one(args.scale.amax, x, kOp, "amax");
+    check::vector(args.scale.scratch, 2, DType::Int32, kOp, "the amax scratch");
+    check::same_device(args.scale.scratch, x, kOp, "the amax scratch");
+  }
+  on_device(
+      x, [&] { cpu::amax(args); }, [&] { cuda::amax(args, stream); });
+}
+
+void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
+  constexpr const char* kOp = "scale_from_amax";
+  check_rule(args.scale, kOp);
+  check::vector(args.amax, 1, DType::Float32, kOp, "amax");
+  check::vector(args.scale.scales, 2, DType::Float32, kOp, "scales");
+  check::same_device(args.scale.scales, args.amax, kOp, "scales");
+  on_device(
+      args.amax, [&] { cpu::scale_from_amax(args); },
+      [&] { cuda::scale_from_amax(args, stream); });
+}
+
+}  // namespace te

@@ -1,0 +1,22 @@
+#include "ops/transpose.h"
+
+#include "ops/check.h"
+#include "ops/dispatch.h"
+
+namespace te {
+
+void transpose(const TransposeArgs& args, Stream stream) {
+  constexpr const char* kOp = "transpose";
+  const TensorView &x = args.x, &out = args.out;
+  check::contiguous(x, kOp, "x");
+  check::contiguous(out, kOp, "the output");
+  require(size_of(x.dtype) == 1, Kind::Type, kOp, "expected one-byte elements, got ", x.dtype);
+  check::dtype(out, x.dtype, kOp, "the output");
+  check::same_device(out, x, kOp, "the output");
+  require(out.rows() == x.cols() && out.cols() == x.rows(), Kind::Value, kOp, "expected ",
+          x.cols(), " x ", x.rows(), " elements for the output, got shape ", ShapeOf{out});
+  on_device(
+      x, [&] { cpu::transpose(args); }, [&] { cuda::transpose(args, stream); });
+}
+
+}  // namespace te

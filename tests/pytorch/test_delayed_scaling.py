@@ -1,0 +1,190 @@
+"""The update of delayed scaling against its definition, written out in Python."""
+
+import math
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+SHAPES = [(1, 3), (2, 1), (16, 6), (1024, 3), (33, 40), (300, 1), (4, 0)]  # (length, count)
+
+
+def table_of(states, device):
+    rows = [[h.data_ptr(), s.data_ptr(), h.shape[0], h.shape[1]] for h, s in states]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
+
+
+def expected_column(history, scale, newest, algorithm, fp8_max, margin):
+    """New history and scale of one column (float lists in, float lists out)."""
+    if newest == 0:
+        return history, scale
+    amax = newest if algorithm == "most_recent" else max([newest, *history[1:]])
+    if amax > 0 and math.isfinite(amax):
+        ratio = torch.tensor(fp8_max) / torch.tensor(amax) / 2.0**margin
+        scale = min(ratio.item(), FLOAT_MAX)
+    if len(history) == 1:
+        return [0.0], scale
+    return [0.0, *history[2:], newest], scale
+
+
+def expected_update(states, reduced, algorithm, fp8_max, margin):
+    first, updated = 0, []
+    for history, scale in states:
+        columns, scales = [], []
+        for i in range(history.shape[1]):
+            values = history[:, i].tolist()
+            other = reduced[first + i].item() if reduced is not None else 0.0
+            column = expected_column(
+                values, scale[i].item(), other or values[0], algorithm, fp8_max, margin
+            )
+            columns.append(column[0])
+            scales.append(column[1])
+        first += history.shape[1]
+        new_history = torch.tensor(columns).T.contiguous() if columns else history.clone()
+        updated.append((new_history, torch.tensor(scales)))
+    return updated
+
+
+def random_states():
+    states = []
+    for shape in SHAPES:
+        history = torch.rand(shape) * 10
+        history[0][torch.rand(shape[1]) < 0.3] = 0.0  # did not run
+        states.append((history, torch.rand(shape[1]) + 0.5))
+    return states
+
+
+def check(states, device, reduced=None, algorithm="max", fp8_max=448.0, margin=0):
+    expected = expected_update(states, reduced, algorithm, fp8_max, margin)
+    moved = [(h.to(device), s.to(device)) for h, s in states]
+    table = table_of(moved, device)
+    if reduced is not None:
+        reduced = reduced.to(device)
+    delayed_scaling_update(table, reduced, algorithm, fp8_max, margin)
+    for (history, scale), (new_history, new_scale) in zip(moved, expected, strict=True):
+        assert_bitwise(history, new_history)
+        assert_bitwise(scale, new_scale)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2, -1])
+@pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
+def test_matches_definition(device, algorithm, margin, fp8_max):
+    check(random_states(), device, algorithm=algorithm, fp8_max=fp8_max, margin=margin)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_reduced_amax_stands_for_row_0(device, algorithm):
+    states = random_states()
+    local = torch.cat([history[0] for history, _ in states])
+    other = torch.rand(local.shape) * 20
+    other[torch.rand(local.shape) < 0.3] = 0.0
+    check(states, device, reduced=torch.maximum(local, other), algorithm=algorithm)
+    check(states, device, reduced=torch.zeros_like(local), algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("newest", [math.inf, math.nan, 1e-40, FLOAT_MAX, 1e-37, -0.0])
+@pytest.mark.parametrize("length", [1, 3])
+def test_extreme_amax(device, algorithm, newest, length):
+    history = torch.zeros(length, 2)
+    history[0] = torch.tensor([newest, 2.0])
+    check([(history, torch.tensor([3.0, 4.0]))], device, algorithm=algorithm)
+
+
+def test_infinity_leaves_with_its_row(device):
+    """An overflow keeps the scale for as long as the history remembers it, not for ever."""
+    history = torch.tensor([[math.inf], [1.0], [2.0]], device=device)
+    scale = torch.tensor([5.0], device=device)
+    table = table_of([(history, scale)], device)
+    seen = []
+    for _ in range(4):
+        delayed_scaling_update(table, None, "max", 448.0, 0)
+        seen.append(scale.item())
+        history[0] = 4.0
+    assert seen == [5.0, 5.0, 5.0, 112.0]
+
+
+def test_columns_of_one_state_are_independent(device):
+    history = torch.tensor([[0.0, 8.0], [1.0, 2.0], [3.0, 4.0]], device=device)
+    scale = torch.tensor([1.0, 1.0], device=device)
+    delayed_scaling_update(table_of([(history, scale)], device), None, "max", 448.0, 0)
+    assert history.tolist() == [[0.0, 0.0], [1.0, 4.0], [3.0, 8.0]]
+    assert scale.tolist() == [1.0, 56.0]
+
+
+@pytest.mark.sanitize
+def test_gather(device):
+    states = [(h.to(device), s.to(device)) for h, s in random_states()]
+    columns = sum(h.shape[1] for h, _ in states)
+    got = gather_amax(table_of(states, device), columns)
+    assert_bitwise(got, torch.cat([h[0] for h, _ in states]))
+
+
+def test_no_states(device):
+    table = table_of([], device)
+    delayed_scaling_update(table, None, "max", 448.0, 0)
+    assert gather_amax(table, 0).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_many_states_and_graph_replay():
+    def fresh():
+        torch.manual_seed(0)
+        return [(torch.rand(64, 3).cuda(), torch.ones(3).cuda()) for _ in range(700)]
+
+    eager, captured = fresh(), fresh()
+    reduced = torch.rand(2100, device="cuda")
+    tables = [table_of(states, "cuda") for states in (eager, captured)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        delayed_scaling_update(tables[1], reduced, "max", 448.0, 0)
+    for _ in range(3):
+        delayed_scaling_update(tables[0], reduced, "max", 448.0, 0)
+        graph.replay()
+    for a, b in zip(eager, captured, strict=True):
+        assert_bitwise(a[0], b[0])
+        assert_bitwise(a[1], b[1])
+
+
+def test_as_library_operators(device):
+    states = [(torch.rand(4, 2, device=device), torch.ones(2, device=device))]
+    table = table_of(states, device)
+    torch.ops.te.delayed_scaling_update(table, None, "max", 448.0, 0)
+    assert states[0][0][0].tolist() == [0.0, 0.0]
+    assert torch.ops.te.gather_amax(table, 2).tolist() == [0.0, 0.0]
+
+
+TABLE = torch.zeros(0, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changed"),
+    [
+        (TypeError, "int64 for the table", {"table": torch.zeros(0, 4)}),
+        (ValueError, r"shape \(states, 4\) for the table, got \(0, 3\)", {"table": TABLE[:, :3]}),
+        (ValueError, "0 elements for the reduced amax", {"reduced": torch.ones(3)}),
+        (TypeError, "float32 for the reduced amax", {"reduced": torch.ones(0).double()}),
+        (ValueError, "a positive finite fp8_max", {"fp8_max": 0.0}),
+        (ValueError, "a margin between -126 and 126, got 127", {"margin": 127}),
+    ],
+)
+def test_errors(error, message, changed):
+    args = {"table": TABLE, "reduced": None, "most_recent": False, "fp8_max": 448.0, "margin": 0}
+    with pytest.raises(error, match=r"\[delayed_scaling_update\] expected " + message):
+        _C.delayed_scaling_update(**(args | changed))
+
+
+def test_unknown_algorithm():
+    with pytest.raises(ValueError, match=r"expected 'max' or 'most_recent'.*got 'mean'"):
+        delayed_scaling_update(TABLE, None, "mean", 448.0, 0)
+
+
+def test_gather_needs_one_place_per_column():
+    with pytest.raises(ValueError, match=r"\[gather_amax\] expected 0 elements for the output"):
+        gather_amax(TABLE, 2)

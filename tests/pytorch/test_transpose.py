@@ -1,0 +1,73 @@
+"""transpose of one-byte codes."""
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.transpose import transpose
+
+SHAPES = [(256, 256), (1, 1), (1, 300), (300, 1), (17, 16), (130, 264), (129, 1040), (33, 65)]
+SHAPES += [(0, 5), (5, 0), (2, 3, 48)]
+
+
+def codes_of(shape):
+    return torch.randint(256, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_torch(device, shape):
+    codes = codes_of(shape)
+    expected = codes.flatten(0, -2) if codes.ndim > 2 else codes
+    assert_bitwise(transpose(codes.to(device)), expected.T.contiguous())
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("shape", [(64, 64), (70, 48), (3, 5)], ids=str)
+def test_alignment(device, shape, offset):
+    codes = codes_of((shape[0] * shape[1] + offset,))
+    got = transpose(codes.to(device)[offset:].view(shape))
+    assert_bitwise(got, codes[offset:].view(shape).T.contiguous())
+
+
+def test_keeps_the_dtype(device):
+    codes = codes_of((4, 6)).view(torch.float8_e4m3fn).to(device)
+    assert transpose(codes).dtype == torch.float8_e4m3fn
+
+
+def test_as_library_operator(device):
+    codes = codes_of((32, 48)).to(device)
+    assert_bitwise(torch.ops.te.transpose(codes), transpose(codes))
+    torch.library.opcheck(
+        torch.ops.te.transpose, (codes,), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    codes = torch.zeros(2**19 + 64, 4096, dtype=torch.uint8, device="cuda")
+    tail = codes_of((64, 4096))
+    codes[-64:] = tail.cuda()
+    got = transpose(codes)
+    assert_bitwise(got[:, -64:], tail.T.contiguous())
+    assert int(got[:, :-64].count_nonzero()) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changed"),
+    [
+        (TypeError, "one-byte elements, got float32", {"x": torch.ones(4, 8)}),
+        (ValueError, "x to be contiguous", {"x": codes_of((8, 4)).T}),
+        (TypeError, "uint8 for the output, got float32", {"out": torch.ones(8, 4)}),
+        (
+            ValueError,
+            r"8 x 4 elements for the output, got shape \(4, 8\)",
+            {"out": codes_of((4, 8))},
+        ),
+    ],
+)
+def test_errors(error, message, changed):
+    args = {"x": codes_of((4, 8)), "out": codes_of((8, 4))}
+    with pytest.raises(error, match=r"\[transpose\] expected " + message):
+        _C.transpose(**(args | changed))

@@ -1,0 +1,53 @@
+"""Largest magnitude of a tensor, and the scales of current scaling that follow from it."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import amax_scratch
+
+_ANY_FORMAT = 5  # where no scale is computed, the format plays no part
+
+
+@library_op("amax(Tensor x) -> Tensor")
+def amax(x: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
+    """`max |x|` as fp32 `[1]`, NaN ignored; 0 for an empty tensor.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous, any shape.
+    """
+    result = x.new_empty(1, dtype=torch.float32)
+    if launch:
+        _C.amax(x, result, None, amax_scratch(x.device), _ANY_FORMAT, False, 0.0)
+    return result
+
+
+@library_op("current_scales(Tensor x, int format, bool power_of_2, float epsilon) -> Tensor")
+def current_scales(
+    x: torch.Tensor, format: int, power_of_2: bool, epsilon: float, *, launch: bool = True
+) -> torch.Tensor:
+    """Scales fp32 `[2]` = {1/scale, scale} with scale = fp8_max / max(amax(x), epsilon).
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous, any shape.
+        format: value of `DType` (5 = E4M3, 6 = E5M2).
+        power_of_2: round the scale down to a power of two.
+        epsilon: lower bound of the amax. An amax of 0 or Inf gives scale 1.
+    """
+    scales = x.new_empty(2, dtype=torch.float32)
+    if launch:
+        _C.amax(x, None, scales, amax_scratch(x.device), format, power_of_2, epsilon)
+    return scales
+
+
+@library_op("scales_from_amax(Tensor amax, int format, bool power_of_2, float epsilon) -> Tensor")
+def scales_from_amax(
+    amax: torch.Tensor, format: int, power_of_2: bool, epsilon: float, *, launch: bool = True
+) -> torch.Tensor:
+    """The scales of `current_scales` from an amax fp32 `[1]`, say one that ranks have reduced."""
+    scales = amax.new_empty(2)
+    if launch:
+        _C.scale_from_amax(amax, scales, format, power_of_2, epsilon)
+    return scales
