@@ -4,6 +4,7 @@
 #include "ops/amax.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
+#include "ops/gemm.h"
 #include "ops/quantize.h"
 #include "ops/transpose.h"
 
@@ -21,6 +22,7 @@ namespace {
 bool built_with_cuda() { return false; }
 int device_count() { return 0; }
 
+void gemm(const GemmArgs&, Stream) { absent("gemm"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }

@@ -1,42 +1,57 @@
-// gemm: D = A * B^T (+ D) with an epilogue, in row-major words.
-//   D is [m, n]. A is [m, k], or [k, m] with `a_transposed`. B is [n, k], or [k, n] with `b_transposed`.
-//   fprop  y[M,N]  = x[M,K]  . w[N,K]^T              neither transposed   ("TN")
-//   dgrad  dx[M,K] = dy[M,N] . w[N,K]                b_transposed         ("NN")
-//   wgrad  dw[N,K] = dy[M,N]^T . x[M,K]              both transposed      ("NT")
+// gemm: D = epilogue(A * B^T), in row-major words.
+//   D is [m, n]. A is [m, k], B is [n, k]; a `transposed` operand is stored as [k, m] or [k, n].
+//   fprop  y[M,N]  = x[M,K]  . w[N,K]^T              neither transposed
+//   dgrad  dx[M,K] = dy[M,N] . w[N,K]                B transposed
+//   wgrad  dw[N,K] = dy[M,N]^T . x[M,K]              both transposed
+// Tensors of higher rank are read as 2-D: the last axis is a row, all others are counted together.
 // FP8 operands are never "transposed": sm_90 multiplies only K-contiguous FP8, so callers hand in
-// the stored transpose. CUDA only: on the CPU the module layer uses torch.matmul on dequantised
-// operands (docs/adr).
+// the stored transpose.
+//
+// The epilogue works on the fp32 value v = (1/scale_a)(1/scale_b) * sum over k, in this order:
+//   v += D            with `accumulate`
+//   v += bias[n]      a row of D at a time
+//   Gelu              aux = v, v = gelu(v)           (tanh form)
+//   GeluBackward      v *= gelu'(aux)
+//   D = v             rounded once; to FP8: D = saturate(round(v * scale)), amax = max |v|
 #pragma once
-
-#include <cstddef>
 
 #include "core/quantized_view.h"
 
 namespace te {
 
 struct GemmOperand {
-  TensorView data;     // rank 2, contiguous; FP8 codes carry their FP8 dtype
-  TensorView scales;   // fp32, element 0 = 1 / scale; absent for plain operands
+  TensorView data;    // contiguous; FP8 codes carry their FP8 dtype
+  TensorView scales;  // fp32, element 0 = 1 / scale; absent for plain operands
   bool transposed = false;
 };
 
+// The numbers are part of the Python binding.
 enum class GemmActivation : int32_t { None = 0, Gelu = 1, GeluBackward = 2 };
 
 struct GemmArgs {
   GemmOperand a, b;
   TensorView d;               // [m, n]: fp32, fp16 or bf16; absent where `d_quantized` is given
-  QuantizedView d_quantized;  // FP8 result: row-wise codes, scale, scales, amax
-  bool accumulate = false;  // D += ; fp32 or bf16 D
+  QuantizedView d_quantized;  // FP8 result: row-wise codes; scales[1] is read; amax[0] is written
+  bool accumulate = false;
   bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
-  TensorView bias;          // [n], added before the activation
-  TensorView bias_grad;     // [m], written: the sum of A over k (in wgrad: the bias gradient)
+  TensorView bias;                 // [n], of gemm_bias_dtype()
+  // Without an activation: [m], the sum of A over k (in wgrad: the gradient of the bias).
+  // With GeluBackward: [n], the sum of the rows of D. Plain operands only.
+  TensorView bias_grad;
   GemmActivation activation = GemmActivation::None;
-  TensorView aux;           // [m, n] pre-activation: written by Gelu, read by GeluBackward
-  TensorView workspace;     // uint8, 32 MiB class
-  bool allow_tf32 = true;   // fp32 operands on the tensor cores
+  TensorView aux;          // [m, n], of the dtype of D (FP8 result: bf16)
+  TensorView workspace;    // CUDA: uint8, 32 MiB class
+  bool allow_tf32 = true;  // fp32 operands on the tensor cores
 };
 
-void gemm(const GemmArgs& args, Stream stream);
+// The dtype that the epilogue reads a bias in: D's own, but FP8 operands and results take fp16 or
+// bf16 only.
+DType gemm_bias_dtype(const GemmArgs& args);
+
+// Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on
+// the CPU (nobody writes a CPU GEMM here), and for k = 0; kernels/gemm.py then evaluates the
+// definition.
+[[nodiscard]] bool gemm(const GemmArgs& args, Stream stream);
 
 namespace cuda {
 void gemm(const GemmArgs& args, Stream stream);

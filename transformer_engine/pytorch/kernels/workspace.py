@@ -37,8 +37,10 @@ def column_sum_workspace(like: torch.Tensor, rows: int, cols: int) -> torch.Tens
     return _buffer("column_sum", like.device, _C.column_sum_workspace_bytes(rows, cols))
 
 
-def gemm_workspace(device: torch.device) -> torch.Tensor:
-    """The 32 MiB that cuBLASLt's Hopper algorithms expect."""
+def gemm_workspace(device: torch.device) -> torch.Tensor | None:
+    """The 32 MiB that cuBLASLt's Hopper algorithms expect; None on the CPU, which needs none."""
+    if device.type != "cuda":
+        return None
     return _buffer("gemm", device, GEMM_WORKSPACE_BYTES)
 
 

@@ -1,0 +1,68 @@
+// Bindings of gemm: flat arguments, because building a Python object per call would cost more than
+// the launch. Formats are values of DType, or -1 for plain operands and results.
+#include "bindings/bindings.h"
+#include "bindings/quantized_args.h"
+#include "ops/gemm.h"
+
+namespace te::bindings {
+namespace {
+
+GemmOperand operand(const TensorView& data, const TensorView& scales, int format, bool transposed) {
+  return {format < 0 ? data : data.as(static_cast<DType>(format)), scales, transposed};
+}
+
+bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,
+               const TensorView& a_scales, const TensorView& b_scales, int a_format, int b_format,
+               bool a_transposed, bool b_transposed, bool accumulate, bool fast_accumulation,
+               const TensorView& bias, const TensorView& bias_grad, int activation,
+               const TensorView& aux, bool allow_tf32, const TensorView& workspace) {
+  return gemm({.a = operand(a, a_scales, a_format, a_transposed),
+               .b = operand(b, b_scales, b_format, b_transposed),
+               .d = d,
+               .d_quantized = {},
+               .accumulate = accumulate,
+               .fast_accumulation = fast_accumulation,
+               .bias = bias,
+               .bias_grad = bias_grad,
+               .activation = static_cast<GemmActivation>(activation),
+               .aux = aux,
+               .workspace = workspace,
+               .allow_tf32 = allow_tf32},
+              bridge::current_stream(a.device));
+}
+
+bool gemm_quantized(const TensorView& codes, int format, const TensorView& scales,
+                    const TensorView& amax, const TensorView& a, const TensorView& b,
+                    const TensorView& a_scales, const TensorView& b_scales, int a_format,
+                    int b_format, bool fast_accumulation, const TensorView& bias, int activation,
+                    const TensorView& aux, const TensorView& workspace) {
+  const QuantizedView result =
+      quantized_view(codes, {}, scales, {}, amax, static_cast<DType>(format));
+  return gemm({.a = operand(a, a_scales, a_format, false),
+               .b = operand(b, b_scales, b_format, false),
+               .d = {},
+               .d_quantized = result,
+               .fast_accumulation = fast_accumulation,
+               .bias = bias,
+               .bias_grad = {},
+               .activation = static_cast<GemmActivation>(activation),
+               .aux = aux,
+               .workspace = workspace},
+              bridge::current_stream(a.device));
+}
+
+}  // namespace
+
+void bind_gemm(pybind11::module_& m) {
+  using pybind11::arg;
+  using pybind11::none;
+  m.def("gemm", &gemm_into, arg("d"), arg("a"), arg("b"), arg("a_scales"), arg("b_scales"),
+        arg("a_format"), arg("b_format"), arg("a_transposed"), arg("b_transposed"),
+        arg("accumulate"), arg("fast_accumulation"), arg("bias"), arg("bias_grad"),
+        arg("activation"), arg("aux"), arg("allow_tf32"), arg("workspace"));
+  m.def("gemm_quantized", &gemm_quantized, arg("codes"), arg("format"), arg("scales"), arg("amax"),
+        arg("a"), arg("b"), arg("a_scales"), arg("b_scales"), arg("a_format"), arg("b_format"),
+        arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"), arg("workspace"));
+}
+
+}  // namespace te::bindings

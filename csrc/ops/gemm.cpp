@@ -1,0 +1,136 @@
+#include "ops/gemm.h"
+
+#include "ops/check.h"
+
+namespace te {
+namespace {
+
+constexpr const char* kOp = "gemm";
+
+struct Sizes {
+  int64_t m, n, k;
+};
+
+std::ostream& operator<<(std::ostream& out, Sizes s) {
+  return out << "m = " << s.m << ", n = " << s.n << ", k = " << s.k;
+}
+
+void check_operand(const GemmOperand& operand, std::string_view name) {
+  const TensorView& data = operand.data;
+  check::contiguous(data, kOp, name);
+  require(data.rank > 0, Kind::Value, kOp, "expected ", name, " with at least one axis, got ",
+          data);
+  if (!is_fp8(data.dtype)) return check::high_precision(data, kOp, name);
+  require(!operand.transposed, Kind::Value, kOp, "expected FP8 ", name,
+          " with k as its last axis (hand in the stored transpose), got it marked as transposed");
+  require(static_cast<bool>(operand.scales), Kind::Value, kOp, "expected scales with FP8 ", name,
+          ", got none");
+  check::contiguous(operand.scales, kOp, "the scales of an operand");
+  check::dtype(operand.scales, DType::Float32, kOp, "the scales of an operand");
+  check::same_device(operand.scales, data, kOp, "the scales of an operand");
+  require(operand.scales.numel() > 0, Kind::Value, kOp,
+          "expected at least one element in the scales of FP8 ", name, ", got none");
+}
+
+Sizes check_operands(const GemmArgs& args) {
+  const TensorView& a = args.a.data;
+  const TensorView& b = args.b.data;
+  check_operand(args.a, "a");
+  check_operand(args.b, "b");
+  check::same_device(b, a, kOp, "b");
+  require(is_fp8(a.dtype) == is_fp8(b.dtype), Kind::Type, kOp,
+          "expected both operands in FP8 or neither, got ", a.dtype, " and ", b.dtype);
+  require(is_fp8(a.dtype) || a.dtype == b.dtype, Kind::Type, kOp,
+          "expected operands of one dtype, got ", a.dtype, " and ", b.dtype);
+  require(!(a.dtype == DType::Float8E5M2 && b.dtype == DType::Float8E5M2), Kind::Unsupported, kOp,
+          "expected at most one operand in float8_e5m2 (the hardware library multiplies no such "
+          "pair), got two");
+  const int64_t k = args.a.transposed ? a.rows() : a.cols();
+  const int64_t k_of_b = args.b.transposed ? b.rows() : b.cols();
+  require(k == k_of_b, Kind::Value, kOp, "expected operands that share k, got k = ", k,
+          " in a of shape ", ShapeOf{a}, " and k = ", k_of_b, " in b of shape ", ShapeOf{b});
+  const Sizes sizes{args.a.transposed ? a.cols() : a.rows(),
+                    args.b.transposed ? b.cols() : b.rows(), k};
+  require(!is_fp8(a.dtype) || (sizes.k % 16 == 0 && sizes.n % 16 == 0), Kind::Value, kOp,
+          "expected n and k to be multiples of 16 for FP8 operands, got ", sizes);
+  return sizes;
+}
+
+void check_matrix(const TensorView& t, const Sizes& sizes, const TensorView& like,
+                  std::string_view name) {
+  check::contiguous(t, kOp, name);
+  check::same_device(t, like, kOp, name);
+  require(t.rows() == sizes.m && t.cols() == sizes.n, Kind::Value, kOp, "expected ", name, " of ",
+          sizes.m, " x ", sizes.n, " elements, got shape ", ShapeOf{t});
+}
+
+void check_result(const GemmArgs& args, const Sizes& sizes) {
+  const TensorView& a = args.a.data;
+  require(static_cast<bool>(args.d) != static_cast<bool>(args.d_quantized), Kind::Value, kOp,
+          "expected either a plain or an FP8 result, got ", args.d ? "both" : "neither");
+  if (args.d) {
+    check::high_precision(args.d, kOp, "the result");
+    check_matrix(args.d, sizes, a, "the result");
+    require(is_fp8(a.dtype) || args.d.dtype == a.dtype || args.d.dtype == DType::Float32,
+            Kind::Type, kOp, "expected a result in ", a.dtype, " or float32 for ", a.dtype,
+            " operands, got ", args.d.dtype);
+    return;
+  }
+  require(is_fp8(a.dtype), Kind::Type, kOp, "expected FP8 operands for an FP8 result, got ",
+          a.dtype);
+  require(!args.accumulate, Kind::Value, kOp,
+          "expected a plain result to accumulate into, got an FP8 one");
+  check::quantized(args.d_quantized, sizes.m, sizes.n, a, kOp);
+  require(static_cast<bool>(args.d_quantized.rowwise) && !args.d_quantized.columnwise, Kind::Value,
+          kOp, "expected row-wise codes alone for an FP8 result, got column-wise ones");
+}
+
+DType aux_dtype(const GemmArgs& args) { return args.d ? args.d.dtype : DType::BFloat16; }
+
+void check_epilogue(const GemmArgs& args, const Sizes& sizes) {
+  const TensorView& a = args.a.data;
+  const bool gelu_backward = args.activation == GemmActivation::GeluBackward;
+  if (args.bias) {
+    check::vector(args.bias, sizes.n, gemm_bias_dtype(args), kOp, "bias");
+    check::same_device(args.bias, a, kOp, "bias");
+    require(!gelu_backward, Kind::Value, kOp, "expected no bias with the derivative of GELU");
+  }
+  if (args.activation != GemmActivation::None) {
+    require(!args.accumulate, Kind::Value, kOp, "expected no activation where D accumulates");
+    check::dtype(args.aux, aux_dtype(args), kOp, "aux");
+    check_matrix(args.aux, sizes, a, "aux");
+    require(sizes.n % 8 == 0, Kind::Value, kOp,
+            "expected n to be a multiple of 8 for a fused activation, got ", sizes);
+  }
+  if (!args.bias_grad) return;
+  require(!is_fp8(a.dtype), Kind::Unsupported, kOp,
+          "expected plain operands for a bias gradient (FP8: the cast kernel makes it), got ",
+          a.dtype);
+  require(args.activation != GemmActivation::Gelu && !args.bias, Kind::Value, kOp,
+          "expected a bias gradient alone or with the derivative of GELU, got a bias or GELU too");
+  check::high_precision(args.bias_grad, kOp, "bias_grad");
+  check::vector(args.bias_grad, gelu_backward ? sizes.n : sizes.m, args.bias_grad.dtype, kOp,
+                "bias_grad");
+  check::same_device(args.bias_grad, a, kOp, "bias_grad");
+}
+
+}  // namespace
+
+DType gemm_bias_dtype(const GemmArgs& args) {
+  const DType result = args.d ? args.d.dtype : DType::BFloat16;
+  if (!is_fp8(args.a.data.dtype)) return result;
+  return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
+}
+
+bool gemm(const GemmArgs& args, Stream stream) {
+  const Sizes sizes = check_operands(args);
+  check_result(args, sizes);
+  check_epilogue(args, sizes);
+  if (args.a.data.device.type == DeviceType::CPU || sizes.k == 0) return false;
+  check::contiguous(args.workspace, kOp, "the workspace");
+  check::same_device(args.workspace, args.a.data, kOp, "the workspace");
+  if (sizes.m > 0 && sizes.n > 0) cuda::gemm(args, stream);
+  return true;
+}
+
+}  // namespace te

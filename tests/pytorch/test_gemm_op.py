@@ -1,0 +1,348 @@
+"""gemm: every kind of operand, layout and epilogue against float64, on both backends."""
+
+import gemm_reference as ref
+import pytest
+import torch
+from gemm_reference import E4M3, E5M2, assert_close, product, slack
+
+from transformer_engine.pytorch.kernels.gemm import (
+    GELU,
+    GELU_BACKWARD,
+    gemm,
+    gemm_into,
+    gemm_quantized,
+)
+
+FP8_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+KINDS = [
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    *[(pair, out) for pair in FP8_PAIRS for out in ref.PLAIN_TYPES],
+]
+LAYOUTS = ["TN", "NN", "NT", "TT"]
+SHAPES = [(48, 32, 64), (33, 48, 80), (1, 16, 16), (272, 144, 528)]
+ODD_SHAPES = [(17, 23, 31), (1, 1, 1), (5, 8, 3)]  # not for FP8
+
+
+def cases():
+    for kind, out in KINDS:
+        plain = isinstance(kind, torch.dtype)
+        for layout in LAYOUTS if plain else ["TN"]:
+            for shape in SHAPES + ODD_SHAPES if plain else SHAPES:
+                yield pytest.param(shape, kind, out, layout, id=f"{shape}-{kind}-{out}-{layout}")
+
+
+def both(shape, kind, device, layout="TN"):
+    a, b = ref.operands(*shape, kind, layout)
+    return a.to(device), b.to(device)
+
+
+@pytest.mark.parametrize(("shape", "kind", "out", "layout"), list(cases()))
+def test_product(device, shape, kind, out, layout):
+    a, b = both(shape, kind, device, layout)
+    d, aux, grad = gemm(a.data, b.data, out, **ref.arguments(a, b))
+    assert d.shape == shape[:2]
+    assert d.dtype is out
+    assert aux is None
+    assert grad is None
+    assert_close(d, product(a, b), slack(a, b, device))
+
+
+@pytest.mark.parametrize("pair", FP8_PAIRS, ids=str)
+def test_fast_accumulation(device, pair):
+    a, b = both((64, 96, 1024), pair, device)
+    d, _, _ = gemm(a.data, b.data, torch.bfloat16, **ref.arguments(a, b), fast_accumulation=True)
+    assert_close(d, product(a, b), slack(a, b, device, fast=True))
+
+
+def test_without_tf32(device):
+    a, b = both((64, 96, 256), torch.float32, device)
+    d, _, _ = gemm(a.data, b.data, torch.float32, allow_tf32=False)
+    assert_close(d, product(a, b), slack(a, b, "cpu"))
+
+
+@pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias(device, kind, out, bias_dtype):
+    a, b = both((48, 32, 64), kind, device)
+    bias = torch.randn(32).to(bias_dtype)
+    d, _, _ = gemm(a.data, b.data, out, **ref.arguments(a, b), bias=bias.to(device))
+    read_as = out if isinstance(kind, torch.dtype) or out is torch.float16 else torch.bfloat16
+    expected = product(a, b) + bias.to(read_as).double()
+    assert_close(d, expected, slack(a, b, device))
+
+
+# Relative error of the GPU's approximation of tanh.
+TANH = 2**-10
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
+def test_gelu(device, kind, out, with_bias):
+    a, b = both((48, 32, 64), kind, device)
+    bias = torch.randn(32).to(torch.float16 if out is torch.float16 else torch.bfloat16)
+    d, aux, _ = gemm(
+        a.data,
+        b.data,
+        out,
+        **ref.arguments(a, b),
+        bias=bias.to(device) if with_bias else None,
+        activation=GELU,
+    )
+    v = product(a, b) + (bias.double() if with_bias else 0)
+    inside = slack(a, b, device)
+    assert aux.dtype is out
+    assert_close(aux, v, inside)
+    assert_close(d, ref.gelu(v), 1.2 * inside + TANH * v.abs())
+
+
+@pytest.mark.parametrize("grad", [None, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+def test_gelu_backward(device, dtype, layout, grad):
+    if device == "cuda" and grad not in (None, dtype):
+        pytest.skip("cuBLASLt has no such combination")
+    a, b = both((48, 32, 64), dtype, device, layout)
+    aux = torch.randn(48, 32).to(dtype)
+    d, no_aux, bias_grad = gemm(
+        a.data,
+        b.data,
+        dtype,
+        **ref.arguments(a, b),
+        activation=GELU_BACKWARD,
+        aux=aux.to(device),
+        bias_grad=grad,
+    )
+    v = product(a, b)
+    expected = v * ref.gelu_derivative(aux.double())
+    inside = 1.2 * slack(a, b, device) + TANH * (1 + aux.double().abs()) * v.abs()
+    assert no_aux is None
+    assert_close(d, expected, inside)
+    if grad is not None:
+        assert_close(bias_grad, expected.sum(0), inside.sum(0))
+
+
+@pytest.mark.parametrize("dtype", ref.PLAIN_TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(48, 32, 64), (40, 24, 16)], ids=str)
+@pytest.mark.parametrize("layout", ["NT", "TN"])
+def test_bias_gradient(device, shape, dtype, layout):
+    a, b = both(shape, dtype, device, layout)
+    d, _, grad = gemm(a.data, b.data, dtype, **ref.arguments(a, b), bias_grad=dtype)
+    assert_close(d, product(a, b), slack(a, b, device))
+    share = 2**-9 if dtype is torch.float32 and device == "cuda" else 2**-18
+    assert_close(grad, a.values.sum(1), share * a.values.abs().sum(1))
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
+def test_into(device, kind, out, accumulate):
+    layout = "NT" if isinstance(kind, torch.dtype) else "TN"
+    a, b = both((48, 32, 64), kind, device, layout)
+    start = torch.randn(48, 32).to(out)
+    if not accumulate:
+        start.fill_(torch.nan)  # must not be read
+    d = start.clone().to(device)
+    assert gemm_into(d, a.data, b.data, **ref.arguments(a, b), accumulate=accumulate) is None
+    expected = product(a, b) + (start.double() if accumulate else 0)
+    assert_close(d, expected, slack(a, b, device))
+
+
+def test_into_with_bias_gradient(device):
+    a, b = both((48, 32, 64), torch.bfloat16, device, "NT")
+    d = torch.ones(48, 32, device=device)
+    grad = torch.empty(48, dtype=torch.bfloat16, device=device)
+    gemm_into(d, a.data, b.data, **ref.arguments(a, b), bias_grad=grad)
+    assert_close(d, product(a, b) + 1, slack(a, b, device))
+    assert_close(grad, a.values.sum(1), 2**-18 * a.values.abs().sum(1))
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("pair", FP8_PAIRS, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_fp8_result(device, pair, format, with_bias):
+    if device == "cuda" and format == E5M2 and pair == (E4M3, E4M3):
+        pytest.skip("cuBLASLt has no such combination")
+    a, b = both((48, 32, 64), pair, device)
+    scale = 0.5
+    bias = torch.randn(32)
+    amax = torch.tensor([0.25], device=device)
+    codes, aux = gemm_quantized(
+        a.data,
+        b.data,
+        format,
+        torch.tensor([1 / scale, scale], device=device),
+        amax,
+        a.scales,
+        b.scales,
+        a.format,
+        b.format,
+        bias=bias.to(device) if with_bias else None,
+    )
+    v = product(a, b) + (bias.bfloat16().double() if with_bias else 0)
+    bits = 3 if format == E4M3 else 2
+    got = codes.cpu().view(ref.FP8_TYPES[format]).double() / scale
+    smallest = {E4M3: 2**-9, E5M2: 2**-16}[format] / scale
+    inside = slack(a, b, device)
+    assert aux is None
+    assert ((got - v).abs() <= 1.01 * 2 ** -(bits + 1) * v.abs() + smallest + inside).all()
+    assert abs(amax.item() - v.abs().max().item()) <= inside.max().item() + 1e-6
+
+
+def test_amax_of_fp8_result_is_raised_only(device):
+    a, b = both((48, 32, 64), (E4M3, E4M3), device)
+    amax = torch.tensor([1e6], device=device)
+    scales = torch.ones(2, device=device)
+    gemm_quantized(a.data, b.data, E4M3, scales, amax, a.scales, b.scales, a.format, b.format)
+    assert amax.item() == 1e6
+
+
+def test_leading_axes(device):
+    x = torch.randn(3, 4, 32).bfloat16()
+    w = torch.randn(48, 32).bfloat16()
+    dy = torch.randn(3, 4, 48).bfloat16()
+    x_d, w_d, dy_d = x.to(device), w.to(device), dy.to(device)
+    y, _, _ = gemm(x_d, w_d, torch.bfloat16)
+    dx, _, _ = gemm(dy_d, w_d, torch.bfloat16, b_transposed=True)
+    dw, _, db = gemm(
+        dy_d, x_d, torch.float32, a_transposed=True, b_transposed=True, bias_grad=torch.bfloat16
+    )
+    assert_close(y, x.double() @ w.double().t(), 1e-4)
+    assert_close(dx, dy.double() @ w.double(), 1e-4)
+    assert_close(dw, dy.double().view(12, 48).t() @ x.double().view(12, 32), 1e-4)
+    assert_close(db, dy.double().view(12, 48).sum(0), 1e-4)
+    row, _, _ = gemm(x_d[0, 0], w_d, torch.bfloat16)
+    assert row.shape == (48,)
+    assert_close(row, x[0, 0].double() @ w.double().t(), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 32, 16), (16, 0, 32), (0, 0, 16)], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
+def test_empty_result(device, shape, kind):
+    a, b = both(shape, kind, device)
+    d, _, _ = gemm(a.data, b.data, torch.bfloat16, **ref.arguments(a, b))
+    assert d.shape == shape[:2]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
+def test_empty_sum(device, kind):
+    a, b = both((16, 32, 0), kind, device)
+    given = ref.arguments(a, b)
+    assert gemm(a.data, b.data, torch.bfloat16, **given)[0].eq(0).all()
+    bias = torch.randn(32).bfloat16().to(device)
+    assert gemm(a.data, b.data, torch.bfloat16, **given, bias=bias)[0].eq(bias).all()
+    d = torch.ones(16, 32, device=device)
+    gemm_into(d, a.data, b.data, **given)
+    assert d.eq(1).all()
+    gemm_into(d, a.data, b.data, **given, accumulate=False)
+    assert d.eq(0).all()
+
+
+def test_empty_sum_has_zero_bias_gradient(device):
+    x = torch.empty(0, 32, dtype=torch.bfloat16, device=device)
+    dy = torch.empty(0, 48, dtype=torch.bfloat16, device=device)
+    dw, _, db = gemm(
+        dy, x, torch.bfloat16, a_transposed=True, b_transposed=True, bias_grad=torch.bfloat16
+    )
+    assert dw.shape == (48, 32)
+    assert dw.eq(0).all()
+    assert db.eq(0).all()
+
+
+def test_nan_and_infinity_pass_through(device):
+    x = torch.zeros(16, 32)
+    x[3, 5], x[7, 1] = torch.nan, torch.inf
+    w = torch.ones(48, 32).bfloat16().to(device)
+    y = gemm(x.bfloat16().to(device), w, torch.bfloat16)[0].cpu()
+    assert y[3].isnan().all()
+    assert y[7].eq(torch.inf).all()
+    assert y[[0, 1, 2, 4]].eq(0).all()
+
+
+def test_under_compile(device):
+    a, b = both((48, 32, 64), torch.bfloat16, device)
+    main_grad = torch.zeros(48, 32, device=device)
+
+    def work(x, w, d):
+        y, aux, _ = gemm(x, w, torch.bfloat16, activation=GELU)
+        gemm_into(d, x, w)
+        return y, aux
+
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    y, aux = compiled(a.data, b.data, main_grad)
+    eager_y, eager_aux = work(a.data, b.data, torch.zeros_like(main_grad))
+    assert y.equal(eager_y)
+    assert aux.equal(eager_aux)
+    assert_close(main_grad, product(a, b), slack(a, b, device))
+
+
+def bad_calls():
+    def bf16(*shape):
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    def codes(*shape):
+        return torch.zeros(*shape, dtype=torch.uint8)
+
+    one = torch.ones(1)
+    x, w = bf16(8, 16), bf16(24, 16)
+    fp8 = {"a_scales": one, "b_scales": one, "a_format": E4M3, "b_format": E4M3}
+    yield (x, bf16(24, 32)), {}, ValueError, r"operands that share k, got k = 16 .* k = 32"
+    yield (x, w.half()), {}, TypeError, "operands of one dtype, got bfloat16 and float16"
+    yield (x.t(), bf16(24, 8)), {}, ValueError, "a to be contiguous"
+    yield (x.double(), w.double()), {}, TypeError, "float32, float16 or bfloat16 for a"
+    yield (x, codes(24, 16)), {"b_scales": one, "b_format": E4M3}, TypeError, "both operands in FP8"
+    yield (codes(8, 16), codes(32, 16)), {**fp8, "a_scales": None}, ValueError, "scales with FP8 a"
+    yield (codes(8, 24), codes(32, 24)), fp8, ValueError, r"multiples of 16.*n = 32, k = 24"
+    yield (codes(8, 16), codes(24, 16)), fp8, ValueError, r"multiples of 16.*m = 8, n = 24, k = 16"
+    yield (
+        (codes(16, 8), codes(32, 16)),
+        {**fp8, "a_transposed": True},
+        ValueError,
+        "hand in the stored transpose",
+    )
+    both_e5m2 = {**fp8, "a_format": E5M2, "b_format": E5M2}
+    yield (
+        (codes(8, 16), codes(32, 16)),
+        both_e5m2,
+        NotImplementedError,
+        "one operand in float8_e5m2",
+    )
+    yield (x, w), {"bias": torch.zeros(23)}, ValueError, "24 elements for bias"
+    yield (x, w), {"activation": GELU_BACKWARD}, ValueError, "tensor for aux, got none"
+    yield (
+        (x, w),
+        {"activation": GELU_BACKWARD, "aux": bf16(8, 23)},
+        ValueError,
+        "aux of 8 x 24 elements",
+    )
+    yield (x, bf16(23, 16)), {"activation": GELU}, ValueError, "n to be a multiple of 8"
+    yield (
+        (codes(8, 16), codes(32, 16)),
+        {**fp8, "bias_grad": torch.bfloat16},
+        NotImplementedError,
+        "plain operands for a bias gradient",
+    )
+
+
+@pytest.mark.parametrize(("tensors", "given", "error", "message"), list(bad_calls()))
+def test_error(device, tensors, given, error, message):
+    def move(value):
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    a, b = tensors
+    a = a.to(device) if a.is_contiguous() else a.t().to(device).t()
+    with pytest.raises(error, match=rf"\[gemm\] expected .*{message}"):
+        gemm(a, b.to(device), torch.bfloat16, **{name: move(v) for name, v in given.items()})
+
+
+def test_error_of_the_result(device):
+    x, w = torch.zeros(8, 16, device=device), torch.zeros(24, 16, device=device)
+    with pytest.raises(TypeError, match="a result in float32 or float32 for float32 operands"):
+        gemm(x, w, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"the result of 8 x 24 elements, got shape \(8, 23\)"):
+        gemm_into(torch.zeros(8, 23, device=device), x, w)
+    if device == "cuda":
+        with pytest.raises(ValueError, match="b on cuda:0, got it on cpu"):
+            gemm(x, w.cpu(), torch.float32)

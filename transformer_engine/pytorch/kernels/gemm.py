@@ -1,0 +1,321 @@
+"""Matrix products with fused epilogues: cuBLASLt on CUDA, torch's matmul on the CPU.
+
+`csrc/ops/gemm.h` is the contract; `_define` below spells it in torch and is what runs on the CPU.
+Operands, row-major (their last axis is a row, all others count together):
+
+    fprop   y[M, N]  = x[M, K]    w[N, K]^T    gemm(x, w)
+    dgrad   dx[M, K] = dy[M, N]   w[N, K]      gemm(dy, w, b_transposed=True)
+    wgrad   dw[N, K] = dy[M, N]^T x[M, K]      gemm(dy, x, a_transposed=True, b_transposed=True)
+
+An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0 is
+1/scale. It is never transposed by the product: hand in the transpose that the cast has stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import gemm_workspace
+
+PLAIN = -1
+NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
+
+_FP8_TYPES = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
+
+
+@library_op(
+    "gemm(Tensor a, Tensor b, ScalarType dtype, Tensor? a_scales=None, Tensor? b_scales=None,"
+    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
+    " bool fast_accumulation=False, Tensor? bias=None, int activation=0, Tensor? aux=None,"
+    " ScalarType? bias_grad=None, bool allow_tf32=True) -> (Tensor, Tensor, Tensor)"
+)
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    a_scales: torch.Tensor | None = None,
+    b_scales: torch.Tensor | None = None,
+    a_format: int = PLAIN,
+    b_format: int = PLAIN,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+    fast_accumulation: bool = False,
+    bias: torch.Tensor | None = None,
+    activation: int = NO_ACTIVATION,
+    aux: torch.Tensor | None = None,
+    bias_grad: torch.dtype | None = None,
+    allow_tf32: bool = True,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`d = a b^T` in a fresh tensor: `[..., n]` with the leading sizes of `a`, `[m, n]` transposed.
+
+    Args:
+        a: `[..., k]`, or `[..., m]` with the leading sizes as k where `a_transposed`.
+        b: `[n, k]`, or `[..., n]` with the leading sizes as k where `b_transposed`.
+        dtype: of the result: that of the operands, or fp32; any of fp32, fp16 and bf16 for FP8.
+        a_scales: fp32, element 0 = 1/scale of FP8 `a`.
+        b_scales: the same for `b`.
+        a_format: the FP8 format of `a`; -1 for a plain tensor.
+        b_format: the same for `b`.
+        a_transposed: sum over the leading axes of `a`.
+        b_transposed: sum over the leading axes of `b`.
+        fast_accumulation: FP8 sums may stay in the tensor core's short accumulator.
+        bias: `[n]`, added before the activation; rounded to the result's dtype first (for FP8
+            operands: fp16 if the result is fp16, else bf16).
+        activation: 0, `GELU` or `GELU_BACKWARD` (multiply by GELU's derivative at `aux`).
+        aux: for `GELU_BACKWARD`, the pre-activation that `GELU` returned.
+        bias_grad: dtype of the bias gradient to return: `[m]`, the sum of `a` over k; with
+            `GELU_BACKWARD` `[n]`, the sum of the rows of `d`. Plain operands only.
+        allow_tf32: multiply fp32 operands on the tensor cores.
+        launch: False gives the shapes alone.
+
+    Returns:
+        `(d, aux, bias_grad)`: `aux` is the pre-activation of `GELU`, else None.
+    """
+    n = b.shape[-1] if b_transposed else b.shape[0]
+    d = a.new_empty((a.shape[-1], n) if a_transposed else (*a.shape[:-1], n), dtype=dtype)
+    if activation == GELU:
+        aux = torch.empty_like(d)
+    if bias is not None:
+        bias = _bias_for(dtype, bias, a_format)
+    grad = None
+    if bias_grad is not None:
+        grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=bias_grad)
+    if launch:
+        _multiply(
+            (
+                d,
+                a,
+                b,
+                a_scales,
+                b_scales,
+                a_format,
+                b_format,
+                a_transposed,
+                b_transposed,
+                False,
+                fast_accumulation,
+                bias,
+                grad,
+                activation,
+                aux,
+                allow_tf32,
+            )
+        )
+    return d, aux if activation == GELU else None, grad
+
+
+@library_op(
+    "gemm_into(Tensor(a!) d, Tensor a, Tensor b, Tensor? a_scales=None, Tensor? b_scales=None,"
+    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
+    " bool accumulate=True, bool fast_accumulation=False, Tensor(b!)? bias_grad=None,"
+    " bool allow_tf32=True) -> ()"
+)
+def gemm_into(
+    d: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor | None = None,
+    b_scales: torch.Tensor | None = None,
+    a_format: int = PLAIN,
+    b_format: int = PLAIN,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+    accumulate: bool = True,
+    fast_accumulation: bool = False,
+    bias_grad: torch.Tensor | None = None,
+    allow_tf32: bool = True,
+    *,
+    launch: bool = True,
+) -> None:
+    """`d += a b^T`, or `d = a b^T` without `accumulate`: a weight gradient into `main_grad`.
+
+    The other arguments are those of `gemm`, but `bias_grad`, too, is the tensor to write.
+    """
+    if launch:
+        _multiply(
+            (
+                d,
+                a,
+                b,
+                a_scales,
+                b_scales,
+                a_format,
+                b_format,
+                a_transposed,
+                b_transposed,
+                accumulate,
+                fast_accumulation,
+                None,
+                bias_grad,
+                NO_ACTIVATION,
+                None,
+                allow_tf32,
+            )
+        )
+
+
+@library_op(
+    "gemm_quantized(Tensor a, Tensor b, int format, Tensor scales, Tensor(a!)? amax,"
+    " Tensor a_scales, Tensor b_scales, int a_format, int b_format, bool fast_accumulation=False,"
+    " Tensor? bias=None, int activation=0) -> (Tensor, Tensor)"
+)
+def gemm_quantized(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    format: int,
+    scales: torch.Tensor,
+    amax: torch.Tensor | None,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    a_format: int,
+    b_format: int,
+    fast_accumulation: bool = False,
+    bias: torch.Tensor | None = None,
+    activation: int = NO_ACTIVATION,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes of `a b^T`, rounded once from fp32; arguments not listed here are those of `gemm`.
+
+    Args:
+        a: FP8 codes `[..., k]`.
+        b: FP8 codes `[n, k]`.
+        format: FP8 format of the result.
+        scales: fp32 `[2]` = {1/scale, scale} of the result, read.
+        amax: fp32 `[1]`, raised to the largest magnitude of the result; None where nobody asks.
+        a_scales: fp32, element 0 = 1/scale.
+        b_scales: the same for `b`.
+        a_format: FP8 format of `a`.
+        b_format: FP8 format of `b`.
+        fast_accumulation: as in `gemm`.
+        bias: as in `gemm`.
+        activation: 0 or `GELU`.
+        launch: False gives the shapes alone.
+
+    Returns:
+        `(codes, aux)`: `aux` is the bf16 pre-activation of `GELU`, else None.
+    """
+    codes = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=torch.uint8)
+    aux = torch.empty_like(codes, dtype=torch.bfloat16) if activation == GELU else None
+    if bias is not None:
+        bias = _bias_for(torch.bfloat16, bias, a_format)
+    if launch:
+        # cuBLASLt overwrites an amax; the contract of every op here is to raise it.
+        own_amax = None if amax is None else torch.zeros_like(amax)
+        done = _C.gemm_quantized(
+            codes,
+            format,
+            scales,
+            own_amax,
+            a,
+            b,
+            a_scales,
+            b_scales,
+            a_format,
+            b_format,
+            fast_accumulation,
+            bias,
+            activation,
+            aux,
+            gemm_workspace(a.device),
+        )
+        if not done:
+            value = _value(a, b, a_scales, b_scales, a_format, b_format, False, False)
+            value = _activate(value, bias, activation, aux)
+            _C.quantize(value, codes, None, scales, None, own_amax, format, None, None)
+        if amax is not None:
+            torch.maximum(amax, own_amax, out=amax)
+    return codes, aux
+
+
+def _bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:
+    """The bias in the dtype that the epilogue reads (`te::gemm_bias_dtype`)."""
+    wanted = dtype if a_format == PLAIN or dtype is torch.float16 else torch.bfloat16
+    return bias if bias.dtype is wanted else bias.to(wanted)
+
+
+def _bias_grad_size(a: torch.Tensor, a_transposed: bool, n: int, activation: int) -> int:
+    if activation == GELU_BACKWARD:
+        return n
+    return a.shape[-1] if a_transposed else a.shape[:-1].numel()
+
+
+def _multiply(arguments: tuple[Any, ...]) -> None:
+    """Multiply natively, or by the definition where `_C.gemm` says that the work is torch's."""
+    if not _C.gemm(*arguments, gemm_workspace(arguments[0].device)):
+        _define(*arguments)
+
+
+@torch.no_grad()
+def _define(
+    d: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor | None,
+    b_scales: torch.Tensor | None,
+    a_format: int,
+    b_format: int,
+    a_transposed: bool,
+    b_transposed: bool,
+    accumulate: bool,
+    fast_accumulation: bool,
+    bias: torch.Tensor | None,
+    bias_grad: torch.Tensor | None,
+    activation: int,
+    aux: torch.Tensor | None,
+    allow_tf32: bool,
+) -> None:
+    """What the product means: fp32 throughout, rounded once at the end."""
+    del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
+    value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
+    if accumulate:
+        value += d.view(value.shape)
+    value = _activate(value, bias, activation, aux)
+    d.copy_(value.view(d.shape))
+    if bias_grad is not None:
+        summands = value.t() if activation == GELU_BACKWARD else _matrix(a, PLAIN, a_transposed)
+        bias_grad.copy_(summands.sum(1))
+
+
+def _matrix(operand: torch.Tensor, format: int, transposed: bool) -> torch.Tensor:
+    """The operand as fp32 `[m or n, k]`."""
+    codes = operand if format == PLAIN else operand.view(_FP8_TYPES[format])
+    matrix = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1]).to(torch.float32)
+    return matrix.t() if transposed else matrix
+
+
+def _value(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor | None,
+    b_scales: torch.Tensor | None,
+    a_format: int,
+    b_format: int,
+    a_transposed: bool,
+    b_transposed: bool,
+) -> torch.Tensor:
+    value = _matrix(a, a_format, a_transposed) @ _matrix(b, b_format, b_transposed).t()
+    if a_scales is not None and b_scales is not None:
+        value *= a_scales[0] * b_scales[0]
+    return value
+
+
+def _activate(
+    value: torch.Tensor, bias: torch.Tensor | None, activation: int, aux: torch.Tensor | None
+) -> torch.Tensor:
+    """Bias and activation; `GELU` writes its argument to `aux`."""
+    if bias is not None:
+        value = value + bias
+    if activation == NO_ACTIVATION or aux is None:
+        return value
+    if activation == GELU:
+        aux.copy_(value.view(aux.shape))
+        return torch.nn.functional.gelu(value, approximate="tanh")
+    argument = aux.view(value.shape).to(torch.float32)
+    return torch.ops.aten.gelu_backward(value, argument, approximate="tanh")
