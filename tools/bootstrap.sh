@@ -15,6 +15,7 @@ install_system_packages() {
   has cmake || missing+=(cmake)
   has ninja || missing+=(ninja-build)
   has ccache || missing+=(ccache)
+  has make || missing+=(make)
   has git || missing+=(git)
   [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
   has "$PYTHON" || missing+=(python3)

@@ -61,7 +61,7 @@ step_build() { tools/bootstrap.sh; }
 # Against the package as it is installed: -P keeps the source tree off the path.
 step_python_tests() {
   tools/bootstrap.sh
-  "$py" -P -m pytest "${PYTEST_ARGS[@]}"
+  "$py" -P -m pytest
 }
 
 run_step() { # runs one step in a subshell of its own, so that `set -e` holds inside it
@@ -78,14 +78,15 @@ run_step() { # runs one step in a subshell of its own, so that `set -e` holds in
 }
 
 case ${1:-} in
-  --list) echo "${STEPS[*]}" && exit ;;
-  --inside) inside=$2 ;;
+  --list)
+    echo "${STEPS[*]}"
+    exit
+    ;;
+  --inside)
+    "step_$2"
+    exit
+    ;;
 esac
-read -r -a PYTEST_ARGS <<<"${PYTEST_ARGS:-}"
-if [ -n "${inside:-}" ]; then
-  "step_$inside"
-  exit
-fi
 
 mkdir -p "$LOGS"
 declare -A verdict seconds
