@@ -1,0 +1,44 @@
+// Packed FP8 conversions, 2, 4 or 8 values at a time; one instruction per pair.
+//
+// They give the codes of E4M3::encode and E5M2::encode (core/float8.h). The conversion itself
+// rounds to nearest even and saturates, infinities included; NaN of either sign becomes 0x7f. The
+// first value is the lowest byte: what a little-endian store puts first in memory.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "core/float8.h"
+
+namespace te::cuda {
+
+template <class Fp8>
+inline constexpr __nv_fp8_interpretation_t kInterpretation =
+    std::is_same_v<Fp8, E4M3> ? __NV_E4M3 : __NV_E5M2;
+
+template <class Fp8>
+__device__ __forceinline__ uint32_t encode2(float a, float b) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kInterpretation<Fp8>);
+}
+
+template <class Fp8>
+__device__ __forceinline__ uint32_t encode4(float a, float b, float c, float d) {
+  return encode2<Fp8>(a, b) | encode2<Fp8>(c, d) << 16;
+}
+
+// Codes of value[0..7] * scale.
+template <class Fp8>
+__device__ __forceinline__ uint2 encode8(const float (&value)[8], float scale) {
+  return {encode4<Fp8>(value[0] * scale, value[1] * scale, value[2] * scale, value[3] * scale),
+          encode4<Fp8>(value[4] * scale, value[5] * scale, value[6] * scale, value[7] * scale)};
+}
+
+// Both formats are subsets of fp16, so the way through it is exact.
+template <class Fp8>
+__device__ __forceinline__ float2 decode2(uint32_t codes) {
+  const auto pair = static_cast<__nv_fp8x2_storage_t>(codes);
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kInterpretation<Fp8>)));
+}
+
+}  // namespace te::cuda
