@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, m) {
   te::bridge::bind_tensor_bridge(m);
   te::bindings::bind_runtime(m);
   te::bindings::bind_gemm(m);
+  te::bindings::bind_activation(m);
   te::bindings::bind_quantize(m);
   te::bindings::bind_dequantize(m);
   te::bindings::bind_scaling(m);

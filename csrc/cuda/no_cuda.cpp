@@ -1,6 +1,7 @@
 // The CUDA backend of a build without CUDA: every entry says so.
 #include "core/error.h"
 #include "cuda/runtime.h"
+#include "ops/activation.h"
 #include "ops/amax.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
@@ -23,6 +24,8 @@ bool built_with_cuda() { return false; }
 int device_count() { return 0; }
 
 void gemm(const GemmArgs&, Stream) { absent("gemm"); }
+void activation_forward(const ActivationForwardArgs&, Stream) { absent("activation_forward"); }
+void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activation_backward"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }

@@ -1,35 +1,22 @@
 // Activations, forward and backward, optionally straight to FP8 with the bias gradient.
 //   plain  y = act(x)                 x [..., n]  -> y [..., n]
 //   gated  y = act(x1) * x2           x = [x1 | x2], [..., 2n] -> y [..., n]
-// Everything is computed in fp32 from x; FP8 results are rounded once, from the fp32 value.
+// Everything is computed in fp32 from x; FP8 results are rounded once, from the fp32 value. All
+// plain tensors of one call have the dtype of x. Delayed scaling (`quantized`) and current scaling
+// (`current`) exclude each other.
 #pragma once
 
+#include "core/activation_math.h"
 #include "core/quantized_view.h"
 
 namespace te {
 
-// The numbers are part of the Python binding.
-enum class ActivationKind : int32_t {
-  Gelu = 0,     // tanh form
-  Geglu = 1,
-  Qgelu = 2,    // x * sigmoid(1.702 x)
-  Qgeglu = 3,
-  Relu = 4,
-  Reglu = 5,
-  Srelu = 6,    // relu(x)^2
-  Sreglu = 7,
-  Silu = 8,
-  Swiglu = 9,
-};
-
-constexpr bool is_gated(ActivationKind kind) { return static_cast<int32_t>(kind) % 2 == 1; }
-
 struct ActivationForwardArgs {
   ActivationKind kind = ActivationKind::Gelu;
-  TensorView x;             // [..., n] or [..., 2n], contiguous
+  TensorView x;             // [..., n] or [..., 2n], fp32/fp16/bf16, contiguous
   TensorView y;             // [..., n], plain result; may be absent
   QuantizedView quantized;  // FP8 result; may be absent
-  CurrentScale current;     // scale of y as rounded to y's dtype; needs y
+  CurrentScale current;     // scale of y as rounded to its dtype; needs y; may be absent
 };
 
 struct ActivationBackwardArgs {
@@ -38,7 +25,7 @@ struct ActivationBackwardArgs {
   TensorView x;             // [..., n] or [..., 2n]: what forward read
   TensorView dx;            // shape of x, plain result; may be absent
   QuantizedView quantized;  // FP8 of dx from the fp32 value; may be absent
-  CurrentScale current;     // scale of dx as rounded to dx's dtype; needs dx
+  CurrentScale current;     // scale of dx as rounded to its dtype; needs dx; may be absent
   TensorView dbias;         // [n or 2n]: column sums of the fp32 dx; may be absent
   TensorView workspace;     // column_sum_workspace_bytes(); where dbias is given
 };

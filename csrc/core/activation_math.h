@@ -1,0 +1,129 @@
+// Activations and their derivatives in fp32, one text for both backends.
+//
+// GELU (tanh form), QuickGELU and SiLU are one function with different numbers, because
+// 0.5 (1 + tanh(u)) = sigmoid(2u):
+//   y  = x s                        s = sigmoid(p(x)),  p(x) = x (linear + cubic x^2)
+//   y' = s + x s (1 - s) p'(x)      p'(x) = linear + 3 cubic x^2
+// ReLU and squared ReLU are the other pair. NaN goes through both.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/error.h"
+#include "core/hd.h"
+
+namespace te {
+
+// The numbers are part of the Python binding; the odd ones are gated.
+enum class ActivationKind : int32_t {
+  Gelu = 0,  // tanh form
+  Geglu = 1,
+  Qgelu = 2,  // x * sigmoid(1.702 x)
+  Qgeglu = 3,
+  Relu = 4,
+  Reglu = 5,
+  Srelu = 6,  // relu(x)^2
+  Sreglu = 7,
+  Silu = 8,  // x * sigmoid(x)
+  Swiglu = 9,
+};
+
+constexpr bool is_gated(ActivationKind kind) { return static_cast<int32_t>(kind) % 2 == 1; }
+
+// 1 / (1 + exp(-z)). The device's two approximate instructions are good to about 2e-7 of the
+// result; what is smaller than the smallest normal number becomes zero there.
+TE_HD float sigmoid(float z) {
+#if defined(__CUDA_ARCH__)
+  constexpr float kLog2E = 1.44269504f;
+  float power, result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -kLog2E));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power + 1.0f));
+  return result;
+#else
+  return 1.0f / (1.0f + std::exp(-z));
+#endif
+}
+
+// max(x, bound) and min(x, bound) that keep a NaN in x.
+TE_HD float at_least(float x, float bound) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(bound));
+  return result;
+#else
+  return x < bound ? bound : x;
+#endif
+}
+
+TE_HD float at_most(float x, float bound) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(bound));
+  return result;
+#else
+  return x > bound ? bound : x;
+#endif
+}
+
+struct ValueAndGradient {
+  float value;     // act(x)
+  float gradient;  // dy * act'(x)
+};
+
+// Beyond +-limit the sigmoid is 0 or 1 in fp32. Holding x there keeps inf * 0 out of the formulas,
+// and the results at infinity are their limits: value 0 or inf, derivative 0 or 1.
+struct SigmoidUnit {
+  float linear, cubic, limit;
+
+  TE_HD float value(float x) const {
+    const float held = at_most(at_least(x, -limit), limit);
+    return at_least(x, -limit) * sigmoid(held * (linear + cubic * held * held));
+  }
+  TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
+    const float held = at_most(at_least(x, -limit), limit);
+    const float square = held * held;
+    const float s = sigmoid(held * (linear + cubic * square));
+    const float slope = linear + 3.0f * cubic * square;
+    return {at_least(x, -limit) * s, dy * (s + held * (s - s * s) * slope)};
+  }
+};
+
+// Where the unit is off the gradient is zero, whatever comes in (an overflowed dy, say).
+struct RectifiedUnit {
+  bool squared;
+
+  TE_HD float value(float x) const {
+    const float positive = x <= 0.0f ? 0.0f : x;
+    return squared ? positive * positive : positive;
+  }
+  TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
+    return {value(x), x <= 0.0f ? 0.0f : squared ? dy * (2.0f * x) : dy};
+  }
+};
+
+// Calls f(unit) with the unit behind the kind, gated or not.
+template <class F>
+decltype(auto) dispatch_activation(ActivationKind kind, F&& f) {
+  constexpr float kGeluLinear = 1.5957691216f;  // 2 sqrt(2 / pi)
+  switch (kind) {
+    case ActivationKind::Gelu:
+    case ActivationKind::Geglu:
+      return f(SigmoidUnit{kGeluLinear, 0.044715f * kGeluLinear, 10.25f});
+    case ActivationKind::Qgelu:
+    case ActivationKind::Qgeglu:
+      return f(SigmoidUnit{1.702f, 0.0f, 54.0f});
+    case ActivationKind::Silu:
+    case ActivationKind::Swiglu:
+      return f(SigmoidUnit{1.0f, 0.0f, 92.0f});
+    case ActivationKind::Relu:
+    case ActivationKind::Reglu:
+      return f(RectifiedUnit{false});
+    case ActivationKind::Srelu:
+    case ActivationKind::Sreglu:
+      return f(RectifiedUnit{true});
+  }
+  fail(Kind::Value, "activation", "expected a kind from 0 to 9, got ", static_cast<int32_t>(kind));
+}
+
+}  // namespace te

@@ -1,0 +1,76 @@
+#include "ops/activation.h"
+
+#include "ops/check.h"
+#include "ops/dispatch.h"
+
+namespace te {
+namespace {
+
+// What forward and backward write alike: the plain tensor, the FP8 result and the current scale.
+struct Result {
+  const TensorView& plain;
+  const QuantizedView& quantized;
+  const CurrentScale& current;
+};
+
+void check_input(ActivationKind kind, const TensorView& x, std::string_view op) {
+  check::high_precision(x, op, "x");
+  check::contiguous(x, op, "x");
+  require(!is_gated(kind) || x.cols() % 2 == 0, Kind::Value, op,
+          "expected an even last size of x, which a gated activation halves, got shape ",
+          ShapeOf{x});
+}
+
+// The shape and dtype of y and dy, as a view of nothing.
+TensorView half_of(ActivationKind kind, const TensorView& x) {
+  TensorView y = x;
+  if (is_gated(kind)) y.sizes[static_cast<size_t>(x.rank - 1)] /= 2;
+  return y;
+}
+
+void check_result(const Result& result, const TensorView& like, std::string_view op,
+                  std::string_view name) {
+  if (result.plain) {
+    check::same_shape(result.plain, like, op, name);
+    check::dtype(result.plain, like.dtype, op, name);
+  }
+  if (result.quantized) check::quantized(result.quantized, like.rows(), like.cols(), like, op);
+  if (!result.current) return;
+  check::defined(result.plain, op, name);
+  check::current_scale(result.current, like, op);
+  require(!result.quantized, Kind::Value, op, "expected FP8 outputs or a current scale, got both");
+}
+
+}  // namespace
+
+void activation_forward(const ActivationForwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "activation_forward";
+  check_input(args.kind, args.x, kOp);
+  require(args.y || args.quantized, Kind::Value, kOp,
+          "expected a plain or an FP8 output, got neither");
+  check_result({args.y, args.quantized, args.current}, half_of(args.kind, args.x), kOp, "y");
+  on_device(
+      args.x, [&] { cpu::activation_forward(args); },
+      [&] { cuda::activation_forward(args, stream); });
+}
+
+void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "activation_backward";
+  check_input(args.kind, args.x, kOp);
+  check::same_shape(args.dy, half_of(args.kind, args.x), kOp, "dy");
+  check::dtype(args.dy, args.x.dtype, kOp, "dy");
+  require(args.dx || args.quantized || args.dbias, Kind::Value, kOp,
+          "expected dx, an FP8 output or dbias, got none of them");
+  check_result({args.dx, args.quantized, args.current}, args.x, kOp, "dx");
+  if (args.dbias) {
+    check::high_precision(args.dbias, kOp, "dbias");
+    check::vector(args.dbias, args.x.cols(), args.dbias.dtype, kOp, "dbias");
+    check::same_device(args.dbias, args.x, kOp, "dbias");
+    check::column_sum_workspace(args.workspace, args.x, args.x.rows(), args.x.cols(), kOp);
+  }
+  on_device(
+      args.x, [&] { cpu::activation_backward(args); },
+      [&] { cuda::activation_backward(args, stream); });
+}
+
+}  // namespace te

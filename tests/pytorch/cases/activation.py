@@ -1,0 +1,45 @@
+"""Activations in float64 torch, and the shapes that the tests and the benchmark share."""
+
+import torch
+
+PLAIN = {
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "silu": torch.nn.functional.silu,
+}
+GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+KINDS = [*PLAIN, *GATED]
+
+# (rows, n): tiles and their neighbours, vectors and their neighbours, thin and empty ones.
+SHAPES = [(64, 128), (128, 64), (96, 80), (130, 72), (33, 257), (7, 1), (1, 40), (0, 16), (3, 0)]
+SANITIZE_SHAPES = [(65, 72), (3, 5)]
+
+# (rows, n, kind) of the benchmark: large, medium, and the width of a small model.
+BENCHMARK_SHAPES = [
+    (8192, 16384, "gelu"),
+    (8192, 14336, "swiglu"),
+    (8192, 4096, "gelu"),
+    (8192, 4096, "swiglu"),
+    (8192, 3072, "gelu"),
+]
+
+
+def reference(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The definition, in the dtype of `x`."""
+    if name in PLAIN:
+        return PLAIN[name](x)
+    first, second = x.chunk(2, dim=-1)
+    return PLAIN[GATED[name]](first) * second
+
+
+def reference_backward(name: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`dx` by autograd in float64."""
+    x = x.double().detach().requires_grad_()
+    return torch.autograd.grad(reference(name, x), x, dy.double())[0]
+
+
+def width(name: str, n: int) -> int:
+    """The last size of `x` for `n` outputs."""
+    return 2 * n if name in GATED else n
