@@ -10,11 +10,12 @@ python := $(VENV)/bin/python
 endif
 STEPS := $(shell tools/steps.sh --list)
 
-.PHONY: help bootstrap tools demo test bench clean $(STEPS)
+.PHONY: help bootstrap tools demo test format bench clean $(STEPS)
 
 help:
 	@echo "make demo    train a small GPT in FP8 and plot its loss (ARGS=... are passed on)"
 	@echo "make test    all checks and tests; one alone: make $(STEPS)"
+	@echo "make format  rewrite the sources as lint wants them"
 	@echo "make bench   measure and write benchmarks/results (ARGS=... are passed on)"
 	@echo "make clean   remove build products; .venv stays"
 
@@ -32,6 +33,9 @@ test: tools
 
 $(STEPS): tools
 	@tools/steps.sh $@
+
+format: tools
+	@tools/steps.sh format
 
 bench: bootstrap
 	$(python) benchmarks $(ARGS)

@@ -27,6 +27,12 @@ step_lint() {
   { sources '*.sh'; echo .ci/run; } | xargs shellcheck -x
 }
 
+step_format() {
+  ruff check --fix --exit-zero --quiet .
+  ruff format .
+  sources '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format -i
+}
+
 step_types() {
   has mypy || skip "mypy is not installed"
   mypy
