@@ -1,0 +1,52 @@
+// The generator against the known answers that its authors publish, and the dropout threshold.
+#include "core/philox.h"
+
+#include <gtest/gtest.h>
+
+#include "core/dropout.h"
+
+namespace te {
+namespace {
+
+void expect_words(const PhiloxWords& words, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  EXPECT_EQ(words.at[0], a);
+  EXPECT_EQ(words.at[1], b);
+  EXPECT_EQ(words.at[2], c);
+  EXPECT_EQ(words.at[3], d);
+}
+
+TEST(Philox, KnownAnswers) {
+  constexpr uint32_t kOnes = 0xffffffffu;
+  expect_words(philox4x32({{0, 0, 0, 0}}, 0, 0), 0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu,
+               0x9b00dbd8u);
+  expect_words(philox4x32({{kOnes, kOnes, kOnes, kOnes}}, kOnes, kOnes), 0x408f276du, 0x41c83b0eu,
+               0xa20bc7c6u, 0x6d5451fdu);
+  expect_words(
+      philox4x32({{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}}, 0xa4093822u, 0x299f31d0u),
+      0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u);
+}
+
+TEST(Philox, SeedAndGroupUseAllTheirBits) {
+  const PhiloxWords words = random_words(0x299f31d0a4093822u, 0x85a308d3243f6a88u);
+  const PhiloxWords same = philox4x32({{0x243f6a88u, 0x85a308d3u, 0, 0}}, 0xa4093822u, 0x299f31d0u);
+  expect_words(words, same.at[0], same.at[1], same.at[2], same.at[3]);
+}
+
+TEST(DropoutRule, KeepsExactlyTheWordsThatAreAtLeastP) {
+  EXPECT_EQ(dropout_rule(0.0f).threshold, 0u);
+  EXPECT_EQ(dropout_rule(0.5f).threshold, 0x80000000u);
+  EXPECT_EQ(dropout_rule(0x1p-40f).threshold, 1u);  // smaller than a step: only word 0 is below
+  EXPECT_EQ(dropout_rule(0x1.fffffep-1f).threshold, 0xffffff00u);
+  EXPECT_EQ(dropout_rule(0.5f).scale, 2.0f);
+  EXPECT_EQ(dropout_rule(0x1.fffffep-1f).scale, 0x1p24f);
+}
+
+TEST(Dropout, ADroppedElementIsZeroWhateverItWas) {
+  const DropoutRule rule = dropout_rule(0.5f);
+  EXPECT_EQ(dropout(INFINITY, 0x7fffffffu, rule), 0.0f);
+  EXPECT_EQ(dropout(NAN, 0, rule), 0.0f);
+  EXPECT_EQ(dropout(3.0f, 0x80000000u, rule), 6.0f);
+}
+
+}  // namespace
+}  // namespace te
