@@ -12,5 +12,7 @@ void bind_activation(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_dequantize(pybind11::module_& m);
 void bind_scaling(pybind11::module_& m);
+void bind_softmax(pybind11::module_& m);
+void bind_dropout_add(pybind11::module_& m);
 
 }  // namespace te::bindings

@@ -5,8 +5,10 @@
 #include "ops/amax.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
+#include "ops/dropout_add.h"
 #include "ops/gemm.h"
 #include "ops/quantize.h"
+#include "ops/softmax.h"
 #include "ops/transpose.h"
 
 namespace te::cuda {
@@ -33,5 +35,9 @@ void amax(const AmaxArgs&, Stream) { absent("amax"); }
 void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
 void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
 void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
+void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
+void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
+void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
+void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
 
 }  // namespace te::cuda

@@ -1,7 +1,9 @@
 // dropout_add: out = residual + keep(x + bias) / (1 - p), the end of each transformer sub-block.
-// The keep decision of element i is a counter-based random number (Philox 4x32-10) of (seed, i):
+// The keep decision of element i is a counter-based random number (core/philox.h) of (seed, i):
 // the backward draws it again instead of storing a mask. The seed is a device tensor, so a captured
-// graph replays with fresh randomness.
+// graph replays with fresh randomness. Element i is kept where word i of the seed's stream, as a
+// uniform number in [0, 1), is at least p. The sums and the product are rounded to fp32 each, the
+// result once to its dtype, so both backends give the same bits.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -10,19 +12,19 @@ namespace te {
 
 struct DropoutAddForwardArgs {
   TensorView x;         // [..., cols], fp32/fp16/bf16, contiguous
-  TensorView bias;      // [cols]; may be absent
+  TensorView bias;      // [cols], dtype of x; may be absent
   TensorView residual;  // shape of x, any of the three dtypes; may be absent (then 0)
   TensorView seed;      // int64 [1]; may be absent where p == 0
-  float p = 0.0f;
-  TensorView out;       // shape of x, dtype of residual (of x without one)
+  float p = 0.0f;       // in [0, 1)
+  TensorView out;       // shape of x, dtype of residual (any without one); may be the residual
 };
 
 struct DropoutAddBackwardArgs {
-  TensorView dout;   // shape of x
+  TensorView dout;  // [..., cols], fp32/fp16/bf16, contiguous
   TensorView seed;
   float p = 0.0f;
-  TensorView dx;     // dout * keep / (1 - p), dtype of x; may be absent
-  TensorView dbias;  // [cols]: column sums of fp32 dx; may be absent
+  TensorView dx;         // dout * keep / (1 - p), any of the three dtypes; may be absent
+  TensorView dbias;      // [cols]: column sums of fp32 dx; may be absent
   TensorView workspace;  // column_sum_workspace_bytes(); where dbias is given
 };
 

@@ -1,0 +1,36 @@
+// Bindings of dropout_add.
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/dropout_add.h"
+
+namespace te::bindings {
+namespace {
+
+void dropout_add_forward_into(const TensorView& x, const TensorView& bias,
+                              const TensorView& residual, const TensorView& seed, float p,
+                              const TensorView& out) {
+  dropout_add_forward(
+      {.x = x, .bias = bias, .residual = residual, .seed = seed, .p = p, .out = out},
+      bridge::current_stream(x.device));
+}
+
+void dropout_add_backward_into(const TensorView& dout, const TensorView& seed, float p,
+                               const TensorView& dx, const TensorView& dbias,
+                               const TensorView& workspace) {
+  dropout_add_backward(
+      {.dout = dout, .seed = seed, .p = p, .dx = dx, .dbias = dbias, .workspace = workspace},
+      bridge::current_stream(dout.device));
+}
+
+}  // namespace
+
+void bind_dropout_add(pybind11::module_& m) {
+  using pybind11::arg;
+  using pybind11::none;
+  m.def("dropout_add_forward", &dropout_add_forward_into, arg("x"), arg("bias") = none(),
+        arg("residual") = none(), arg("seed") = none(), arg("p"), arg("out"));
+  m.def("dropout_add_backward", &dropout_add_backward_into, arg("dout"), arg("seed") = none(),
+        arg("p"), arg("dx") = none(), arg("dbias") = none(), arg("workspace") = none());
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,34 @@
+// Bindings of softmax.
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/softmax.h"
+
+namespace te::bindings {
+namespace {
+
+void softmax_forward_into(const TensorView& x, const TensorView& mask, float scale, int64_t left,
+                          int64_t right, int64_t diagonal, const TensorView& y) {
+  softmax_forward({.x = x,
+                   .mask = mask,
+                   .scale = scale,
+                   .window = {.left = left, .right = right, .diagonal = diagonal},
+                   .y = y},
+                  bridge::current_stream(x.device));
+}
+
+void softmax_backward_into(const TensorView& dy, const TensorView& y, float scale,
+                           const TensorView& dx) {
+  softmax_backward({.dy = dy, .y = y, .scale = scale, .dx = dx}, bridge::current_stream(dy.device));
+}
+
+}  // namespace
+
+void bind_softmax(pybind11::module_& m) {
+  using pybind11::arg;
+  using pybind11::none;
+  m.def("softmax_forward", &softmax_forward_into, arg("x"), arg("mask") = none(), arg("scale"),
+        arg("left"), arg("right"), arg("diagonal"), arg("y"));
+  m.def("softmax_backward", &softmax_backward_into, arg("dy"), arg("y"), arg("scale"), arg("dx"));
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,69 @@
+"""Bias, dropout and residual in one pass; the backward draws the same random numbers again."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
+
+
+@library_op(
+    "dropout_add_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor? seed, float p) -> Tensor"
+)
+def dropout_add_forward(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    *,
+    launch: bool = True,
+) -> torch.Tensor:
+    """`residual + dropout(x + bias)`, in fp32 with one rounding.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous.
+        bias: `[cols]`, dtype of `x`.
+        residual: shape of `x`, fp32, fp16 or bf16; its dtype is the result's.
+        seed: int64 `[1]` on the device of `x`; None where `p == 0`. The same seed drops the same
+            elements, on every device.
+        p: probability of dropping an element, `0 <= p < 1`.
+    """
+    out = torch.empty_like(x, dtype=x.dtype if residual is None else residual.dtype)
+    if launch:
+        _C.dropout_add_forward(x, bias, residual, seed, p, out)
+    return out
+
+
+@library_op(
+    "dropout_add_backward(Tensor dout, Tensor? seed, float p, ScalarType? dx, ScalarType? dbias)"
+    " -> (Tensor, Tensor)"
+)
+def dropout_add_backward(
+    dout: torch.Tensor,
+    seed: torch.Tensor | None,
+    p: float,
+    dx: torch.dtype | None,
+    dbias: torch.dtype | None,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of `x` and of the bias; the residual's is `dout` itself.
+
+    Args:
+        dout: gradient of the result, contiguous.
+        seed: the forward's seed.
+        p: the forward's probability.
+        dx: dtype of `x`; None where its gradient is not needed (or, with `p == 0`, is `dout`).
+        dbias: dtype of the bias; None for no bias gradient.
+    """
+    cols = dout.shape[-1]
+    rows = dout.numel() // cols if cols else 0
+    data_grad = None if dx is None else torch.empty_like(dout, dtype=dx)
+    bias_grad = None if dbias is None else dout.new_empty(cols, dtype=dbias)
+    if launch and (data_grad is not None or bias_grad is not None):
+        workspace = None if bias_grad is None else column_sum_workspace(dout, rows, cols)
+        _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad, workspace)
+    return data_grad, bias_grad
