@@ -60,6 +60,8 @@ step_cuda_build() {
   cmake --preset cuda-sm90a -B build/cuda-check -DTE_INPLACE=OFF "${headers[@]}"
   cmake --build build/cuda-check --clean-first | tee "$report"
   "$py" tools/check_ptxas.py "$report"
+  # Finds kernels that are declared but missing, and shows that importing needs no driver.
+  PYTHONPATH=build/cuda-check/csrc "$py" -P -c 'import torch, _C; print("imported", _C.__file__)'
 }
 
 step_build() { tools/bootstrap.sh; }
