@@ -16,7 +16,7 @@ help:
 	@echo "make demo    train a small GPT in FP8 and plot its loss (ARGS=... are passed on)"
 	@echo "make test    all checks and tests; one alone: make $(STEPS)"
 	@echo "make format  rewrite the sources as lint wants them"
-	@echo "make bench   measure and write benchmarks/results (ARGS=... are passed on)"
+	@echo "make bench   measure and write benchmarks/results (ARGS=\"names\" for some)"
 	@echo "make clean   remove build products; .venv stays"
 
 bootstrap:
@@ -38,7 +38,7 @@ format: tools
 	@tools/steps.sh format
 
 bench: bootstrap
-	$(python) benchmarks $(ARGS)
+	@tools/bench.sh $(ARGS)
 
 clean:
 	rm -rf build transformer_engine/_C*.so

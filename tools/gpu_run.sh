@@ -35,7 +35,7 @@ run_sanitizer() {
   done
 }
 
-run_benchmarks() { "$py" benchmarks "$@" 2>&1 | tee "$LOGS/bench.log"; }
+run_benchmarks() { tools/bench.sh "$@" 2>&1 | tee "$LOGS/bench.log"; }
 
 finish() {
   if [ -n "${OUT:-}" ]; then

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Runs benchmarks/bench_NAME.py for each NAME given, or all of them; goes on after a failure and reports it at the end.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+shopt -s nullglob
+
+scripts=(benchmarks/bench_*.py)
+if [ $# -gt 0 ]; then
+  scripts=("${@/#/benchmarks/bench_}")
+  scripts=("${scripts[@]/%/.py}")
+fi
+failed=()
+for script in "${scripts[@]}"; do
+  printf '=== %s\n' "$script"
+  "$py" "$script" || failed+=("$script")
+done
+printf '%d benchmarks, %d failed\n' "${#scripts[@]}" "${#failed[@]}"
+[ ${#failed[@]} -eq 0 ] || { printf '%s\n' "${failed[@]}"; exit 1; }
