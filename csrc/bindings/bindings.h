@@ -9,6 +9,7 @@ void register_errors(pybind11::module_& m);
 void bind_runtime(pybind11::module_& m);
 void bind_gemm(pybind11::module_& m);
 void bind_activation(pybind11::module_& m);
+void bind_norm(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_dequantize(pybind11::module_& m);
 void bind_scaling(pybind11::module_& m);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_runtime(m);
   te::bindings::bind_gemm(m);
   te::bindings::bind_activation(m);
+  te::bindings::bind_norm(m);
   te::bindings::bind_quantize(m);
   te::bindings::bind_dequantize(m);
   te::bindings::bind_scaling(m);

@@ -7,6 +7,7 @@
 #include "ops/dequantize.h"
 #include "ops/dropout_add.h"
 #include "ops/gemm.h"
+#include "ops/norm.h"
 #include "ops/quantize.h"
 #include "ops/softmax.h"
 #include "ops/transpose.h"
@@ -28,6 +29,8 @@ int device_count() { return 0; }
 void gemm(const GemmArgs&, Stream) { absent("gemm"); }
 void activation_forward(const ActivationForwardArgs&, Stream) { absent("activation_forward"); }
 void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activation_backward"); }
+void norm_forward(const NormForwardArgs&, Stream) { absent("norm_forward"); }
+void norm_backward(const NormBackwardArgs&, Stream) { absent("norm_backward"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }

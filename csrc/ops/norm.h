@@ -20,24 +20,25 @@ struct NormForwardArgs {
   bool zero_centered = false;
   TensorView y;             // plain result, shape of x, any of the three dtypes; may be absent
   QuantizedView quantized;  // FP8 result from the fp32 value; may be absent
-  CurrentScale current;     // scale of y as rounded to y's dtype; needs y; may be absent
+  CurrentScale current;     // scale of y as rounded to y's dtype; needs y and no FP8 result
   TensorView mean;          // fp32 [rows], written; LayerNorm only
   TensorView rstd;          // fp32 [rows], written
 };
 
 struct NormBackwardArgs {
   NormKind kind = NormKind::LayerNorm;
-  TensorView dy;    // shape of x
-  TensorView x;     // as in forward
+  TensorView dy;  // shape of x, any of the three dtypes
+  TensorView x;   // as in forward
   TensorView gamma;
   TensorView mean;  // LayerNorm only
   TensorView rstd;
   bool zero_centered = false;
-  TensorView residual_grad;  // added to dx before its rounding; shape and dtype of dx; may be absent
-  TensorView dx;             // shape of x, dtype of dy
-  TensorView dgamma;         // [cols], dtype of gamma
-  TensorView dbeta;          // [cols], LayerNorm only
-  TensorView workspace;      // column_sum_workspace_bytes(rows, 2 * cols); absent on the CPU
+  TensorView
+      residual_grad;     // added to dx before its rounding; shape and dtype of dx; may be absent
+  TensorView dx;         // shape and dtype of x
+  TensorView dgamma;     // [cols], dtype of gamma
+  TensorView dbeta;      // [cols], LayerNorm only
+  TensorView workspace;  // column_sum_workspace_bytes(rows, 2 * cols); absent on the CPU
 };
 
 void norm_forward(const NormForwardArgs& args, Stream stream);

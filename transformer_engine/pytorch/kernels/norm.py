@@ -1,0 +1,158 @@
+"""LayerNorm and RMSNorm over the last axis, forward (plain or FP8 results) and backward."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
+
+LAYER_NORM = 0
+RMS_NORM = 1
+
+
+def _rows(x: torch.Tensor) -> int:
+    cols = x.shape[-1]
+    return x.numel() // cols if cols else 0
+
+
+@library_op(
+    "norm_forward(Tensor x, Tensor gamma, Tensor? beta, int kind, float epsilon,"
+    " bool zero_centered, ScalarType? out_dtype, int format=5, Tensor? scale=None,"
+    " Tensor(a!)? amax=None, bool rowwise=False, bool columnwise=False, bool current=False,"
+    " float amax_epsilon=0, bool power_of_2=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def norm_forward(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    kind: int,
+    epsilon: float,
+    zero_centered: bool,
+    out_dtype: torch.dtype | None,
+    format: int = 5,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    rowwise: bool = False,
+    columnwise: bool = False,
+    current: bool = False,
+    amax_epsilon: float = 0.0,
+    power_of_2: bool = False,
+    *,
+    launch: bool = True,
+) -> tuple[
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor,
+]:
+    """`y = (x - mean) * rstd * g + beta`; RMSNorm has no mean and no beta.
+
+    Args:
+        x: `[..., cols]`, fp32, fp16 or bf16, contiguous.
+        gamma: `[cols]`, fp32, fp16 or bf16.
+        beta: `[cols]`, dtype of gamma; None for RMSNorm.
+        kind: `LAYER_NORM` or `RMS_NORM`.
+        epsilon: added to the variance (RMSNorm: to the mean square).
+        zero_centered: `g = 1 + gamma` instead of `gamma`.
+        out_dtype: dtype of the plain result; None for no plain result.
+        format: value of `DType` (5 = E4M3, 6 = E5M2), for either scaling.
+        scale: fp32 `[1]`, delayed scaling.
+        amax: fp32 `[1]`. Delayed scaling raises it to `max |y|`; current scaling writes it.
+        rowwise: delayed scaling: return the codes of `y`, rounded once from fp32.
+        columnwise: delayed scaling: return the transposed codes `[cols, rows]`.
+        current: current scaling: return the scales for quantising the plain result.
+        amax_epsilon: current scaling: smallest amax.
+        power_of_2: current scaling: round the scale down to a power of two.
+
+    Returns:
+        `(y, rowwise, columnwise, scales, mean, rstd)`, None where not asked for (`mean`: where
+        there is none). `scales` is {1/scale, scale}; `mean` and `rstd` are fp32 `[rows]`.
+    """
+    rows = _rows(x)
+    delayed = rowwise or columnwise
+    y = None if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
+    codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
+    transposed = x.new_empty((x.shape[-1], rows), dtype=torch.uint8) if columnwise else None
+    scales = x.new_empty(2, dtype=torch.float32) if delayed or current else None
+    mean = x.new_empty(rows, dtype=torch.float32) if kind == LAYER_NORM else None
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if launch:
+        _C.norm_forward(
+            x,
+            gamma,
+            beta,
+            kind,
+            epsilon,
+            zero_centered,
+            y,
+            codes,
+            transposed,
+            scales,
+            mean,
+            rstd,
+            format,
+            scale,
+            amax,
+            amax_scratch(x.device) if current else None,
+            amax_epsilon,
+            power_of_2,
+        )
+    return y, codes, transposed, scales, mean, rstd
+
+
+@library_op(
+    "norm_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? mean, Tensor rstd, int kind,"
+    " bool zero_centered, Tensor? residual_grad=None) -> (Tensor, Tensor, Tensor)"
+)
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    kind: int,
+    zero_centered: bool,
+    residual_grad: torch.Tensor | None = None,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of `norm_forward`.
+
+    Args:
+        dy: shape of `x`, fp32, fp16 or bf16, contiguous.
+        x: what forward read.
+        gamma: what forward read.
+        mean: what forward returned.
+        rstd: what forward returned.
+        kind: as in forward.
+        zero_centered: as in forward.
+        residual_grad: added to `dx` before it is rounded; shape and dtype of `x`.
+
+    Returns:
+        `(dx, dgamma, dbeta)`: `dx` in the dtype of `x`, the others in that of `gamma`; `dbeta` is
+        None for RMSNorm.
+    """
+    dx = torch.empty_like(x)
+    dgamma = torch.empty_like(gamma)
+    dbeta = torch.empty_like(gamma) if kind == LAYER_NORM else None
+    if launch:
+        _C.norm_backward(
+            dy,
+            x,
+            gamma,
+            mean,
+            rstd,
+            kind,
+            zero_centered,
+            residual_grad,
+            dx,
+            dgamma,
+            dbeta,
+            column_sum_workspace(x, _rows(x), 2 * x.shape[-1]),
+        )
+    return dx, dgamma, dbeta
