@@ -60,7 +60,7 @@ def _outputs(
 
 @library_op(
     "activation_forward(Tensor x, int kind, bool plain=True, int format=5,"
-    " Tensor? scale=None, Tensor(a!)? amax=None, bool rowwise=False, bool columnwise=False,"
+    " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
     " bool current=False, bool power_of_2=False, float epsilon=0)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -123,8 +123,8 @@ def activation_forward(
 
 @library_op(
     "activation_backward(Tensor dy, Tensor x, int kind, bool plain=True, int format=5,"
-    " Tensor? scale=None, Tensor(a!)? amax=None, bool rowwise=False, bool columnwise=False,"
-    " ScalarType? dbias=None, bool current=False, bool power_of_2=False, float epsilon=0)"
+    " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
+    " bool current=False, bool power_of_2=False, float epsilon=0, ScalarType? dbias=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def activation_backward(
@@ -137,10 +137,10 @@ def activation_backward(
     amax: torch.Tensor | None = None,
     rowwise: bool = False,
     columnwise: bool = False,
-    dbias: torch.dtype | None = None,
     current: bool = False,
     power_of_2: bool = False,
     epsilon: float = 0.0,
+    dbias: torch.dtype | None = None,
     *,
     launch: bool = True,
 ) -> tuple[

@@ -42,8 +42,10 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.te.<name>` with this schema.
 
     Args:
-        schema: `name(Tensor x, ...) -> (...)`, with `(a!)` on every tensor that is written to.
-            The function takes the same arguments in the same order, and `launch: bool = True`.
+        schema: `name(Tensor x, ...) -> (...)`, with `(a!)` on every tensor that is written to,
+            except amaxes (docs/adr/0003): raising a maximum is idempotent and no graph reads it,
+            while a declared write of forward state in backward cannot be compiled. The function
+            takes the same arguments in the same order, and `launch: bool = True`.
     """
     name = schema[: schema.index("(")]
 
@@ -62,7 +64,7 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
-                return _from_library(operator(*args, **kwargs))  # type: ignore[no-any-return]
+                return _from_library(operator(*args, **kwargs))
             return body(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = name

@@ -20,8 +20,8 @@ def _rows(x: torch.Tensor) -> int:
 @library_op(
     "norm_forward(Tensor x, Tensor gamma, Tensor? beta, int kind, float epsilon,"
     " bool zero_centered, ScalarType? out_dtype, int format=5, Tensor? scale=None,"
-    " Tensor(a!)? amax=None, bool rowwise=False, bool columnwise=False, bool current=False,"
-    " float amax_epsilon=0, bool power_of_2=False)"
+    " Tensor? amax=None, bool rowwise=False, bool columnwise=False, bool current=False,"
+    " bool power_of_2=False, float amax_epsilon=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def norm_forward(
@@ -38,8 +38,8 @@ def norm_forward(
     rowwise: bool = False,
     columnwise: bool = False,
     current: bool = False,
-    amax_epsilon: float = 0.0,
     power_of_2: bool = False,
+    amax_epsilon: float = 0.0,
     *,
     launch: bool = True,
 ) -> tuple[

@@ -11,7 +11,7 @@ from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
 
 
 @library_op(
-    "quantize(Tensor x, int format, Tensor? scale, Tensor(a!)? amax, Tensor(b!)? scales,"
+    "quantize(Tensor x, int format, Tensor? scale, Tensor? amax, Tensor? scales,"
     " bool rowwise, bool columnwise, ScalarType? dbias) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize(

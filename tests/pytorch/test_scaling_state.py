@@ -1,0 +1,243 @@
+"""The timing and arithmetic of delayed scaling, against a model of it in plain Python."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+
+
+@pytest.fixture(autouse=True)
+def _fresh_stack():
+    autocast_stack().reset()
+    yield
+    autocast_stack().reset()
+
+
+def linear(device: str, **kwargs) -> te.Linear:
+    return te.Linear(32, 16, device=device, params_dtype=torch.float32, **kwargs)
+
+
+def step(layer, x, recipe, grad=None):
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(x)
+    if y.requires_grad:
+        y.backward(torch.ones_like(y) if grad is None else grad)
+    return y
+
+
+def test_first_step_uses_scale_one_and_later_steps_the_history(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    amaxes = []
+    for i in range(5):
+        x = torch.randn(16, 32, device=device) * (i + 1)
+        state = layer.scaling.get(FORWARD)
+        expected = 448.0 / max(amaxes[-3:]) if amaxes else 1.0
+        if state is not None:
+            assert state.scale[0].item() == pytest.approx(expected, rel=1e-6)
+        step(layer, x, recipe)
+        amaxes.append(x.abs().max().item())
+    history = layer.scaling[FORWARD].amax_history[:, 0].tolist()
+    assert history[0] == 0.0
+    assert history[1:] == pytest.approx(amaxes[-2:])
+
+
+def test_gradients_are_updated_at_the_end_of_backward(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=4)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(torch.randn(16, 32, device=device))
+    assert layer.scaling[BACKWARD].scale[0].item() == 1.0
+    y.backward(torch.full_like(y, 0.5))
+    assert layer.scaling[BACKWARD].scale[0].item() == 57344.0 / 0.5
+    assert layer.scaling[BACKWARD].amax_history[-1, 0].item() == 0.5
+
+
+def test_margin_format_and_most_recent(device: str) -> None:
+    recipe = DelayedScaling(
+        margin=2, fp8_format=Format.E4M3, amax_history_len=8, amax_compute_algo="most_recent"
+    )
+    layer = linear(device)
+    for amax in (8.0, 2.0):
+        x = torch.zeros(16, 32, device=device)
+        x[0, 0] = amax
+        y = step(layer, x, recipe)
+        assert layer.scaling[FORWARD].scale[0].item() == 448.0 / amax / 4
+    assert y.shape == (16, 16)
+    assert layer.scaling[BACKWARD].scale[0].item() == 448.0 / 1.0 / 4
+
+
+def test_callable_algorithms(device: str) -> None:
+    def mean(history: torch.Tensor) -> torch.Tensor:
+        return history.mean(dim=0)
+
+    def halved(amax, scale, fp8_max, recipe):
+        return torch.where(amax > 0, fp8_max / amax / 2, scale)
+
+    layer = linear(device)
+    recipe = DelayedScaling(
+        amax_history_len=2, amax_compute_algo=mean, scaling_factor_compute_algo=halved
+    )
+    x = torch.zeros(16, 32, device=device)
+    x[0, 0] = 4.0
+    step(layer, x, recipe)
+    assert layer.scaling[FORWARD].scale[0].item() == 448.0 / 2.0 / 2
+    assert layer.scaling[FORWARD].amax_history[:, 0].tolist() == [0.0, 4.0]
+
+
+def test_a_module_that_did_not_run_keeps_its_history(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    one, two = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    step(one, x, recipe)
+    step(two, x, recipe)
+    before = two.scaling[FORWARD].amax_history.clone()
+    step(one, 2 * x, recipe)
+    assert torch.equal(two.scaling[FORWARD].amax_history, before)
+
+
+def test_no_grad_and_evaluation_leave_no_trace(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    x = torch.randn(16, 32, device=device)
+    step(layer, x, recipe)
+    before = copy.deepcopy(layer.scaling[FORWARD])
+    with torch.no_grad():
+        step(layer, 10 * x, recipe)
+    assert torch.equal(layer.scaling[FORWARD].scale, before.scale)
+    assert torch.equal(layer.scaling[FORWARD].amax_history, before.amax_history)
+    layer.eval()
+    step(layer, 10 * x, recipe)  # gradients on: as in training
+    assert not torch.equal(layer.scaling[FORWARD].scale, before.scale)
+
+
+def test_running_twice_in_a_scope_keeps_the_maximum(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    x = torch.ones(16, 32, device=device)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        layer(3 * x)
+        layer(x)
+        assert layer.scaling[FORWARD].amax_history[0, 0].item() == 3.0
+    assert layer.scaling[FORWARD].amax_history[-1, 0].item() == 3.0
+
+
+def test_nested_scopes(device: str) -> None:
+    outer, inner = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
+    a, b, c = linear(device), linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    te.gemm_report(reset=True)
+    with te.fp8_autocast(fp8_recipe=outer):
+        a(x)
+        with te.fp8_autocast(enabled=False):
+            b(x)
+        with te.fp8_autocast(fp8_recipe=inner):
+            c(x)
+        assert a.scaling[FORWARD].amax_history[0, 0].item() > 0  # not updated by inner exits
+        a(x)
+    assert a.scaling[FORWARD].amax_history[0, 0].item() == 0
+    assert not b.scaling and not c.scaling
+    assert te.gemm_report().total("fp8") == 3 and te.gemm_report().total("fp32") == 1
+
+
+def test_state_is_restored_when_the_region_raises() -> None:
+    with pytest.raises(RuntimeError, match="inside"), te.fp8_autocast():
+        raise RuntimeError("inside")
+    assert not autocast_stack().scope.enabled and not autocast_stack().outer
+
+
+def test_calibration_makes_scales_ready_at_exit(device: str) -> None:
+    layer = linear(device)
+    x = torch.randn(16, 32, device=device)
+    te.gemm_report(reset=True)
+    with torch.no_grad(), te.fp8_autocast(enabled=False, calibrating=True):
+        y = layer(x)
+    assert te.gemm_report().total("fp8") == 0
+    assert torch.equal(y, layer(x).detach())
+    scale = layer.scaling[FORWARD].scale
+    assert scale[0].item() == pytest.approx(448.0 / x.abs().max().item(), rel=1e-6)
+    assert scale[1].item() == pytest.approx(448.0 / layer.weight.abs().max().item(), rel=1e-6)
+    assert layer.get_extra_state().numel() > 0
+
+
+def test_changing_the_history_length_keeps_the_newest_rows() -> None:
+    state = ScalingState(FORWARD, 1, 5, torch.device("cpu"))
+    state.amax_history.copy_(torch.tensor([[9.0], [1.0], [2.0], [3.0], [4.0]]))
+    state.fit(3, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0, 3.0, 4.0]
+    state.fit(6, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0, 0.0, 0.0, 0.0, 3.0, 4.0]
+    state.fit(1, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0]
+
+
+def test_dead_modules_leave_the_update(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    keep, drop = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    for layer in (keep, drop):
+        step(layer, x, recipe)
+    members = autocast_stack().registry.members(recipe, None, FORWARD)
+    assert len(members.alive()) == 2
+    del drop, layer
+    gc.collect()
+    step(keep, x, recipe)
+    assert len(members.alive()) == 1
+
+
+def test_zero_tokens_change_nothing(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    step(layer, torch.randn(16, 32, device=device), recipe)
+    before = copy.deepcopy(layer.scaling)
+    x = torch.randn(0, 32, device=device, requires_grad=True)
+    y = step(layer, x, recipe)
+    assert y.shape == (0, 16) and x.grad.shape == (0, 32)
+    assert torch.equal(
+        layer.scaling[FORWARD].amax_history[:, 0], before[FORWARD].amax_history[:, 0]
+    )
+    assert torch.equal(layer.scaling[BACKWARD].scale, before[BACKWARD].scale)
+
+
+def test_extra_state_round_trip_is_exact_and_needs_no_pickle(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    source, target = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    for i in range(3):
+        step(source, x * (i + 1), recipe)
+    state = source.state_dict()
+    assert state["_extra_state"].dtype == torch.uint8
+    target.load_state_dict(state)
+    for direction in (FORWARD, BACKWARD):
+        a, b = source.scaling[direction], target.scaling[direction]
+        assert torch.equal(a.scale.cpu(), b.scale.cpu())
+        assert torch.equal(a.amax_history.cpu(), b.amax_history.cpu())
+    assert torch.equal(step(source, x, recipe), step(target, x, recipe))
+
+
+def test_extra_state_of_others() -> None:
+    layer = linear("cpu")
+    assert layer.state_dict()["_extra_state"].numel() == 0
+    layer.set_extra_state(None)
+    layer.set_extra_state(torch.empty(0, dtype=torch.uint8))
+    with pytest.warns(UserWarning, match="ignoring the _extra_state of another package"):
+        layer.set_extra_state(torch.arange(64, dtype=torch.uint8))
+    state = linear_with_state().get_extra_state()
+    with pytest.raises(ValueError, match="bytes of FP8 state"):
+        layer.set_extra_state(state[:-4])
+
+
+def linear_with_state() -> te.Linear:
+    layer = linear("cpu")
+    step(layer, torch.randn(16, 32), DelayedScaling(amax_history_len=3))
+    return layer
+
+
+def test_copies_have_state_of_their_own() -> None:
+    layer = linear_with_state()
+    twin = copy.deepcopy(layer)
+    recipe = DelayedScaling(amax_history_len=3)
+    step(twin, 100 * torch.randn(16, 32), recipe)
+    assert twin.scaling[FORWARD].scale[0] < layer.scaling[FORWARD].scale[0]
+    assert twin.scaling[FORWARD].amax_history[0].tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,215 @@
+"""Recipes: frozen descriptions of how tensors become FP8.
+
+A recipe says which formats are used and where scales come from; it holds no state. Two recipes with
+equal fields are equal and share their scaling state. Unknown keywords are accepted with a warning,
+because scripts written for other versions pass them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T", bound=type)
+
+
+class _FormatRange(NamedTuple):
+    """Largest finite values of forward and backward tensors."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """FP8 formats: E4M3 everywhere, E5M2 everywhere, or E4M3 forward and E5M2 for gradients."""
+
+    E4M3 = _FormatRange(448.0, 448.0)
+    E5M2 = _FormatRange(57344.0, 57344.0)
+    HYBRID = _FormatRange(448.0, 57344.0)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a GEMM accumulates: `use_split_accumulator=True` promotes to fp32 regularly."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one kind of tensor is quantised under current scaling."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+
+def _tolerant(recipe: T) -> T:
+    """Let a recipe's constructor accept unknown keywords, with one warning that names them."""
+    strict_init = recipe.__init__  # type: ignore[misc]
+    known = set(inspect.signature(strict_init).parameters)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            warnings.warn(
+                f"{recipe.__name__}: ignoring unknown keyword(s) {', '.join(unknown)}",
+                stacklevel=2,
+            )
+        strict_init(self, *args, **{k: v for k, v in kwargs.items() if k in known})
+
+    __init__.__signature__ = inspect.signature(strict_init)  # type: ignore[attr-defined]
+    recipe.__init__ = __init__  # type: ignore[misc]
+    return recipe
+
+
+def _require(condition: bool, recipe: str, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{recipe}: expected {name} to be {expected}, got {got!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes; the predicates tell the families apart."""
+
+    def delayed(self) -> bool:
+        """Whether scales come from a history of amaxes."""
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self) -> bool:
+        """Whether scales come from the tensor in hand."""
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        """Whether a tensor has one scale."""
+        return self.delayed() or self.float8_current_scaling()
+
+    def float8_block_scaling(self) -> bool:
+        """Whether blocks of a tensor have scales of their own."""
+        return False
+
+    def mxfp8(self) -> bool:
+        """Whether scales are E8M0 per 32 elements."""
+        return False
+
+    def nvfp4(self) -> bool:
+        """Whether elements have four bits."""
+        return False
+
+    def custom(self) -> bool:
+        """Whether users supply the quantizers."""
+        return False
+
+
+@_tolerant
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Scales from the amaxes of past steps.
+
+    Args:
+        margin: scales are divided by `2 ** margin`.
+        fp8_format: `Format.HYBRID` or `Format.E4M3`.
+        amax_history_len: number of steps that the history holds.
+        amax_compute_algo: `"max"`, `"most_recent"`, or a callable `amax_history -> amax`.
+        scaling_factor_compute_algo: callable `(amax, scale, fp8_max, recipe) -> scale`, or None.
+        reduce_amax: take the maximum over the ranks of `fp8_group`.
+        fp8_dpa: run attention in FP8.
+        fp8_mha: also keep the tensors between projections and attention in FP8.
+        interval: accepted for old scripts; scales are updated every step.
+        override_linear_precision: `(fprop, dgrad, wgrad)`; other than all False warns.
+
+    >>> DelayedScaling(amax_history_len=16).margin
+    0
+    """
+
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        name = "DelayedScaling"
+        _require(
+            isinstance(self.fp8_format, Format), name, "fp8_format", "a Format", self.fp8_format
+        )
+        _require(
+            self.fp8_format is not Format.E5M2,
+            name,
+            "fp8_format",
+            "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)",
+            self.fp8_format,
+        )
+        _require(
+            isinstance(self.amax_history_len, int) and self.amax_history_len >= 1,
+            name,
+            "amax_history_len",
+            "an int >= 1",
+            self.amax_history_len,
+        )
+        _require(
+            callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
+            name,
+            "amax_compute_algo",
+            "'max', 'most_recent' or a callable",
+            self.amax_compute_algo,
+        )
+        if any(self.override_linear_precision):
+            warnings.warn(
+                "DelayedScaling: override_linear_precision is accepted but has no effect; the "
+                "debugger's DisableFP8GEMM runs chosen GEMMs in high precision",
+                stacklevel=4,
+            )
+
+
+@_tolerant
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Scales from the tensor in hand: `fp8_max / max |x|`.
+
+    Args:
+        use_power_2_scales: round every scale down to a power of two.
+        fp8_format: `Format.HYBRID` or `Format.E4M3`.
+        fp8_quant_fwd_inp: how activations are quantised.
+        fp8_quant_fwd_weight: how weights are quantised.
+        fp8_quant_bwd_grad: how gradients are quantised.
+        fp8_gemm_fprop: accumulation of the forward GEMM.
+        fp8_gemm_dgrad: accumulation of the data-gradient GEMM.
+        fp8_gemm_wgrad: accumulation of the weight-gradient GEMM.
+        fp8_dpa: run attention in FP8.
+        fp8_mha: also keep the tensors between projections and attention in FP8.
+
+    >>> Float8CurrentScaling().fp8_format
+    <Format.HYBRID: _FormatRange(max_fwd=448.0, max_bwd=57344.0)>
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_quant_fwd_inp: QParams = field(default_factory=QParams)
+    fp8_quant_fwd_weight: QParams = field(default_factory=QParams)
+    fp8_quant_bwd_grad: QParams = field(default_factory=QParams)
+    fp8_gemm_fprop: MMParams = field(default_factory=lambda: MMParams(False))
+    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
+    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        name = "Float8CurrentScaling"
+        _require(
+            self.fp8_format in (Format.HYBRID, Format.E4M3),
+            name,
+            "fp8_format",
+            "Format.HYBRID or Format.E4M3",
+            self.fp8_format,
+        )

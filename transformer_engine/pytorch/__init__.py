@@ -1,0 +1,42 @@
+"""Transformer layers in FP8 for PyTorch.
+
+>>> import torch
+>>> import transformer_engine.pytorch as te
+>>> layer = te.Linear(32, 32, device="cpu")
+>>> with te.fp8_autocast(enabled=True):
+...     loss = layer(torch.randn(16, 32)).sum()
+>>> loss.backward()
+"""
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.autocast import (
+    autocast,
+    fp8_autocast,
+    get_default_recipe,
+    is_fp8_available,
+)
+from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.gemm import gemm_report
+from transformer_engine.pytorch.modules.layernorm import LayerNorm
+from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.modules.linear import Linear
+from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+
+_C.set_num_threads(torch.get_num_threads())
+
+__all__ = [
+    "DType",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "autocast",
+    "fp8_autocast",
+    "gemm_report",
+    "get_default_recipe",
+    "is_fp8_available",
+]

@@ -1,0 +1,212 @@
+"""`fp8_autocast`: the stack of scopes that decides how modules quantise.
+
+A `Scope` is frozen; entering an autocast pushes one, leaving it pops it. Modules look at the top of
+the stack in forward; backward uses what forward recorded. Leaving the outermost scope updates the
+scales of forward tensors; the first module of that scope updates those of gradients at the end of
+its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingMembers,
+    ScalingRegistry,
+)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What one autocast region asks for."""
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Hashable = None
+
+
+_OUTSIDE = Scope()
+
+
+class AutocastStack:
+    """The scopes entered so far, the registry of scaling states, and the count of GEMMs."""
+
+    def __init__(self) -> None:
+        self.scope = _OUTSIDE
+        self.members: dict[str, ScalingMembers] = {}  # of the scope's recipe, by direction
+        self.outer: list[tuple[Scope, dict[str, ScalingMembers]]] = []
+        self.first_pending = False
+        self.backward_pending = False
+        self.registry = ScalingRegistry()
+        self.gemm_counts: dict[tuple[str, str, str], int] = {}
+
+    def push(self, scope: Scope) -> None:
+        """Enter a scope."""
+        if not self.outer:
+            self.first_pending = True
+            self.flush()
+        self.outer.append((self.scope, self.members))
+        self.scope, self.members = scope, {}
+        if isinstance(scope.recipe, DelayedScaling):
+            for direction in (FORWARD, BACKWARD):
+                self.members[direction] = self.registry.members(
+                    scope.recipe, scope.group, direction
+                )
+
+    def pop(self) -> None:
+        """Leave it; at the outermost level, end the forward step."""
+        left = self.scope
+        self.scope, self.members = self.outer.pop()
+        if self.outer:
+            return
+        self.first_pending = False
+        if left.calibrating or (left.enabled and torch.is_grad_enabled()):
+            self.registry.update(FORWARD)
+
+    def take_first(self) -> bool:
+        """Whether the caller is the first module recorded in this outermost scope."""
+        first = self.first_pending
+        if first:
+            self.first_pending = False
+        return first
+
+    def end_backward(self) -> None:
+        """End the backward step."""
+        self.registry.update(BACKWARD)
+
+    def defer_end_backward(self) -> None:
+        """End the backward step before the next one starts.
+
+        A compiled backward writes its amaxes back when it ends, so nothing inside it can.
+        """
+        self.backward_pending = True
+
+    def flush(self) -> None:
+        """Do what was deferred."""
+        if self.backward_pending:
+            self.backward_pending = False
+            self.end_backward()
+
+    def reset(self) -> None:
+        """Forget every scope and registration (tests, notebooks)."""
+        self.__init__()  # type: ignore[misc]
+
+
+_STACK = AutocastStack()
+
+
+def autocast_stack() -> AutocastStack:
+    """The one stack of this process."""
+    return _STACK
+
+
+_DEFAULT_RECIPE = DelayedScaling()
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of an autocast that names none: delayed scaling with its defaults."""
+    return _DEFAULT_RECIPE
+
+
+def _checked_recipe(recipe: Recipe | None) -> Recipe:
+    if recipe is None:
+        return get_default_recipe()
+    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+        raise ValueError(
+            "[fp8_autocast] expected recipe to be DelayedScaling or Float8CurrentScaling, got "
+            f"{recipe!r}"
+        )
+    return recipe
+
+
+class autocast(ContextDecorator):
+    """Run modules inside in FP8.
+
+    Args:
+        enabled: quantise the operands of GEMMs.
+        calibrating: with `enabled=False`, run in high precision but note the amaxes of inputs and
+            weights, so that their scales are ready at exit.
+        recipe: `DelayedScaling()` where None.
+        amax_reduction_group: process group over which amaxes are reduced; None is all ranks.
+
+    Raises:
+        ValueError: the recipe is not one of this package's.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> with te.autocast(recipe=DelayedScaling(amax_history_len=16)):
+    ...     y = layer(torch.ones(16, 16))
+    >>> y.shape
+    torch.Size([16, 16])
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+    ) -> None:
+        self._scope = Scope(enabled, calibrating, _checked_recipe(recipe), amax_reduction_group)
+
+    def __enter__(self) -> None:
+        _STACK.push(self._scope)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _STACK.pop()
+
+
+class fp8_autocast(autocast):
+    """`autocast` under the keyword names of older versions.
+
+    Args:
+        enabled: see `autocast`.
+        calibrating: see `autocast`.
+        fp8_recipe: `recipe` of `autocast`.
+        fp8_group: `amax_reduction_group` of `autocast`.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+    ) -> None:
+        super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+Availability = bool | tuple[bool, str]
+
+
+def is_fp8_available(return_reason: bool = False) -> Availability:
+    """Whether FP8 runs here: always true on CPUs; on GPUs from compute capability 8.9 on.
+
+    Args:
+        return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
+    """
+    reason = ""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            reason = (
+                "FP8 tensor cores need compute capability 8.9 or higher, this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+    return (not reason, reason) if return_reason else not reason

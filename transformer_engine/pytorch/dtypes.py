@@ -1,0 +1,29 @@
+"""Element types as the native module numbers them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+
+class DType(IntEnum):
+    """Element types of native tensors; FP8 payloads travel as uint8 beside their `DType`."""
+
+    kByte = 0
+    kInt32 = 1
+    kFloat32 = 2
+    kFloat16 = 3
+    kBFloat16 = 4
+    kFloat8E4M3 = 5
+    kFloat8E5M2 = 6
+
+
+E4M3 = int(DType.kFloat8E4M3)
+E5M2 = int(DType.kFloat8E5M2)
+
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+FP8_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
+TORCH_FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,187 @@
+"""The three GEMMs of a Linear: three formulas, three functions.
+
+Each takes its sides of two `Operands`. Both sides are plain or both are FP8; anything else is an
+error that names the layer and the GEMM. Every call is counted for `gemm_report`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.operands import Fp8Matrix, Side
+
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _count(layer: str, gemm: str, a: Side, b: Side) -> bool:
+    """Check that the operands are of one kind, count the GEMM, and say whether it is FP8."""
+    fp8 = type(a) is Fp8Matrix
+    if fp8 is not (type(b) is Fp8Matrix):
+        raise TypeError(
+            f"[{gemm}] expected both operands in FP8 or both in high precision, got "
+            f"{_describe(a)} and {_describe(b)} (layer {layer})"
+        )
+    if not torch.compiler.is_compiling():
+        counts = autocast_stack().gemm_counts
+        key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
+        counts[key] = counts.get(key, 0) + 1
+    return fp8
+
+
+def _unpack(side: Side) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    if type(side) is Fp8Matrix:
+        return side.codes, side.scales, side.format
+    return side, None, kernel.PLAIN  # type: ignore[return-value]
+
+
+def _describe(side: Side) -> str:
+    return "FP8" if isinstance(side, Fp8Matrix) else str(side.dtype)
+
+
+def fprop(
+    x: Side,
+    weight: Side,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    layer: str,
+) -> torch.Tensor:
+    """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`."""
+    _count(layer, "fprop", x, weight)
+    a, a_scales, a_format = _unpack(x)
+    b, b_scales, b_format = _unpack(weight)
+    return kernel.gemm(
+        a,
+        b,
+        dtype,
+        a_scales,
+        b_scales,
+        a_format,
+        b_format,
+        fast_accumulation=fast_accumulation,
+        bias=bias,
+    )[0]
+
+
+def dgrad(
+    grad_output: Side, weight: Side, dtype: torch.dtype, fast_accumulation: bool, layer: str
+) -> torch.Tensor:
+    """`dx[M, K] = dy[M, N] . weight[N, K]`, in `dtype`; an FP8 weight is its transpose `[K, N]`."""
+    fp8 = _count(layer, "dgrad", grad_output, weight)
+    a, a_scales, a_format = _unpack(grad_output)
+    b, b_scales, b_format = _unpack(weight)
+    return kernel.gemm(
+        a,
+        b,
+        dtype,
+        a_scales,
+        b_scales,
+        a_format,
+        b_format,
+        b_transposed=not fp8,
+        fast_accumulation=fast_accumulation,
+    )[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WgradTarget:
+    """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`."""
+
+    dtype: torch.dtype
+    main_grad: torch.Tensor | None = None
+    accumulate: bool = False
+
+
+def wgrad(
+    grad_output: Side,
+    x: Side,
+    target: WgradTarget,
+    fast_accumulation: bool,
+    bias_grad: torch.dtype | None,
+    layer: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`dw[N, K] = dy[M, N]^T . x[M, K]`; FP8 sides are the transposes `[N, M]` and `[K, M]`.
+
+    Returns:
+        `(dw, bias gradient)`: `dw` is None where it went into `main_grad`; the bias gradient is
+        None where `bias_grad` is (it is the column sums of a plain `dy`).
+    """
+    fp8 = _count(layer, "wgrad", grad_output, x)
+    a, a_scales, a_format = _unpack(grad_output)
+    b, b_scales, b_format = _unpack(x)
+    if target.main_grad is not None:
+        grad = None if bias_grad is None else a.new_empty(a.shape[-1], dtype=bias_grad)
+        kernel.gemm_into(
+            target.main_grad,
+            a,
+            b,
+            a_scales,
+            b_scales,
+            a_format,
+            b_format,
+            a_transposed=not fp8,
+            b_transposed=not fp8,
+            accumulate=target.accumulate,
+            fast_accumulation=fast_accumulation,
+            bias_grad=grad,
+        )
+        return None, grad
+    d, _, grad = kernel.gemm(
+        a,
+        b,
+        target.dtype,
+        a_scales,
+        b_scales,
+        a_format,
+        b_format,
+        a_transposed=not fp8,
+        b_transposed=not fp8,
+        fast_accumulation=fast_accumulation,
+        bias_grad=bias_grad,
+    )
+    return d, grad
+
+
+@dataclass(frozen=True)
+class GemmReport:
+    """GEMMs run so far, by `(layer, gemm, kind)`; kind is fp8, bf16, fp16 or fp32."""
+
+    counts: dict[tuple[str, str, str], int]
+
+    def total(self, kind: str | None = None) -> int:
+        """How many GEMMs ran, of one kind or in all."""
+        return sum(n for (_, _, k), n in self.counts.items() if kind in (None, k))
+
+    def __str__(self) -> str:
+        kinds = sorted({kind for _, _, kind in self.counts})
+        lines = ["GEMMs: " + (", ".join(f"{self.total(k)} {k}" for k in kinds) or "none")]
+        layers = sorted({(layer, gemm) for layer, gemm, _ in self.counts})
+        width = max((len(layer) for layer, _ in layers), default=0)
+        for layer, gemm in layers:
+            cells = [
+                f"{self.counts[layer, gemm, k]:>8} {k}"
+                for k in kinds
+                if (layer, gemm, k) in self.counts
+            ]
+            lines.append(f"  {layer:<{width}}  {gemm:<5} {' '.join(cells)}")
+        return "\n".join(lines)
+
+
+def gemm_report(reset: bool = False) -> GemmReport:
+    """Count of the GEMMs run by modules since the start (or the last reset), in eager mode.
+
+    Args:
+        reset: start counting anew.
+
+    >>> gemm_report().total("fp8") >= 0
+    True
+    """
+    stack = autocast_stack()
+    report = GemmReport(dict(stack.gemm_counts))
+    if reset:
+        stack.gemm_counts.clear()
+    return report

@@ -1,0 +1,1 @@
+"""The modules, one file each."""

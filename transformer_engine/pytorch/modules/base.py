@@ -1,0 +1,213 @@
+"""What every module with GEMMs shares: scope to quantizers, dtype rules, FP8 state, parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import extra_state
+from transformer_engine.pytorch.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.chain import Chain
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT, build_quantizers
+from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
+from transformer_engine.pytorch.scaling_state import ScalingState
+from transformer_engine.pytorch.stages.base import Parameters, Run
+
+
+class TransformerEngineBaseModule(nn.Module):
+    """Base of Linear, LayerNormLinear, LayerNormMLP and DotProductAttention.
+
+    Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
+    scope (quantizers, scaling state, registration) happens in `_begin`, once a call.
+    """
+
+    chain: Chain
+
+    def __init__(self, gemms: int, name: str | None) -> None:
+        super().__init__()
+        self.name = name or type(self).__name__
+        self.gemm_count = gemms
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.scaling: dict[str, ScalingState] = {}
+        self._quantizers: tuple[Any, list[GemmQuantizers]] | None = None
+        self._announced: set[tuple[int, ...]] = set()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group before the first forward.
+
+        Args:
+            tp_group: process group; only groups of one rank are supported so far.
+        """
+        _refuse_parallelism("tp_group", tp_group)
+        self.tp_group = tp_group
+
+    def _gemm_weights(self) -> Sequence[tuple[int, int]]:
+        """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""
+        raise NotImplementedError
+
+    def _begin(self, x: torch.Tensor, parameters: Parameters, first_microbatch: bool | None) -> Run:
+        """Everything a call must know before autograd: dtype, quantizers, gradients wanted."""
+        dtype = self._compute_dtype(x, parameters)
+        recording = False
+        needs = (False,) * (1 + len(parameters))
+        if torch.is_grad_enabled():
+            needs = (
+                x.requires_grad,
+                *(p is not None and p.requires_grad for p in parameters),
+            )
+            recording = any(needs)
+        scope = autocast_stack().scope
+        if not (scope.enabled or scope.calibrating):
+            quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
+            return Run(dtype, quantizers, needs, recording, first_microbatch, False)
+        quantizers = self._quantizers_in(scope, recording, x.device)
+        ends_backward = self._takes_part_in_update(scope, recording)
+        return Run(dtype, quantizers, needs, recording, first_microbatch, ends_backward)
+
+    def _takes_part_in_update(self, scope: Scope, recording: bool) -> bool:
+        """Whether this call must end the backward step: it is the first recorded in its scope."""
+        if not (recording and scope.enabled and isinstance(scope.recipe, DelayedScaling)):
+            return False
+        stack = autocast_stack()
+        first = stack.take_first()
+        if first and torch.compiler.is_compiling():
+            stack.defer_end_backward()
+            return False
+        return first
+
+    def _quantizers_in(
+        self, scope: Scope, recording: bool, device: torch.device
+    ) -> list[GemmQuantizers]:
+        """The quantizers of this module's GEMMs, kept until scope, mode or state change."""
+        versions = tuple(state.version for state in self.scaling.values())
+        key = (scope.recipe, scope.group, scope.enabled, recording, device, versions)
+        if self._quantizers is not None and self._quantizers[0] == key:
+            return self._quantizers[1]
+        quantizers = build_quantizers(self, scope, recording, device)
+        for i, (out_features, in_features) in enumerate(self._gemm_weights()):
+            if out_features % FEATURE_ALIGNMENT or in_features % FEATURE_ALIGNMENT:
+                self._announce_fallback((out_features, in_features))
+                quantizers[i] = HIGH_PRECISION_GEMM
+        versions = tuple(state.version for state in self.scaling.values())
+        self._quantizers = ((*key[:-1], versions), quantizers)
+        return quantizers
+
+    def _announce_fallback(self, shape: tuple[int, ...]) -> None:
+        if shape in self._announced:
+            return
+        self._announced.add(shape)
+        warnings.warn(
+            f"[{type(self).__name__}] expected weight sizes divisible by {FEATURE_ALIGNMENT} for "
+            f"FP8, got {shape}: this layer runs in high precision (layer {self.name})",
+            stacklevel=2,
+        )
+
+    def _compute_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
+        """Autocast's dtype, else the input's, which every parameter must then have."""
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        dtype = x.dtype
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"[{type(self).__name__}] expected inp of float32, float16 or bfloat16, got "
+                f"{dtype} (layer {self.name})"
+            )
+        for parameter in parameters:
+            if parameter is not None and parameter.dtype != dtype:
+                raise TypeError(
+                    f"[{type(self).__name__}] Data types for parameters must match when outside "
+                    f"of autocast: expected {dtype} (the dtype of inp), got {parameter.dtype} for "
+                    f"{self._name_of(parameter)} (layer {self.name})"
+                )
+        return dtype
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        for name, own in self.named_parameters(recurse=False):
+            if own is parameter:
+                return name
+        return "a parameter"
+
+    def _check_features(self, x: torch.Tensor, features: int) -> None:
+        if x.ndim == 0 or x.shape[-1] != features:
+            raise ValueError(
+                f"[{type(self).__name__}] GEMM not possible: expected inp of shape "
+                f"(..., {features}), got {tuple(x.shape)} (layer {self.name})"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies build quantizers of their own: these point into this module's scaling state.
+        return {**self.__dict__, "_quantizers": None}
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
+        autocast_stack().flush()
+        return extra_state.pack(self.scaling)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        restored = extra_state.unpack(state, self.name)
+        if restored:
+            self.scaling = restored
+            self._quantizers = None
+
+    def extra_repr(self) -> str:
+        """The layer's name."""
+        return f"name={self.name!r}"
+
+
+def _refuse_parallelism(argument: str, group: Any) -> None:
+    if group is None:
+        return
+    size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if size > 1:
+        raise NotImplementedError(
+            f"[parallel] {argument} with {size} ranks: tensor, sequence and context parallelism "
+            "are not implemented yet; a group of one rank is accepted"
+        )
+
+
+def refuse_parallel_sizes(
+    module: str, tp_group: Any, tp_size: int, sequence_parallel: bool
+) -> None:
+    """Parallel arguments are accepted as long as they mean one rank."""
+    _refuse_parallelism(f"{module}(tp_group=...)", tp_group)
+    if tp_size > 1:
+        raise NotImplementedError(
+            f"[{module}] tp_size={tp_size}: tensor parallelism is not implemented yet "
+            f"(sequence_parallel={sequence_parallel} alone has no effect)"
+        )
+
+
+# Keywords of other versions that only tune communication between several ranks.
+_OVERLAP_ARGUMENTS = frozenset(
+    {
+        "ub_atomic_gemm_ag",
+        "ub_atomic_gemm_rs",
+        "ub_bulk_dgrad",
+        "ub_bulk_wgrad",
+        "ub_name",
+        "ub_overlap_ag",
+        "ub_overlap_rs",
+        "ub_overlap_rs_dgrad",
+        "ub_split_ag",
+        "ub_split_rs",
+        "ub_tp_comm_overlap",
+        "rng_tracker_name",
+        "symmetric_ar_type",
+    }
+)
+
+
+def accept_overlap_arguments(module: str, others: dict[str, Any]) -> None:
+    """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
+    unknown = sorted(set(others) - _OVERLAP_ARGUMENTS)
+    if unknown:
+        raise TypeError(f"{module}() got unexpected keyword argument(s) {', '.join(unknown)}")

@@ -1,0 +1,29 @@
+"""`LayerNorm`: y = (x - mean) / sqrt(var + eps) * gamma + beta."""
+
+from __future__ import annotations
+
+from transformer_engine.pytorch.modules.norms import NormModule
+
+
+class LayerNorm(NormModule):
+    """Layer normalisation over the last axis, with fp32 statistics.
+
+    Args:
+        hidden_size: size of the last axis.
+        eps: added to the variance.
+        sequence_parallel: noted on the parameters for data-parallel trainers.
+        params_dtype: of the parameters; None is torch's default dtype. `dtype` is an alias.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        device: of the parameters; None is cuda where there is one, else cpu.
+        normalized_shape: another name of `hidden_size`.
+        name: for messages and the debugger.
+
+    Raises:
+        ValueError: no size or two sizes.
+
+    >>> import torch
+    >>> LayerNorm(8, device="cpu")(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    kind = "LayerNorm"

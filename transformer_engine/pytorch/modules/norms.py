@@ -1,0 +1,130 @@
+"""What LayerNorm and RMSNorm share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.chain import Chain
+from transformer_engine.pytorch.modules.parameters import (
+    ParameterSet,
+    ParameterSpec,
+    default_device,
+    params_dtype_of,
+)
+from transformer_engine.pytorch.stages import Norm, Run
+
+
+def norm_parameters(
+    kind: str, features: int, zero_centered: bool, sequence_parallel: bool | None, prefix: str = ""
+) -> list[ParameterSpec]:
+    """Gamma (and beta for LayerNorm), as `<prefix>weight` and `<prefix>bias`."""
+    attributes = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
+    start = nn.init.zeros_ if zero_centered else nn.init.ones_
+    specs = [ParameterSpec(f"{prefix}weight", (features,), start, attributes)]
+    if kind == "LayerNorm":
+        specs.append(ParameterSpec(f"{prefix}bias", (features,), nn.init.zeros_, attributes))
+    return specs
+
+
+def check_normalization(kind: str, module: str) -> str:
+    """Unsupported kinds are named together with the supported ones."""
+    if kind not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(
+            f"[{module}] Unsupported normalization type {kind!r}: expected 'LayerNorm' or 'RMSNorm'"
+        )
+    return kind
+
+
+class NormModule(nn.Module):
+    """A chain of one Norm. Subclasses say which kind."""
+
+    kind: str
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        normalized_shape: int | Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name or type(self).__name__
+        self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self._parameter_set = ParameterSet(self, None)
+        specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
+        for spec in specs:
+            self._parameter_set.add(
+                spec, params_dtype_of(params_dtype, dtype), default_device(device)
+            )
+        self.chain = Chain([Norm(self.kind, eps, zero_centered_gamma)])
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset()
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last axis; statistics in fp32.
+
+        Args:
+            inp: `(..., hidden_size)`, fp32, fp16 or bf16.
+
+        Returns:
+            The shape of `inp`, in the dtype of the weight (of autocast where that is active).
+        """
+        if inp.ndim == 0 or inp.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
+                f"{tuple(inp.shape)} (layer {self.name})"
+            )
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(inp.device.type):
+            dtype = torch.get_autocast_dtype(inp.device.type)
+        needs = (False,) * 3
+        if torch.is_grad_enabled():
+            bias_needs = bias is not None and bias.requires_grad
+            needs = (inp.requires_grad, weight.requires_grad, bias_needs)
+        run = Run(dtype, (), needs, any(needs), None, False)
+        return self.chain(inp.contiguous(), (weight, bias), run)
+
+    def extra_repr(self) -> str:
+        """Size and settings."""
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _one_size(
+    hidden_size: int | Sequence[int] | None,
+    normalized_shape: int | Sequence[int] | None,
+    module: str,
+) -> int:
+    if (hidden_size is None) == (normalized_shape is None):
+        raise ValueError(
+            f"[{module}] expected one of hidden_size and normalized_shape, got "
+            f"{hidden_size} and {normalized_shape}"
+        )
+    size: Any = hidden_size if hidden_size is not None else normalized_shape
+    if isinstance(size, int):
+        return size
+    if len(size) == 1:
+        return int(size[0])
+    raise NotImplementedError(
+        f"[{module}] expected a size of one axis, got {tuple(size)}: flatten the last axes first"
+    )

@@ -1,0 +1,153 @@
+"""Parameters of modules: their names, how they start, how a weight is split into several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+InitMethod = Callable[[torch.Tensor], Any]
+Split = Sequence[str] | Mapping[str, int] | None
+
+
+def default_init_method(weight: torch.Tensor) -> None:
+    """Normal with mean 0 and standard deviation 0.023, in place."""
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """None: a `torch.device` context if one is active, else cuda where there is one, else cpu."""
+    if device is not None:
+        return torch.device(device)
+    context = torch.get_default_device()
+    if context.type != "cpu" or not torch.cuda.is_available():
+        return context
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def params_dtype_of(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
+    """`params_dtype`, or its torch spelling `dtype`, or torch's default dtype."""
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(
+            f"[parameters] expected one of params_dtype and dtype, got {params_dtype} and {dtype}"
+        )
+    return params_dtype or dtype or torch.get_default_dtype()
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: its name, shape, initial value, and attributes that trainers read."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: InitMethod
+    attributes: dict[str, Any] = field(default_factory=dict)
+    tracked: bool = False  # initialised under the RNG state tracker
+
+
+class ParameterSet:
+    """The parameters of one module, created in order and (re)initialised together."""
+
+    def __init__(self, module: nn.Module, get_rng_state_tracker: Callable[[], Any] | None) -> None:
+        self._module = [module]  # in a list: a module attribute would make a cycle of submodules
+        self._tracker = get_rng_state_tracker
+        self._specs: list[ParameterSpec] = []
+
+    def add(self, spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Register a parameter and, unless it is on meta, initialise it."""
+        self._specs.append(spec)
+        self._register(spec, torch.empty(spec.shape, dtype=dtype, device=device))
+
+    def _register(self, spec: ParameterSpec, data: torch.Tensor) -> None:
+        parameter = nn.Parameter(data)
+        for key, value in spec.attributes.items():
+            setattr(parameter, key, value)
+        self._module[0].register_parameter(spec.name, parameter)
+        if not data.is_meta:
+            self._initialise(spec, parameter)
+
+    def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        tracker = self._tracker() if spec.tracked and self._tracker is not None else None
+        with torch.no_grad(), nullcontext() if tracker is None else tracker.fork():
+            spec.init(parameter)
+
+    def reset(self) -> None:
+        """Initialise every parameter again; parameters on meta get memory first."""
+        for spec in self._specs:
+            parameter = getattr(self._module[0], spec.name)
+            if parameter.is_meta:
+                device = default_device(None)
+                if device.type == "meta":
+                    device = default_device("cuda" if torch.cuda.is_available() else "cpu")
+                self._register(spec, torch.empty_like(parameter, device=device))
+            else:
+                self._initialise(spec, parameter)
+
+
+def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
+    """Name to size along dim 0; trailing underscores of names are dropped. `{}` for no split."""
+    if split is None:
+        return {}
+    if isinstance(split, Mapping):
+        sizes = {name.rstrip("_"): int(size) for name, size in split.items()}
+        if sum(sizes.values()) != features:
+            raise ValueError(
+                f"[{layer}] expected the sizes of parameters_split to add up to out_features="
+                f"{features}, got {dict(split)} (sum {sum(sizes.values())})"
+            )
+        return sizes
+    names = [name.rstrip("_") for name in split]
+    if not names or features % len(names):
+        raise ValueError(
+            f"[{layer}] expected out_features={features} to be divisible among parameters_split, "
+            f"got {list(split)}"
+        )
+    return dict.fromkeys(names, features // len(names))
+
+
+class SplitLinearParameters:
+    """Weight and bias of a Linear, as one parameter each or as several along dim 0.
+
+    Names: `weight` and `bias`, or `<part>_weight` and `<part>_bias`; all weights first.
+    """
+
+    def __init__(self, sizes: dict[str, int], features: int, bias: bool) -> None:
+        self.sizes = sizes or {"": features}
+        self.weight_names = [_suffixed(part, "weight") for part in self.sizes]
+        self.bias_names = [_suffixed(part, "bias") for part in self.sizes] if bias else []
+
+    def specs(
+        self, in_features: int, init: InitMethod, weight_attributes: dict[str, Any]
+    ) -> list[ParameterSpec]:
+        """The parameters to create, in order."""
+        weights = [
+            ParameterSpec(name, (size, in_features), init, weight_attributes, tracked=True)
+            for name, size in zip(self.weight_names, self.sizes.values(), strict=True)
+        ]
+        biases = [
+            ParameterSpec(name, (size,), nn.init.zeros_)
+            for name, size in zip(self.bias_names, self.sizes.values(), strict=False)
+        ]
+        return weights + biases
+
+    def weight(self, module: nn.Module) -> torch.Tensor:
+        """The whole weight `[out, in]`."""
+        return _whole(module, self.weight_names)
+
+    def bias(self, module: nn.Module) -> torch.Tensor | None:
+        """The whole bias `[out]`, or None."""
+        return _whole(module, self.bias_names) if self.bias_names else None
+
+
+def _suffixed(part: str, kind: str) -> str:
+    return f"{part}_{kind}" if part else kind
+
+
+def _whole(module: nn.Module, names: list[str]) -> torch.Tensor:
+    if len(names) == 1:
+        return module._parameters[names[0]]  # type: ignore[return-value]
+    return torch.cat([module._parameters[name] for name in names])  # type: ignore[misc]

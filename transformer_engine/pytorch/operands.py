@@ -1,0 +1,68 @@
+"""What a GEMM takes: matrices that are plain or FP8, in the orientation each GEMM needs.
+
+A Linear has three GEMMs:
+
+    fprop   y  = x  . w^T      takes x row-wise,  w row-wise
+    dgrad   dx = dy . w        takes dy row-wise, w column-wise
+    wgrad   dw = dy^T . x      takes dy column-wise, x column-wise
+
+Hopper multiplies FP8 matrices only along their contiguous axis, so a column-wise FP8 matrix is a
+stored transpose. A column-wise plain matrix is the matrix itself; the GEMM reads it transposed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+
+class Fp8Matrix:
+    """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format."""
+
+    __slots__ = ("codes", "format", "scales")
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, format: int) -> None:
+        self.codes = codes
+        self.scales = scales
+        self.format = format
+
+
+Side: TypeAlias = torch.Tensor | Fp8Matrix
+
+
+class Operands:
+    """A tensor made ready for its GEMMs; a side that no GEMM will take is None.
+
+    `bias_grad` travels along where the kernel that quantised a gradient summed its columns too.
+    """
+
+    __slots__ = ("bias_grad", "columnwise", "rowwise")
+
+    def __init__(
+        self,
+        rowwise: Side | None,
+        columnwise: Side | None,
+        bias_grad: torch.Tensor | None = None,
+    ) -> None:
+        self.rowwise = rowwise
+        self.columnwise = columnwise
+        self.bias_grad = bias_grad
+
+
+class Demand:
+    """What the next GEMMs want of a tensor: by which quantizer, which sides, a bias gradient."""
+
+    __slots__ = ("bias_grad", "columnwise", "quantizer", "rowwise")
+
+    def __init__(
+        self,
+        quantizer: object,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: torch.dtype | None = None,
+    ) -> None:
+        self.quantizer = quantizer
+        self.rowwise = rowwise
+        self.columnwise = columnwise
+        self.bias_grad = bias_grad

@@ -1,0 +1,118 @@
+"""From a scope to the quantizers of a module's GEMMs, with the scaling state that they need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from transformer_engine.pytorch.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.quantizers import (
+    CalibratingQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    GemmQuantizers,
+)
+from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+
+FEATURE_ALIGNMENT = 16
+
+# Columns of a module's state, per GEMM: (input, weight, output) forward, (grad_output, grad_input)
+# backward.
+FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
+
+
+def forward_format(recipe: Recipe) -> int:
+    """Format of activations and weights."""
+    return E4M3
+
+
+def backward_format(recipe: Recipe) -> int:
+    """Format of gradients."""
+    return E5M2 if recipe.fp8_format is Format.HYBRID else E4M3  # type: ignore[attr-defined]
+
+
+def build_quantizers(
+    module: TransformerEngineBaseModule, scope: Scope, recording: bool, device: torch.device
+) -> list[GemmQuantizers]:
+    """One `GemmQuantizers` per GEMM of the module.
+
+    Under delayed scaling this creates, fits and registers the module's scaling state; calls that
+    autograd does not record leave no amax behind, so evaluation changes nothing.
+    """
+    recipe = scope.recipe
+    if isinstance(recipe, Float8CurrentScaling):
+        gemms = _current(recipe) if scope.enabled else GemmQuantizers()
+        return [gemms] * module.gemm_count
+    assert isinstance(recipe, DelayedScaling)
+    forward = _state(module, recipe, FORWARD, device)
+    backward = _state(module, recipe, BACKWARD, device)
+    if not scope.enabled:
+        return [_calibrating(forward, i) for i in range(module.gemm_count)]
+    return [_delayed(recipe, forward, backward, i, recording) for i in range(module.gemm_count)]
+
+
+def _state(
+    module: TransformerEngineBaseModule,
+    recipe: DelayedScaling,
+    direction: str,
+    device: torch.device,
+) -> ScalingState:
+    columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
+    state = module.scaling.get(direction)
+    if state is None:
+        state = ScalingState(direction, columns, recipe.amax_history_len, device)
+        module.scaling[direction] = state
+    state.fit(recipe.amax_history_len, device)
+    autocast_stack().members[direction].add(state)
+    return state
+
+
+def _delayed(
+    recipe: DelayedScaling,
+    forward: ScalingState,
+    backward: ScalingState,
+    gemm: int,
+    recording: bool,
+) -> GemmQuantizers:
+    def quantizer(state: ScalingState, column: int, format: int) -> DelayedQuantizer:
+        amax = state.amaxes[column] if recording else None
+        return DelayedQuantizer(state.scales[column], amax, format)
+
+    first, first_grad = FORWARD_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
+    return GemmQuantizers(
+        input=quantizer(forward, first, forward_format(recipe)),
+        weight=quantizer(forward, first + 1, forward_format(recipe)),
+        grad_output=quantizer(backward, first_grad, backward_format(recipe)),
+    )
+
+
+def _calibrating(forward: ScalingState, gemm: int) -> GemmQuantizers:
+    first = FORWARD_COLUMNS * gemm
+    return GemmQuantizers(
+        input=CalibratingQuantizer(forward.amaxes[first]),
+        weight=CalibratingQuantizer(forward.amaxes[first + 1]),
+    )
+
+
+def _current(recipe: Float8CurrentScaling) -> GemmQuantizers:
+    def quantizer(parameters: object, format: int) -> CurrentQuantizer:
+        power_of_2 = recipe.use_power_2_scales or parameters.power_2_scale  # type: ignore[attr-defined]
+        return CurrentQuantizer(format, power_of_2, parameters.amax_epsilon)  # type: ignore[attr-defined]
+
+    gemms = GemmQuantizers(
+        input=quantizer(recipe.fp8_quant_fwd_inp, forward_format(recipe)),
+        weight=quantizer(recipe.fp8_quant_fwd_weight, forward_format(recipe)),
+        grad_output=quantizer(recipe.fp8_quant_bwd_grad, backward_format(recipe)),
+    )
+    gemms.fast_accumulation = (
+        not recipe.fp8_gemm_fprop.use_split_accumulator,
+        not recipe.fp8_gemm_dgrad.use_split_accumulator,
+        not recipe.fp8_gemm_wgrad.use_split_accumulator,
+    )
+    return gemms

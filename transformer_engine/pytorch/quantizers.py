@@ -1,0 +1,203 @@
+"""Quantizers: the only way a tensor becomes FP8.
+
+A quantizer turns a high-precision matrix into `Operands`. Kernels that produce a tensor may do the
+quantizer's work themselves; what they need to know is in `format`, `scaling` and the attributes
+that go with it. The identity quantizer leaves a tensor as it is.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
+from transformer_engine.pytorch.kernels.amax import amax as amax_of
+from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
+
+
+class Scaling(Enum):
+    """Where a quantizer's scale comes from."""
+
+    NONE = "none"
+    DELAYED = "delayed"
+    CURRENT = "current"
+
+
+class Quantizer:
+    """Base: `operands(x, demand)` makes a 2-D tensor ready for the GEMMs named in the demand."""
+
+    scaling = Scaling.NONE
+    format = -1
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Quantise `x` `[rows, cols]` (fp32, fp16 or bf16, contiguous)."""
+        raise NotImplementedError
+
+
+class IdentityQuantizer(Quantizer):
+    """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Both sides are `x`."""
+        return Operands(x, x)
+
+
+class CalibratingQuantizer(IdentityQuantizer):
+    """High precision that notes `max |x|`, so that FP8 can start from a known scale."""
+
+    def __init__(self, amax: torch.Tensor) -> None:
+        self.amax = amax
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Both sides are `x`; its amax replaces the running one."""
+        self.amax.copy_(amax_of(x))
+        return Operands(x, x)
+
+
+class Fp8Quantizer(Quantizer):
+    """What FP8 quantizers share: the format, and the call of the one kernel."""
+
+    def __init__(self, format: int) -> None:
+        if format not in (E4M3, E5M2):
+            raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
+        self.format = format
+
+    def _pack(
+        self,
+        codes: torch.Tensor | None,
+        transposed: torch.Tensor | None,
+        scales: torch.Tensor,
+        bias_grad: torch.Tensor | None = None,
+    ) -> Operands:
+        rowwise = None if codes is None else Fp8Matrix(codes, scales, self.format)
+        columnwise = None if transposed is None else Fp8Matrix(transposed, scales, self.format)
+        return Operands(rowwise, columnwise, bias_grad)
+
+
+class DelayedQuantizer(Fp8Quantizer):
+    """Scale from the history; the amax of this tensor goes into it.
+
+    Args:
+        scale: fp32 `[1]`, read by the kernel.
+        amax: fp32 `[1]`, raised to `max |x|`; None to leave no trace (evaluation).
+        format: value of `DType`.
+    """
+
+    scaling = Scaling.DELAYED
+
+    def __init__(self, scale: torch.Tensor, amax: torch.Tensor | None, format: int) -> None:
+        super().__init__(format)
+        self.scale = scale
+        self.amax = amax
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Cast with the stored scale, in one pass."""
+        codes, transposed, scales, bias_grad = quantize(
+            x,
+            self.format,
+            self.scale,
+            self.amax,
+            None,
+            demand.rowwise,
+            demand.columnwise,
+            demand.bias_grad,
+        )
+        assert scales is not None
+        return self._pack(codes, transposed, scales, bias_grad)
+
+    def pack(
+        self,
+        codes: torch.Tensor | None,
+        transposed: torch.Tensor | None,
+        scales: torch.Tensor,
+        bias_grad: torch.Tensor | None = None,
+    ) -> Operands:
+        """Wrap codes that a fused kernel has written."""
+        return self._pack(codes, transposed, scales, bias_grad)
+
+    def __repr__(self) -> str:
+        return f"DelayedQuantizer({FP8_NAMES[self.format]})"
+
+
+class CurrentQuantizer(Fp8Quantizer):
+    """Scale from the tensor in hand: `fp8_max / max |x|`.
+
+    Args:
+        format: value of `DType`.
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+    """
+
+    scaling = Scaling.CURRENT
+
+    def __init__(self, format: int, power_of_2: bool = False, epsilon: float = 0.0) -> None:
+        super().__init__(format)
+        self.power_of_2 = power_of_2
+        self.epsilon = epsilon
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Find the scale, then cast."""
+        return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), demand)
+
+    def cast(self, x: torch.Tensor, scales: torch.Tensor, demand: Demand) -> Operands:
+        """Cast with scales that the producer of `x` has found already."""
+        codes, transposed, _, bias_grad = quantize(
+            x,
+            self.format,
+            None,
+            None,
+            scales,
+            demand.rowwise,
+            demand.columnwise,
+            demand.bias_grad,
+        )
+        return self._pack(codes, transposed, scales, bias_grad)
+
+    def __repr__(self) -> str:
+        return f"CurrentQuantizer({FP8_NAMES[self.format]})"
+
+
+IDENTITY = IdentityQuantizer()
+
+
+class GemmQuantizers:
+    """The six quantizers of one Matmul: three before its GEMMs, three after them.
+
+    One that is not given is the identity.
+    """
+
+    __slots__ = (
+        "dgrad",
+        "fast_accumulation",
+        "fp8",
+        "grad_output",
+        "input",
+        "output",
+        "weight",
+        "wgrad",
+    )
+
+    def __init__(
+        self,
+        input: Quantizer | None = None,
+        weight: Quantizer | None = None,
+        grad_output: Quantizer | None = None,
+        output: Quantizer | None = None,
+        dgrad: Quantizer | None = None,
+        wgrad: Quantizer | None = None,
+    ) -> None:
+        self.input = input or IDENTITY
+        self.weight = weight or IDENTITY
+        self.grad_output = grad_output or IDENTITY
+        self.output = output or IDENTITY
+        self.dgrad = dgrad or IDENTITY
+        self.wgrad = wgrad or IDENTITY
+        self.fp8 = isinstance(input, Fp8Quantizer)
+        # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
+        self.fast_accumulation = (self.fp8, False, False)
+
+
+HIGH_PRECISION_GEMM = GemmQuantizers()

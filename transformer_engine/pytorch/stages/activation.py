@@ -1,0 +1,53 @@
+"""Activation: plain or gated, straight into what the next GEMM takes, both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.kernels.activation import activation_backward, activation_forward
+from transformer_engine.pytorch.operands import Demand, Operands
+from transformer_engine.pytorch.stages.base import (
+    Parameters,
+    Run,
+    Saved,
+    Stage,
+    Value,
+    fused_arguments,
+    fused_result,
+)
+
+
+class Activation(Stage):
+    """No parameters. `kind` is the number of the activation in `kernels.activation`."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+
+    def forward(
+        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+    ) -> tuple[Value, Saved]:
+        """`act(x)`, or `act(x1) * x2` for gated kinds."""
+        assert isinstance(x, torch.Tensor)
+        fused = fused_arguments(wants)
+        y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
+        value = fused_result(wants, y, codes, transposed, scales)
+        return value, Saved((x,) if run.recording else ())
+
+    def backward_data(
+        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+    ) -> tuple[Value | None, Any]:
+        """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
+        assert not isinstance(grad, Operands)
+        (x,) = saved.tensors
+        assert x is not None
+        fused = fused_arguments(wants)
+        dx, codes, transposed, scales, bias_grad = activation_backward(
+            grad,
+            x,
+            self.kind,
+            *fused,
+            dbias=None if wants is None else wants.bias_grad,
+        )
+        return fused_result(wants, dx, codes, transposed, scales, bias_grad), None

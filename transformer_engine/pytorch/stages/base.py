@@ -1,0 +1,151 @@
+"""Stages are what modules are made of: forward, data gradient, parameter gradients.
+
+A stage holds no tensors of its own: parameters come in with every call, and what backward needs
+goes out as `Saved`. Fusion is negotiation: a stage is told what the next one demands (walking back:
+what the previous one demands of its gradient), and may return `Operands` instead of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from transformer_engine.pytorch.operands import Demand, Operands
+from transformer_engine.pytorch.quantizers import (
+    IDENTITY,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    GemmQuantizers,
+    Quantizer,
+)
+
+Value: TypeAlias = torch.Tensor | Operands
+Parameters: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class Saved(NamedTuple):
+    """What a stage keeps for backward: tensors for autograd to hold, and plain facts."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+    facts: Any = None
+    tap: torch.Tensor | None = None  # a second result of the chain; not kept for backward
+
+
+class Run:
+    """The facts of one call of a chain, the same for all of its stages."""
+
+    __slots__ = ("dtype", "ends_backward", "first_microbatch", "needs", "quantizers", "recording")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        quantizers: Sequence[GemmQuantizers],
+        needs: tuple[bool, ...],
+        recording: bool,
+        first_microbatch: bool | None,
+        ends_backward: bool,
+    ) -> None:
+        self.dtype = dtype  # of activations
+        self.quantizers = quantizers  # of each Matmul in order
+        self.needs = needs  # gradient wanted: of the input, then of each parameter
+        self.recording = recording  # autograd will call backward
+        self.first_microbatch = first_microbatch
+        self.ends_backward = ends_backward  # update the gradients' scales after backward
+
+
+class Stage:
+    """Base of all stages. `slot` is the index of its first parameter in the chain's list."""
+
+    parameter_count = 0
+    slot = 0
+
+    def demand(self, run: Run, x: torch.Tensor) -> Demand | None:
+        """What this stage wants its input `x` to become, where it takes `Operands`."""
+        return None
+
+    def grad_demand(self, run: Run, grad: torch.Tensor) -> Demand | None:
+        """What this stage wants the gradient of its output to become."""
+        return None
+
+    def forward(
+        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+    ) -> tuple[Value, Saved]:
+        """The output, and what backward needs."""
+        raise NotImplementedError
+
+    def backward_data(
+        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+    ) -> tuple[Value | None, Any]:
+        """The gradient of the input, and what `backward_params` carries on with."""
+        raise NotImplementedError
+
+    def backward_params(self, carry: Any, saved: Saved, run: Run) -> Parameters:
+        """The gradients of the parameters."""
+        return ()
+
+
+def quantizer_of(wants: Demand | None) -> Quantizer:
+    """The quantizer of a demand; the identity where nothing is demanded."""
+    return IDENTITY if wants is None else wants.quantizer  # type: ignore[return-value]
+
+
+class FusedArguments(NamedTuple):
+    """A demand in the words of the fused kernels: see `kernels.norm` and `kernels.activation`."""
+
+    plain: bool  # a plain result is needed
+    format: int = -1
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    rowwise: bool = False
+    columnwise: bool = False
+    current: bool = False
+    power_of_2: bool = False
+    epsilon: float = 0.0
+
+
+def fused_arguments(wants: Demand | None) -> FusedArguments:
+    """How a producing kernel serves a demand in its own pass."""
+    quantizer = quantizer_of(wants)
+    if isinstance(quantizer, DelayedQuantizer):
+        assert wants is not None
+        return FusedArguments(
+            False,
+            quantizer.format,
+            quantizer.scale,
+            quantizer.amax,
+            wants.rowwise,
+            wants.columnwise,
+        )
+    if isinstance(quantizer, CurrentQuantizer):
+        return FusedArguments(
+            True,
+            quantizer.format,
+            current=True,
+            power_of_2=quantizer.power_of_2,
+            epsilon=quantizer.epsilon,
+        )
+    return FusedArguments(True)
+
+
+def fused_result(
+    wants: Demand | None,
+    plain: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    bias_grad: torch.Tensor | None = None,
+) -> Value:
+    """What a fused kernel returned, as the value that the next stage takes."""
+    quantizer = quantizer_of(wants)
+    if isinstance(quantizer, DelayedQuantizer):
+        assert scales is not None
+        return quantizer.pack(codes, transposed, scales, bias_grad)
+    assert plain is not None
+    if isinstance(quantizer, CurrentQuantizer):
+        assert wants is not None and scales is not None
+        operands = quantizer.cast(plain, scales, Demand(quantizer, wants.rowwise, wants.columnwise))
+        operands.bias_grad = bias_grad
+        return operands
+    return plain if bias_grad is None else Operands(plain, plain, bias_grad)
