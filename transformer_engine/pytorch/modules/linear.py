@@ -149,7 +149,7 @@ class Linear(TransformerEngineBaseModule):
         weight, bias = self._split.weight(self), self._split.bias(self)
         applied = None if self.return_bias else bias
         run = self._begin(inp, (weight, applied), is_first_microbatch)
-        out = self.chain(inp, (weight, applied), run)
+        out = self.chain(inp.contiguous(), (weight, applied), run)
         if not self.return_bias:
             return out
         return out, None if bias is None else bias.to(run.dtype)

@@ -69,7 +69,8 @@ class Matmul(Stage):
         quantizers = run.quantizers[self.index]
         if self._padding(_rows(grad), quantizers.fp8):
             return None
-        return self._grad_demand(run)
+        demand = self._grad_demand(run)
+        return demand if demand.rowwise or demand.columnwise else None
 
     def _grad_demand(self, run: Run) -> Demand:
         bias = run.dtype if run.needs[self.slot + 1] else None
@@ -145,8 +146,7 @@ class Matmul(Stage):
         lead: tuple[int, ...] = ()
         if not isinstance(grad, Operands):
             lead = grad.shape[:-1]
-            grad = _pad(grad, facts.padding)
-            grad = quantizers.grad_output.operands(grad, self._grad_demand(run))
+            grad = self._grad_operands(_pad(grad, facts.padding), run)
         dx = None
         if any(run.needs[: self.slot]):
             weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
@@ -157,6 +157,12 @@ class Matmul(Stage):
             if facts.padding:
                 dx = dx[: facts.rows].view(*lead, dx.shape[-1])
         return dx, grad
+
+    def _grad_operands(self, grad: torch.Tensor, run: Run) -> Operands:
+        demand = self._grad_demand(run)
+        if demand.rowwise or demand.columnwise:
+            return run.quantizers[self.index].grad_output.operands(grad, demand)
+        return Operands(None, None, grad.flatten(0, -2).sum(0))  # only the bias is trained
 
     def backward_params(self, carry: Any, saved: Saved, run: Run) -> Parameters:
         """The weight gradient and the bias gradient."""
@@ -173,9 +179,8 @@ class Matmul(Stage):
             dw, summed = gemm.wgrad(grad.columnwise, x, facts.target, fast, missing_bias, self.name)
             bias_grad = summed if bias_grad is None else bias_grad
         elif missing_bias is not None:
-            dense = grad.rowwise
-            assert isinstance(dense, torch.Tensor)
-            bias_grad = dense.flatten(0, -2).sum(0)
+            assert isinstance(grad.rowwise, torch.Tensor)
+            bias_grad = grad.rowwise.flatten(0, -2).sum(0)
         return dw, bias_grad
 
 
