@@ -24,15 +24,27 @@ from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from transformer_engine.pytorch.tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    QuantizedTensor,
+    Quantizer,
+)
 
 _C.set_num_threads(torch.get_num_threads())
 
 __all__ = [
     "DType",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "QuantizedTensor",
+    "Quantizer",
     "RMSNorm",
     "autocast",
     "fp8_autocast",

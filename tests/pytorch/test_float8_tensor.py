@@ -1,0 +1,123 @@
+import copy
+import io
+
+import fp8_reference as fp8
+import pytest
+import torch
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine import _C
+from transformer_engine.pytorch.tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+
+
+def make(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Float8Tensor]:
+    x = torch.randn(4, 6, device=device, dtype=dtype)
+    scale = torch.full((1,), 16.0, device=device)
+    quantizer = Float8Quantizer(scale, torch.zeros(1, device=device), te.DType.kFloat8E4M3)
+    return x, quantizer(x)
+
+
+def test_looks_like_its_nominal_dtype_and_holds_codes(device: str) -> None:
+    x, q = make(device)
+    assert isinstance(q, Float8Tensor) and isinstance(q, torch.Tensor)
+    assert (q.shape, q.dtype, q.device) == (x.shape, x.dtype, x.device)
+    assert_bitwise(q._data, fp8.encode(x.cpu(), fp8.E4M3, 16.0))
+    assert_bitwise(q._transpose, q._data.T.contiguous())
+    assert q._scale_inv[0].item() == 1 / 16
+    assert q._quantizer.amax.item() == x.abs().max().item()
+    expected = fp8.decode(q._data.cpu(), fp8.E4M3) / 16
+    assert_bitwise(q.dequantize(dtype=torch.float32), expected)
+    assert q.dequantize().dtype is torch.bfloat16
+
+
+def test_operations_run_on_values(device: str) -> None:
+    _, q = make(device)
+    plain = q.dequantize()
+    assert_bitwise(q + 1, plain + 1)
+    assert_bitwise(torch.mm(q, plain.T), torch.mm(plain, plain.T))
+    assert type(q * 2) is torch.Tensor and type(q[1:3]) is torch.Tensor
+
+
+def test_detach_shares_and_clone_copies(device: str) -> None:
+    _, q = make(device)
+    assert q.detach()._data is q._data
+    twin = q.clone()
+    assert isinstance(twin, Float8Tensor) and twin._data.data_ptr() != q._data.data_ptr()
+    assert_bitwise(twin._data, q._data)
+    assert isinstance(copy.deepcopy(q), Float8Tensor)
+
+
+def test_view_and_reshape_stay_fp8(device: str) -> None:
+    _, q = make(device)
+    for shape in [(2, 2, 6), (24,), (4, 2, 3)]:
+        v = q.view(shape)
+        assert isinstance(v, Float8Tensor) and v.shape == shape
+        assert_bitwise(v.dequantize(), q.dequantize().view(shape))
+    assert q.view(2, 2, 6)._transpose is q._transpose and q.view(24)._transpose is None
+    assert isinstance(q.reshape(24), Float8Tensor)
+
+
+def test_to_keeps_fp8_unless_the_dtype_changes(device: str) -> None:
+    _, q = make(device)
+    assert isinstance(q.to("cpu"), Float8Tensor) and isinstance(q.cpu(), Float8Tensor)
+    assert isinstance(q.to(torch.bfloat16), Float8Tensor)
+    assert type(q.float()) is torch.Tensor
+    assert_bitwise(q.float(), q.dequantize(dtype=torch.float32))
+
+
+def test_writing_in_place_quantises_again(device: str) -> None:
+    _, q = make(device)
+    expected = q.dequantize() * 2
+    q.mul_(2)
+    assert isinstance(q, Float8Tensor) and q._transpose is None
+    assert_bitwise(q.dequantize(), expected)
+    assert_bitwise(q.transposed_codes(), q._data.T.contiguous())
+
+
+def test_copying_both_ways(device: str) -> None:
+    x, q = make(device)
+    other = make(device)[1]
+    other.copy_(q)
+    assert_bitwise(other._data, q._data)
+    plain = torch.empty_like(x)
+    plain.copy_(q)
+    assert_bitwise(plain, q.dequantize())
+    q.copy_(torch.ones_like(x))
+    assert_bitwise(q.dequantize(), torch.ones_like(x))
+
+
+def test_repr_shows_format_scale_and_values() -> None:
+    _, q = make("cpu")
+    assert repr(q).startswith("Float8Tensor(fp8_dtype=E4M3, scale_inv=0.0625, data=tensor(")
+
+
+def test_saved_and_loaded_without_running_code() -> None:
+    _, q = make("cpu")
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert isinstance(loaded, Float8Tensor)
+    assert_bitwise(loaded._data, q._data)
+
+
+def test_current_scaling_quantizer(device: str) -> None:
+    x = torch.randn(4, 6, device=device)
+    q = Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, force_pow_2_scales=True)(x)
+    scale = 2.0 ** torch.floor(torch.log2(57344.0 / x.abs().max())).item()
+    assert q._scale_inv[0].item() == 1 / scale
+    assert q._quantizer.quantize(2 * x, out=q) is q
+
+
+def test_native_code_and_missing_quantizers_refuse_clearly() -> None:
+    _, q = make("cpu")
+    with pytest.raises(TypeError, match="without data"):
+        _C.describe(q)
+    bare = Float8Tensor(q.shape, q.dtype, q._data, q._scale_inv, q._fp8_dtype)
+    with pytest.raises(RuntimeError, match="expected a quantizer to write with"):
+        bare.mul_(2)

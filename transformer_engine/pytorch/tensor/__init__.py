@@ -1,0 +1,17 @@
+"""Quantised tensors and the quantizers that make them."""
+
+from transformer_engine.pytorch.quantizers import Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = [
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "QuantizedTensor",
+    "Quantizer",
+]
