@@ -58,7 +58,7 @@ class Float8Tensor(QuantizedTensor):
         self._fp8_dtype = DType(fp8_dtype)
         self._transpose = data_transpose
         self._quantizer = quantizer
-        return self  # type: ignore[no-any-return]
+        return self
 
     @classmethod
     def from_operands(
@@ -73,7 +73,7 @@ class Float8Tensor(QuantizedTensor):
             like.shape, like.dtype, codes, rowwise.scales, rowwise.format, transposed, quantizer
         )
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `dtype` (the nominal one where None)."""
         codes = self._data.contiguous()
         return dequantize(codes, int(self._fp8_dtype), self._scale_inv, dtype or self.dtype)
@@ -111,7 +111,7 @@ class Float8Tensor(QuantizedTensor):
             data.shape, self.dtype, data, scale_inv, self._fp8_dtype, transposed, self._quantizer
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Float8Tensor(fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, "
             f"scale_inv={self._scale_inv.flatten()[0].item()}, data={self.dequantize()})"

@@ -26,11 +26,11 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def wrap(cls, shape: torch.Size, dtype: torch.dtype, data: torch.Tensor) -> Any:
         """An instance with a nominal dtype, on the device of `data`."""
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=data.device, requires_grad=False
         )
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `dtype` (the nominal one where None)."""
         raise NotImplementedError
 
@@ -41,7 +41,7 @@ class QuantizedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Handle on the codes where listed, else dequantise, run, and quantise what was written."""
