@@ -14,9 +14,11 @@ endif()
 
 find_program(TE_CCACHE ccache)
 if(TE_CCACHE)
+  # Paths are hashed relative to the checkout, so that all checkouts on a machine share their results.
+  set(te_ccache "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${TE_CCACHE}")
   foreach(language CXX CUDA)
     if(NOT DEFINED CMAKE_${language}_COMPILER_LAUNCHER)
-      set(CMAKE_${language}_COMPILER_LAUNCHER "${TE_CCACHE}")
+      set(CMAKE_${language}_COMPILER_LAUNCHER "${te_ccache}")
     endif()
   endforeach()
 endif()

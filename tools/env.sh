@@ -1,4 +1,4 @@
-# Sourced by the other scripts: which Python they use and how the compiler cache shares between checkouts.
+# Sourced by the other scripts: which Python they use, and whether CUDA is built.
 #   VENV    virtual environment, default .venv; empty means "use the system's Python as it is" and installs nothing
 #   PYTHON  the Python that creates VENV, or that is used when VENV is empty; default python3
 # shellcheck shell=bash
@@ -6,9 +6,6 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit
 VENV=${VENV-.venv}
 PYTHON=${PYTHON:-python3}
-
-# Results are the same in every clone: paths are made relative to this one before they are hashed.
-export CCACHE_BASEDIR=$ROOT CCACHE_NOHASHDIR=1
 
 has() { command -v "$1" >/dev/null; }
 
