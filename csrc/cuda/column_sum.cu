@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kColumns* kRows)
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
   float sum = 0.0f;
   if (col < cols)
-    for (int64_t part = threadIdx.y; part < parts; part += kRows) sum += partials[part * pitch + col];
+    for (int64_t part = threadIdx.y; part < parts; part += kRows)
+      sum += partials[part * pitch + col];
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || col >= cols) return;
@@ -33,7 +34,8 @@ void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, co
   const auto blocks = static_cast<unsigned>(ceil_div(cols, kColumns));
   dispatch_high_precision(out.dtype, "column_sum", [&](auto tag) {
     using Out = typename decltype(tag)::type;
-    reduce_kernel<Out><<<blocks, threads, 0, stream>>>(partials, parts, pitch, cols, out.ptr<Out>());
+    reduce_kernel<Out>
+        <<<blocks, threads, 0, stream>>>(partials, parts, pitch, cols, out.ptr<Out>());
   });
   check_launch("column_sum");
 }

@@ -10,21 +10,35 @@
 namespace te::cuda {
 
 struct TilePlace {
-  int64_t row, col;  // counted in tiles
+  int row, col;  // counted in tiles
 };
 
-// Blocks walk the matrix in bands of `band` tile rows, down each band's columns: blocks that run at
-// the same time then read long pieces of rows and write long pieces of transposed rows.
+// Blocks walk the matrix in bands of up to eight tile rows, down each column of a band: blocks that
+// run at the same time then read long pieces of rows and write long pieces of transposed rows.
+// Backwards where the pass before went forwards over the matrix: its end is still in L2.
+// The grid is (grid_x, grid_y); blocks below the last tile row have nothing to do.
 struct TileWalk {
-  int64_t rows = 0, cols = 0;  // of the matrix, counted in tiles
-  int64_t band = 8;
+  int rows = 0, cols = 0;  // of the matrix, counted in tiles
+  bool backwards = false;
+  int band_log2 = 0;  // a power of two: blocks find their place without a division
 
-  TE_HD TilePlace at(int64_t block) const {
-    const int64_t first = block / (band * cols) * band;
-    const int64_t height = rows - first < band ? rows - first : band;
-    const int64_t inside = block - first * cols;
-    return {first + inside % height, inside / height};
+  TileWalk() = default;
+  TileWalk(int64_t tile_rows, int64_t tile_cols, bool from_the_end)
+      : rows(static_cast<int>(tile_rows)),
+        cols(static_cast<int>(tile_cols)),
+        backwards(from_the_end) {
+    while (band_log2 < 3 && (1 << band_log2) < rows) ++band_log2;
   }
+  int64_t grid_x() const { return static_cast<int64_t>(cols) << band_log2; }
+  int64_t grid_y() const { return (rows + (1 << band_log2) - 1) >> band_log2; }
+
+  TE_HD TilePlace at(unsigned x, unsigned y) const {
+    const auto block = static_cast<int>(x), band = static_cast<int>(y);
+    const int in_band = block & ((1 << band_log2) - 1);
+    const TilePlace place{(band << band_log2) + in_band, block >> band_log2};
+    return backwards ? TilePlace{rows - 1 - place.row, cols - 1 - place.col} : place;
+  }
+  TE_HD bool has(TilePlace place) const { return place.row >= 0 && place.row < rows; }
 };
 
 // A tile of one-byte codes in shared memory, column after column, `kRows` codes each, in units of

@@ -11,17 +11,20 @@ namespace te::cuda {
 namespace {
 
 TEST(TileWalk, VisitsEveryTileOnce) {
-  for (const auto& [rows, cols] : std::vector<std::pair<int64_t, int64_t>>{
-           {1, 1}, {8, 3}, {9, 5}, {7, 4}, {64, 32}, {17, 1}, {1, 17}}) {
-    const TileWalk walk{.rows = rows, .cols = cols};
-    std::set<std::pair<int64_t, int64_t>> seen;
-    for (int64_t block = 0; block < rows * cols; ++block) {
-      const TilePlace place = walk.at(block);
-      ASSERT_TRUE(place.row >= 0 && place.row < rows && place.col >= 0 && place.col < cols);
-      seen.emplace(place.row, place.col);
+  for (const auto& [rows, cols] : std::vector<std::pair<int, int>>{
+           {1, 1}, {8, 3}, {9, 5}, {7, 4}, {64, 32}, {17, 1}, {1, 17}, {3, 2}})
+    for (const bool backwards : {false, true}) {
+      const TileWalk walk(rows, cols, backwards);
+      std::set<std::pair<int, int>> seen;
+      for (unsigned y = 0; y < walk.grid_y(); ++y)
+        for (unsigned x = 0; x < walk.grid_x(); ++x) {
+          const TilePlace place = walk.at(x, y);
+          if (!walk.has(place)) continue;
+          ASSERT_TRUE(place.row < rows && place.col >= 0 && place.col < cols);
+          EXPECT_TRUE(seen.emplace(place.row, place.col).second);
+        }
+      EXPECT_EQ(seen.size(), static_cast<size_t>(rows * cols)) << rows << " x " << cols;
     }
-    EXPECT_EQ(seen.size(), static_cast<size_t>(rows * cols)) << rows << " x " << cols;
-  }
 }
 
 template <class T>

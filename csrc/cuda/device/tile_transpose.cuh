@@ -7,7 +7,7 @@
 //   codes.rows[i] = encode8<Fp8>(value, scale);    // also what the row-wise output gets
 //   tile.put(row, col, codes);                     // row, col: within the tile, multiples of 8
 //   __syncthreads();                               // once every block of the tile has been put
-//   tile.store({.to = out + first_col * pitch + first_row, .pitch = pitch, ...});
+//   tile.store<kThreads>({.to = out + first_col * pitch + first_row, .pitch = pitch, ...});
 //
 // A warp's put meets no bank conflict where the lanes of each half own 16 neighbouring column
 // groups of one row block (or any 16 groups that differ modulo 16). To reuse the tile, put another
@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/matrix_tile.cuh"
 #include "cuda/tile_layout.h"
 
 namespace te::cuda {
@@ -64,6 +65,13 @@ struct TileTarget {
   bool wide;  // `to` and `pitch` are multiples of 16
 };
 
+// The target of a tile of matrix_tile.cuh.
+__device__ __forceinline__ TileTarget target_of(uint8_t* out, int64_t matrix_rows, TilePlace at,
+                                                const TileBlock& block) {
+  return {out + int64_t{at.col} * kTile * matrix_rows + int64_t{at.row} * kTile, matrix_rows,
+          block.rows, block.cols, (matrix_rows | reinterpret_cast<intptr_t>(out)) % 16 == 0};
+}
+
 template <int kRows, int kCols>
 class CodeTile {
   using Layout = CodeTileLayout<kRows>;
@@ -82,26 +90,50 @@ class CodeTile {
       static_cast<uint2*>(memory_)[Layout::unit(row / 8, col + j)] = columns.rows[j];
   }
 
-  // Called by `kThreads` threads, numbered from 0; kRows / 16 neighbours write one column.
+  // Called by all `kThreads` threads of the block; kRows / 16 neighbours write one column.
   template <int kThreads>
-  __device__ __forceinline__ void store(const TileTarget& target, int thread) const {
-    constexpr int kParts = kRows / 16;
+  __device__ __forceinline__ void store(const TileTarget& target) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    constexpr int kTurns = kCols * kParts / kThreads;
+    static_assert(kTurns * kThreads == kCols * kParts, "every thread writes as many parts");
+    if (target.wide) {
+      uint4 codes[kTurns];
 #pragma unroll
-    for (int first = 0; first < kCols * kParts; first += kThreads) {
-      const int chunk = first + thread;
-      const int part = chunk % kParts, col = chunk / kParts, row = 16 * part;
-      if (col >= kCols || col >= target.cols || row >= target.rows) continue;
-      uint4 codes = static_cast<const uint4*>(memory_)[Layout::pair(part, col)];
-      if (Layout::swapped(col)) codes = {codes.z, codes.w, codes.x, codes.y};
-      uint8_t* to = target.to + col * target.pitch + row;
-      if (target.wide)
-        *reinterpret_cast<uint4*>(to) = codes;
-      else
-        store_bytes(to, codes, target.rows - row);
+      for (int turn = 0; turn < kTurns; ++turn) codes[turn] = part_at(turn * kThreads + thread);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn)
+        if (const Part part(turn * kThreads + thread); part.exists_in(target))
+          *reinterpret_cast<uint4*>(part.to(target)) = codes[turn];
+    } else {
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns; ++turn)
+        if (const Part part(turn * kThreads + thread); part.exists_in(target))
+          store_bytes(part.to(target), part_at(turn * kThreads + thread), target.rows - part.row);
     }
   }
 
  private:
+  static constexpr int kParts = kRows / 16;  // pieces of 16 codes per column
+
+  struct Part {
+    int row, col;
+    __device__ __forceinline__ explicit Part(int number)
+        : row(number % kParts * 16), col(number / kParts) {}
+    __device__ __forceinline__ bool exists_in(const TileTarget& target) const {
+      return row < target.rows && col < target.cols;
+    }
+    __device__ __forceinline__ uint8_t* to(const TileTarget& target) const {
+      return target.to + col * target.pitch + row;
+    }
+  };
+
+  __device__ __forceinline__ uint4 part_at(int number) const {
+    const Part part(number);
+    const uint4 codes = static_cast<const uint4*>(memory_)[Layout::pair(part.row / 16, part.col)];
+    if (!Layout::swapped(part.col)) return codes;
+    return {codes.z, codes.w, codes.x, codes.y};
+  }
+
   __device__ __forceinline__ static void store_bytes(uint8_t* to, const uint4& codes, int count) {
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll

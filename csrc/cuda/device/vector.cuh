@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/float16.h"
 
@@ -21,6 +22,56 @@ __device__ __forceinline__ Pack<T, N> load_pack(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Eight neighbouring values as they came from memory. They stay packed until they are used, so that
+// many loads can be in flight.
+template <class T>
+struct Octet {
+  static constexpr int kWords = sizeof(T) / 2;
+  uint4 words[kWords];
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word(i));
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      return __uint_as_float(i % 2 == 0 ? word(i / 2) << 16 : word(i / 2) & 0xffff0000u);
+    } else {
+      T value;
+      value.bits = static_cast<uint16_t>(word(i / 2) >> (i % 2 * 16));
+      return static_cast<float>(value);
+    }
+  }
+  __device__ __forceinline__ uint32_t word(int i) const {
+    const uint4& four = words[i / 4];
+    return i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+  }
+};
+
+// How long the cache lines of a load are wanted.
+enum class Reuse { Never, Soon };
+
+// `from` is aligned to 16 bytes. Lines that are never read again are the first to leave the cache.
+template <Reuse kReuse = Reuse::Never, class T>
+__device__ __forceinline__ Octet<T> load_octet(const T* from) {
+  const auto* words = reinterpret_cast<const uint4*>(from);
+  Octet<T> octet;
+#pragma unroll
+  for (int i = 0; i < Octet<T>::kWords; ++i)
+    octet.words[i] = kReuse == Reuse::Never ? __ldcs(words + i) : __ldg(words + i);
+  return octet;
+}
+
+// Eight values from anywhere: value i is from[min(i, last)].
+template <class T>
+__device__ __forceinline__ Octet<T> gather_octet(const T* from, int last) {
+  union {
+    Octet<T> octet;
+    T values[8];
+  };
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = from[min(i, last)];
+  return octet;
 }
 
 inline bool is_aligned(const void* pointer, size_t bytes) {

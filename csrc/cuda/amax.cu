@@ -1,0 +1,83 @@
+// One pass over the tensor by a grid that fills the chip once; the last block to finish writes the
+// scale. The lines stay in L2 for the cast that follows.
+#include "ops/amax.h"
+
+#include <algorithm>
+
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/vector.cuh"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kInFlight = 4;  // octets that a thread loads before it uses the first
+
+template <class In>
+struct AmaxStream {
+  const In* x;
+  int64_t count;
+  int64_t octets;  // that are read whole; 0 where memory is not aligned for it
+  CurrentScaleSink sink;
+};
+
+template <class In>
+__device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+  return amax;
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    amax_kernel(const AmaxStream<In> args) {
+  __shared__ BlockAmax<kThreads / 32> block_amax;
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  float amax = 0.0f;
+  int64_t octet = thread;
+  for (; octet + (kInFlight - 1) * stride < args.octets; octet += kInFlight * stride) {
+    Octet<In> x[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k)
+      x[k] = load_octet<Reuse::Soon>(args.x + 8 * (octet + k * stride));
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) amax = amax_of(x[k], amax);
+  }
+  for (; octet < args.octets; octet += stride)
+    amax = amax_of(load_octet<Reuse::Soon>(args.x + 8 * octet), amax);
+  for (int64_t i = 8 * args.octets + thread; i < args.count; i += stride)
+    amax = fmaxf(amax, fabsf(static_cast<float>(args.x[i])));
+  block_amax.leave(amax);
+  __syncthreads();
+  if (threadIdx.x == 0) args.sink.finish(block_amax.total(), gridDim.x);
+}
+
+__global__ void scale_kernel(const float* amax, CurrentScaleSink sink) { sink.write_scales(*amax); }
+
+}  // namespace
+
+void amax(const AmaxArgs& args, Stream stream) {
+  const DeviceGuard guard(args.x.device);
+  const int64_t count = args.x.numel();
+  const int64_t octets = is_aligned(args.x.data, 16) ? count / 8 : 0;
+  const int64_t wanted = ceil_div(count, int64_t{8} * kThreads);
+  const int64_t most = int64_t{multiprocessors(args.x.device)} * kBlocksPerMultiprocessor;
+  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, most));
+  dispatch_high_precision(args.x.dtype, "amax", [&](auto in) {
+    using In = typename decltype(in)::type;
+    amax_kernel<In><<<blocks, kThreads, 0, stream_of(stream)>>>(
+        {args.x.ptr<In>(), count, octets, sink_of(args.scale)});
+  });
+  check_launch("amax");
+}
+
+void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
+  const DeviceGuard guard(args.amax.device);
+  scale_kernel<<<1, 1, 0, stream_of(stream)>>>(args.amax.ptr<float>(), sink_of(args.scale));
+  check_launch("scale_from_amax");
+}
+
+}  // namespace te::cuda

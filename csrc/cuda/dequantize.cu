@@ -1,0 +1,88 @@
+// A stream of codes; each access writes 16 bytes of values.
+#include "ops/dequantize.h"
+
+#include <algorithm>
+
+#include "cuda/device/float8.cuh"
+#include "cuda/device/vector.cuh"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;  // packs that a thread loads before it uses the first
+
+template <class Out>
+struct DequantizeStream {
+  static constexpr int kValues = 16 / static_cast<int>(sizeof(Out));
+  using Codes = Pack<uint16_t, kValues / 2>;  // two to a word, as they are decoded
+
+  const uint8_t* codes;
+  const float* scale_inverse;
+  Out* x;
+  int64_t count;
+  int64_t packs;  // that are read and written whole; 0 where memory is not aligned for it
+};
+
+template <class Fp8, class Out>
+__device__ __forceinline__ auto decode_pack(const typename DequantizeStream<Out>::Codes& codes,
+                                            float scale_inverse) {
+  Pack<Out, DequantizeStream<Out>::kValues> values;
+#pragma unroll
+  for (int i = 0; i < DequantizeStream<Out>::kValues; i += 2) {
+    const float2 pair = decode2<Fp8>(codes.at[i / 2]);
+    values.at[i] = Out(pair.x * scale_inverse);
+    values.at[i + 1] = Out(pair.y * scale_inverse);
+  }
+  return values;
+}
+
+template <class Fp8, class Out>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeStream<Out> args) {
+  using Codes = typename DequantizeStream<Out>::Codes;
+  constexpr int kValues = DequantizeStream<Out>::kValues;
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
+  Codes codes[kInFlight];
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k)
+    if (const int64_t pack = first + k * kThreads; pack < args.packs)
+      codes[k] = load_pack<uint16_t, kValues / 2>(
+          reinterpret_cast<const uint16_t*>(args.codes + pack * kValues));
+  const float scale_inverse = *args.scale_inverse;
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k)
+    if (const int64_t pack = first + k * kThreads; pack < args.packs)
+      store_pack(args.x + pack * kValues, decode_pack<Fp8, Out>(codes[k], scale_inverse));
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = args.packs * kValues + int64_t{blockIdx.x} * kThreads + threadIdx.x;
+       i < args.count; i += stride)
+    args.x[i] = Out(Fp8::decode(args.codes[i]) * scale_inverse);
+}
+
+}  // namespace
+
+void dequantize(const DequantizeArgs& args, Stream stream) {
+  const int64_t count = args.q.numel();
+  if (count == 0) return;
+  const DeviceGuard guard(args.q.device);
+  dispatch_fp8(args.dtype, "dequantize", [&](auto in) {
+    dispatch_high_precision(args.x.dtype, "dequantize", [&](auto out) {
+      using Fp8 = typename decltype(in)::type;
+      using Out = typename decltype(out)::type;
+      constexpr int kValues = DequantizeStream<Out>::kValues;
+      const bool wide = is_aligned(args.q.data, kValues) && is_aligned(args.x.data, 16);
+      const int64_t blocks = ceil_div(count, int64_t{kThreads} * kInFlight * kValues);
+      dequantize_kernel<Fp8, Out>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(
+              {.codes = args.q.ptr<uint8_t>(),
+               .scale_inverse = args.scales.ptr<float>(),
+               .x = args.x.ptr<Out>(),
+               .count = count,
+               .packs = wide ? count / kValues : 0});
+    });
+  });
+  check_launch("dequantize");
+}
+
+}  // namespace te::cuda

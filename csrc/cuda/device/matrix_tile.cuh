@@ -1,0 +1,52 @@
+// Which part of a row-major matrix a thread works on, where 256 threads share a tile of 128 x 128
+// elements and each has a block of 8 x 8: half a warp then reads 128 neighbouring elements.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile_layout.h"
+
+namespace te::cuda {
+
+constexpr int kTile = 128;
+constexpr int kTileThreads = 256;
+constexpr int kOctetsPerRow = kTile / 8;
+static_assert(kTile / 8 * kOctetsPerRow == kTileThreads);
+
+struct TileBlock {
+  int64_t start;   // index of the tile's first element
+  int pitch;       // columns of the matrix
+  int rows, cols;  // of the tile that exist
+  int row, col;    // of the thread's block within the tile
+
+  __device__ __forceinline__ TileBlock(TilePlace tile, int64_t matrix_rows, int matrix_cols)
+      : start(int64_t{tile.row} * kTile * matrix_cols + tile.col * kTile),
+        pitch(matrix_cols),
+        rows(static_cast<int>(min(matrix_rows - int64_t{tile.row} * kTile, int64_t{kTile}))),
+        cols(min(matrix_cols - tile.col * kTile, kTile)),
+        row(static_cast<int>(threadIdx.x / kOctetsPerRow * 8)),
+        col(static_cast<int>(threadIdx.x % kOctetsPerRow * 8)) {}
+
+  // Row i of the block. What lies behind the end of the matrix reads as a copy of its last row or
+  // its last `width` columns: no branch, no other value, nothing that is ever stored.
+  template <class T>
+  __device__ __forceinline__ const T* row_or_last(const T* matrix, int i, int width) const {
+    // In bytes, so that each row costs one wide multiply-add.
+    const int row_bytes = pitch * static_cast<int>(sizeof(T));
+    const auto* tile = reinterpret_cast<const char*>(matrix + start + min(col, cols - width));
+    return reinterpret_cast<const T*>(tile + int64_t{min(row + i, rows - 1)} * row_bytes);
+  }
+  __device__ __forceinline__ uint8_t* row_of(uint8_t* codes, int i) const {
+    return codes + start + col + int64_t{row + i} * pitch;
+  }
+  __device__ __forceinline__ bool has_row(int i) const { return row + i < rows; }
+  // Columns from the block's first to the end of the tile; 0 or less where the block lies outside.
+  __device__ __forceinline__ int width() const { return cols - col; }
+};
+
+// The limits of the grid and of 32-bit row lengths.
+inline bool tiles_can_walk(const TileWalk& walk, int64_t cols) {
+  return cols < (1 << 29) && walk.grid_y() <= 65535;
+}
+
+}  // namespace te::cuda
