@@ -8,9 +8,10 @@ its backward.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -33,9 +34,11 @@ class Scope:
     calibrating: bool = False
     recipe: Recipe | None = None
     group: Hashable = None
+    number: int = field(default=0, compare=False)  # equal scopes have one number
 
 
 _OUTSIDE = Scope()
+_NUMBERS = itertools.count(1)
 
 
 class AutocastStack:
@@ -45,10 +48,17 @@ class AutocastStack:
         self.scope = _OUTSIDE
         self.members: dict[str, ScalingMembers] = {}  # of the scope's recipe, by direction
         self.outer: list[tuple[Scope, dict[str, ScalingMembers]]] = []
-        self.first_pending = False
+        self.first_pending = False  # no module was recorded in the outermost scope so far
         self.backward_pending = False
         self.registry = ScalingRegistry()
+        self.known: dict[Scope, Scope] = {}
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
+
+    def intern(self, scope: Scope) -> Scope:
+        """The first scope made that equals this one, so that scopes compare by their number."""
+        if scope not in self.known:
+            self.known[scope] = replace(scope, number=next(_NUMBERS))
+        return self.known[scope]
 
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
@@ -72,13 +82,6 @@ class AutocastStack:
         self.first_pending = False
         if left.calibrating or (left.enabled and torch.is_grad_enabled()):
             self.registry.update(FORWARD)
-
-    def take_first(self) -> bool:
-        """Whether the caller is the first module recorded in this outermost scope."""
-        first = self.first_pending
-        if first:
-            self.first_pending = False
-        return first
 
     def end_backward(self) -> None:
         """End the backward step."""
@@ -161,7 +164,7 @@ class autocast(ContextDecorator):
         self._scope = Scope(enabled, calibrating, _checked_recipe(recipe), amax_reduction_group)
 
     def __enter__(self) -> None:
-        _STACK.push(self._scope)
+        _STACK.push(_STACK.intern(self._scope))
 
     def __exit__(
         self,

@@ -28,6 +28,11 @@ class Chain:
         first = self.stages[0]
         self.has_tap = isinstance(first, Norm) and first.tap
 
+    def plan(self, run: Run) -> Sequence[Any]:
+        """Let every stage decide what it can for all calls of a run."""
+        run.plans = [stage.prepare(run) for stage in self.stages]
+        return run.plans
+
     def __call__(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
@@ -40,12 +45,13 @@ class Chain:
         record: list[Saved] = []
         tap = None
         stages = self.stages
+        plans = run.plans or self.plan(run)
         for i, stage in enumerate(stages):
             wants = None
             if i + 1 < len(stages) and isinstance(value, torch.Tensor):
-                wants = stages[i + 1].demand(run, value)
+                wants = stages[i + 1].demand(plans[i + 1], value)
             own = parameters[stage.slot - 1 : stage.slot - 1 + stage.parameter_count]
-            value, saved = stage.forward(value, own, run, wants)
+            value, saved = stage.forward(value, own, plans[i], wants)
             tap = saved.tap if i == 0 else tap
             record.append(saved)
         return ((value, tap) if self.has_tap else value), record
@@ -68,9 +74,9 @@ class Chain:
                 continue
             wants = None
             if i > 0 and isinstance(value, torch.Tensor):
-                wants = self.stages[i - 1].grad_demand(run, value)
-            value, carry = stage.backward_data(value, saved, run, wants)
-            own = stage.backward_params(carry, saved, run)
+                wants = self.stages[i - 1].grad_demand(run.plans[i - 1], value)
+            value, carry = stage.backward_data(value, saved, run.plans[i], wants)
+            own = stage.backward_params(carry, saved, run.plans[i])
             for k, parameter_grad in enumerate(own):
                 if run.needs[stage.slot + k]:
                     grads[stage.slot + k] = parameter_grad

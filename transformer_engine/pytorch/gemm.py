@@ -7,6 +7,7 @@ error that names the layer and the GEMM. Every call is counted for `gemm_report`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +18,10 @@ from transformer_engine.pytorch.operands import Fp8Matrix, Side
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _count(layer: str, gemm: str, a: Side, b: Side) -> bool:
+def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
     """Check that the operands are of one kind, count the GEMM, and say whether it is FP8."""
     fp8 = type(a) is Fp8Matrix
-    if fp8 is not (type(b) is Fp8Matrix):
+    if fp8 is not (type(b) is Fp8Matrix) or a is None:
         raise TypeError(
             f"[{gemm}] expected both operands in FP8 or both in high precision, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
@@ -32,19 +33,21 @@ def _count(layer: str, gemm: str, a: Side, b: Side) -> bool:
     return fp8
 
 
-def _unpack(side: Side) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     if type(side) is Fp8Matrix:
         return side.codes, side.scales, side.format
     return side, None, kernel.PLAIN  # type: ignore[return-value]
 
 
-def _describe(side: Side) -> str:
+def _describe(side: Side | None) -> str:
+    if side is None:
+        return "nothing"
     return "FP8" if isinstance(side, Fp8Matrix) else str(side.dtype)
 
 
 def fprop(
-    x: Side,
-    weight: Side,
+    x: Side | None,
+    weight: Side | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     fast_accumulation: bool,
@@ -68,7 +71,11 @@ def fprop(
 
 
 def dgrad(
-    grad_output: Side, weight: Side, dtype: torch.dtype, fast_accumulation: bool, layer: str
+    grad_output: Side | None,
+    weight: Side | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    layer: str,
 ) -> torch.Tensor:
     """`dx[M, K] = dy[M, N] . weight[N, K]`, in `dtype`; an FP8 weight is its transpose `[K, N]`."""
     fp8 = _count(layer, "dgrad", grad_output, weight)
@@ -87,8 +94,7 @@ def dgrad(
     )[0]
 
 
-@dataclass(frozen=True, slots=True)
-class WgradTarget:
+class WgradTarget(NamedTuple):
     """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`."""
 
     dtype: torch.dtype
@@ -97,8 +103,8 @@ class WgradTarget:
 
 
 def wgrad(
-    grad_output: Side,
-    x: Side,
+    grad_output: Side | None,
+    x: Side | None,
     target: WgradTarget,
     fast_accumulation: bool,
     bias_grad: torch.dtype | None,

@@ -39,8 +39,8 @@ def backward_format(recipe: Recipe) -> int:
 
 def build_quantizers(
     module: TransformerEngineBaseModule, scope: Scope, recording: bool, device: torch.device
-) -> list[GemmQuantizers]:
-    """One `GemmQuantizers` per GEMM of the module.
+) -> tuple[list[GemmQuantizers], bool]:
+    """One `GemmQuantizers` per GEMM of the module, and whether its scaling state changed place.
 
     Under delayed scaling this creates, fits and registers the module's scaling state; calls that
     autograd does not record leave no amax behind, so evaluation changes nothing.
@@ -48,13 +48,14 @@ def build_quantizers(
     recipe = scope.recipe
     if isinstance(recipe, Float8CurrentScaling):
         gemms = _current(recipe) if scope.enabled else GemmQuantizers()
-        return [gemms] * module.gemm_count
+        return [gemms] * module.gemm_count, False
     assert isinstance(recipe, DelayedScaling)
-    forward = _state(module, recipe, FORWARD, device)
-    backward = _state(module, recipe, BACKWARD, device)
+    forward, moved = _state(module, recipe, FORWARD, device)
+    backward, _ = _state(module, recipe, BACKWARD, device)
+    indices = range(module.gemm_count)
     if not scope.enabled:
-        return [_calibrating(forward, i) for i in range(module.gemm_count)]
-    return [_delayed(recipe, forward, backward, i, recording) for i in range(module.gemm_count)]
+        return [_calibrating(forward, i) for i in indices], moved
+    return [_delayed(recipe, forward, backward, i, recording) for i in indices], moved
 
 
 def _state(
@@ -62,15 +63,16 @@ def _state(
     recipe: DelayedScaling,
     direction: str,
     device: torch.device,
-) -> ScalingState:
+) -> tuple[ScalingState, bool]:
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
         state = ScalingState(direction, columns, recipe.amax_history_len, device)
         module.scaling[direction] = state
+    before = (state.version, state.member_of)
     state.fit(recipe.amax_history_len, device)
     autocast_stack().members[direction].add(state)
-    return state
+    return state, before != (state.version, state.member_of)
 
 
 def _delayed(

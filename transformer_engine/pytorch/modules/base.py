@@ -37,7 +37,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.tp_size = 1
         self.sequence_parallel = False
         self.scaling: dict[str, ScalingState] = {}
-        self._quantizers: tuple[Any, list[GemmQuantizers]] | None = None
+        self._runs: dict[Any, Run] = {}
         self._announced: set[tuple[int, ...]] = set()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -54,50 +54,73 @@ class TransformerEngineBaseModule(nn.Module):
         raise NotImplementedError
 
     def _begin(self, x: torch.Tensor, parameters: Parameters, first_microbatch: bool | None) -> Run:
-        """Everything a call must know before autograd: dtype, quantizers, gradients wanted."""
-        dtype = self._compute_dtype(x, parameters)
-        recording = False
-        needs = (False,) * (1 + len(parameters))
-        if torch.is_grad_enabled():
-            needs = (
-                x.requires_grad,
-                *(p is not None and p.requires_grad for p in parameters),
-            )
-            recording = any(needs)
-        scope = autocast_stack().scope
-        if not (scope.enabled or scope.calibrating):
-            quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
-            return Run(dtype, quantizers, needs, recording, first_microbatch, False)
-        quantizers = self._quantizers_in(scope, recording, x.device)
-        ends_backward = self._takes_part_in_update(scope, recording)
-        return Run(dtype, quantizers, needs, recording, first_microbatch, ends_backward)
+        """Everything a call must know before autograd: dtype, quantizers, gradients wanted.
 
-    def _takes_part_in_update(self, scope: Scope, recording: bool) -> bool:
-        """Whether this call must end the backward step: it is the first recorded in its scope."""
-        if not (recording and scope.enabled and isinstance(scope.recipe, DelayedScaling)):
-            return False
+        Runs are kept by what they depend on; this is the hot path of small models.
+        """
         stack = autocast_stack()
-        first = stack.take_first()
-        if first and torch.compiler.is_compiling():
+        needs: tuple[bool, ...] = ()
+        if torch.is_grad_enabled():
+            needs = (x.requires_grad, *[p is not None and p.requires_grad for p in parameters])
+        device = x.device
+        autocast_dtype = None
+        if torch.is_autocast_enabled(device.type):
+            autocast_dtype = torch.get_autocast_dtype(device.type)
+        if torch.compiler.is_compiling():
+            run = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+        else:
+            key = (stack.scope.number, x.dtype, autocast_dtype, needs, device, first_microbatch)
+            found = self._runs.get(key)
+            if found is None:
+                found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+                self._runs[key] = found
+            run = found
+        if run.recording and stack.first_pending and self._updates(stack.scope):
+            return self._first_run(run)
+        return run
+
+    def _updates(self, scope: Scope) -> bool:
+        return scope.enabled and isinstance(scope.recipe, DelayedScaling)
+
+    def _first_run(self, run: Run) -> Run:
+        """The first run recorded in its outermost scope ends the backward step."""
+        stack = autocast_stack()
+        stack.first_pending = False
+        if torch.compiler.is_compiling():
             stack.defer_end_backward()
-            return False
+            return run
+        first = Run(run.dtype, run.needs, run.quantizers, run.first_microbatch, ends_backward=True)
+        first.plans = run.plans
         return first
+
+    def _make_run(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        autocast_dtype: torch.dtype | None,
+        first_microbatch: bool | None,
+    ) -> Run:
+        dtype = autocast_dtype or self._checked_dtype(x, parameters)
+        scope = autocast_stack().scope
+        quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
+        if scope.enabled or scope.calibrating:
+            quantizers = self._quantizers_in(scope, any(needs), x.device)
+        run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
+        self.chain.plan(run)
+        return run
 
     def _quantizers_in(
         self, scope: Scope, recording: bool, device: torch.device
     ) -> list[GemmQuantizers]:
-        """The quantizers of this module's GEMMs, kept until scope, mode or state change."""
-        versions = tuple(state.version for state in self.scaling.values())
-        key = (scope.recipe, scope.group, scope.enabled, recording, device, versions)
-        if self._quantizers is not None and self._quantizers[0] == key:
-            return self._quantizers[1]
-        quantizers = build_quantizers(self, scope, recording, device)
-        for i, (out_features, in_features) in enumerate(self._gemm_weights()):
-            if out_features % FEATURE_ALIGNMENT or in_features % FEATURE_ALIGNMENT:
-                self._announce_fallback((out_features, in_features))
+        """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
+        quantizers, changed = build_quantizers(self, scope, recording, device)
+        if changed:
+            self._runs.clear()  # they point into state that was replaced, or left another update
+        for i, shape in enumerate(self._gemm_weights()):
+            if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
+                self._announce_fallback(shape)
                 quantizers[i] = HIGH_PRECISION_GEMM
-        versions = tuple(state.version for state in self.scaling.values())
-        self._quantizers = ((*key[:-1], versions), quantizers)
         return quantizers
 
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
@@ -110,24 +133,21 @@ class TransformerEngineBaseModule(nn.Module):
             stacklevel=2,
         )
 
-    def _compute_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
-        """Autocast's dtype, else the input's, which every parameter must then have."""
-        if torch.is_autocast_enabled(x.device.type):
-            return torch.get_autocast_dtype(x.device.type)
-        dtype = x.dtype
-        if dtype not in HIGH_PRECISION:
+    def _checked_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
+        """The input's dtype, which every parameter must have."""
+        if x.dtype not in HIGH_PRECISION:
             raise TypeError(
                 f"[{type(self).__name__}] expected inp of float32, float16 or bfloat16, got "
-                f"{dtype} (layer {self.name})"
+                f"{x.dtype} (layer {self.name})"
             )
         for parameter in parameters:
-            if parameter is not None and parameter.dtype != dtype:
+            if parameter is not None and parameter.dtype != x.dtype:
                 raise TypeError(
                     f"[{type(self).__name__}] Data types for parameters must match when outside "
-                    f"of autocast: expected {dtype} (the dtype of inp), got {parameter.dtype} for "
-                    f"{self._name_of(parameter)} (layer {self.name})"
+                    f"of autocast: expected {x.dtype} (the dtype of inp), got {parameter.dtype} "
+                    f"for {self._name_of(parameter)} (layer {self.name})"
                 )
-        return dtype
+        return x.dtype
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         for name, own in self.named_parameters(recurse=False):
@@ -143,8 +163,12 @@ class TransformerEngineBaseModule(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies build quantizers of their own: these point into this module's scaling state.
-        return {**self.__dict__, "_quantizers": None}
+        # Copies make runs of their own: these point into this module's scaling state.
+        return {**self.__dict__, "_runs": {}}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._runs.clear()  # dtypes and devices may change
+        return super()._apply(*args, **kwargs)
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
@@ -156,7 +180,7 @@ class TransformerEngineBaseModule(nn.Module):
         restored = extra_state.unpack(state, self.name)
         if restored:
             self.scaling = restored
-            self._quantizers = None
+            self._runs.clear()
 
     def extra_repr(self) -> str:
         """The layer's name."""

@@ -150,7 +150,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             `out[, bias][, norm output]`, as `return_bias` and `return_layernorm_output` say.
         """
         self._check_features(inp, self.in_features)
-        weight, bias = self._split.weight(self), self._split.bias(self)
+        weight, bias = self._split.of(self)
         applied = None if self.return_bias else bias
         own = self._parameters
         parameters = (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied)

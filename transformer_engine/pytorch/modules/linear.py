@@ -146,7 +146,7 @@ class Linear(TransformerEngineBaseModule):
             `(..., out_features)`, and with `return_bias` the bias (or None).
         """
         self._check_features(inp, self.in_features)
-        weight, bias = self._split.weight(self), self._split.bias(self)
+        weight, bias = self._split.of(self)
         applied = None if self.return_bias else bias
         run = self._begin(inp, (weight, applied), is_first_microbatch)
         out = self.chain(inp.contiguous(), (weight, applied), run)

@@ -102,7 +102,7 @@ class NormModule(nn.Module):
         if torch.is_grad_enabled():
             bias_needs = bias is not None and bias.requires_grad
             needs = (inp.requires_grad, weight.requires_grad, bias_needs)
-        run = Run(dtype, (), needs, any(needs), None, False)
+        run = Run(dtype, needs)
         return self.chain(inp.contiguous(), (weight, bias), run)
 
     def extra_repr(self) -> str:

@@ -134,20 +134,16 @@ class SplitLinearParameters:
         ]
         return weights + biases
 
-    def weight(self, module: nn.Module) -> torch.Tensor:
-        """The whole weight `[out, in]`."""
-        return _whole(module, self.weight_names)
-
-    def bias(self, module: nn.Module) -> torch.Tensor | None:
-        """The whole bias `[out]`, or None."""
-        return _whole(module, self.bias_names) if self.bias_names else None
+    def of(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole weight `[out, in]` and the whole bias `[out]` (or None)."""
+        own = module._parameters
+        if len(self.weight_names) == 1:
+            return own[self.weight_names[0]], own[self.bias_names[0]] if self.bias_names else None  # type: ignore[return-value]
+        weight = torch.cat([own[name] for name in self.weight_names])  # type: ignore[misc]
+        if not self.bias_names:
+            return weight, None
+        return weight, torch.cat([own[name] for name in self.bias_names])  # type: ignore[misc]
 
 
 def _suffixed(part: str, kind: str) -> str:
     return f"{part}_{kind}" if part else kind
-
-
-def _whole(module: nn.Module, names: list[str]) -> torch.Tensor:
-    if len(names) == 1:
-        return module._parameters[names[0]]  # type: ignore[return-value]
-    return torch.cat([module._parameters[name] for name in names])  # type: ignore[misc]

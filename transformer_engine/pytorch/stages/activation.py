@@ -26,17 +26,17 @@ class Activation(Stage):
         self.kind = kind
 
     def forward(
-        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+        self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
     ) -> tuple[Value, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
         assert isinstance(x, torch.Tensor)
         fused = fused_arguments(wants)
         y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
         value = fused_result(wants, y, codes, transposed, scales)
-        return value, Saved((x,) if run.recording else ())
+        return value, Saved((x,) if plan.recording else ())
 
     def backward_data(
-        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+        self, grad: Value, saved: Saved, plan: Run, wants: Demand | None
     ) -> tuple[Value | None, Any]:
         """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
         assert not isinstance(grad, Operands)

@@ -34,54 +34,77 @@ class Saved(NamedTuple):
 
 
 class Run:
-    """The facts of one call of a chain, the same for all of its stages."""
+    """The facts of a call of a chain. They seldom change, so modules keep their runs.
 
-    __slots__ = ("dtype", "ends_backward", "first_microbatch", "needs", "quantizers", "recording")
+    Args:
+        dtype: of activations.
+        needs: whether a gradient is wanted, of the input and of each parameter in order.
+        quantizers: of each Matmul in order.
+        first_microbatch: what the caller said.
+        ends_backward: the backward of this call is the last of its step.
+    """
+
+    __slots__ = (
+        "dtype",
+        "ends_backward",
+        "first_microbatch",
+        "needs",
+        "plans",
+        "quantizers",
+        "recording",
+    )
 
     def __init__(
         self,
         dtype: torch.dtype,
-        quantizers: Sequence[GemmQuantizers],
         needs: tuple[bool, ...],
-        recording: bool,
-        first_microbatch: bool | None,
-        ends_backward: bool,
+        quantizers: Sequence[GemmQuantizers] = (),
+        first_microbatch: bool | None = None,
+        ends_backward: bool = False,
     ) -> None:
-        self.dtype = dtype  # of activations
-        self.quantizers = quantizers  # of each Matmul in order
-        self.needs = needs  # gradient wanted: of the input, then of each parameter
-        self.recording = recording  # autograd will call backward
+        self.dtype = dtype
+        self.needs = needs
+        self.quantizers = quantizers
         self.first_microbatch = first_microbatch
-        self.ends_backward = ends_backward  # update the gradients' scales after backward
+        self.ends_backward = ends_backward
+        self.recording = any(needs)  # autograd will call backward
+        self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
 
 
 class Stage:
-    """Base of all stages. `slot` is the index of its first parameter in the chain's list."""
+    """Base of all stages. `slot` is the index of its first parameter in the chain's list.
+
+    `prepare` turns a run into a plan: whatever the stage can decide once for all calls of that run.
+    """
 
     parameter_count = 0
     slot = 0
 
-    def demand(self, run: Run, x: torch.Tensor) -> Demand | None:
-        """What this stage wants its input `x` to become, where it takes `Operands`."""
+    def prepare(self, run: Run) -> Any:
+        """The plan; the run itself where there is nothing to decide."""
+        return run
+
+    def demand(self, plan: Any, x: torch.Tensor) -> Demand | None:
+        """What this stage wants its input to become; `x` is a tensor with as many tokens."""
         return None
 
-    def grad_demand(self, run: Run, grad: torch.Tensor) -> Demand | None:
+    def grad_demand(self, plan: Any, grad: torch.Tensor) -> Demand | None:
         """What this stage wants the gradient of its output to become."""
         return None
 
     def forward(
-        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+        self, x: Value, parameters: Parameters, plan: Any, wants: Demand | None
     ) -> tuple[Value, Saved]:
         """The output, and what backward needs."""
         raise NotImplementedError
 
     def backward_data(
-        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+        self, grad: Value, saved: Saved, plan: Any, wants: Demand | None
     ) -> tuple[Value | None, Any]:
         """The gradient of the input, and what `backward_params` carries on with."""
         raise NotImplementedError
 
-    def backward_params(self, carry: Any, saved: Saved, run: Run) -> Parameters:
+    def backward_params(self, carry: Any, saved: Saved, plan: Any) -> Parameters:
         """The gradients of the parameters."""
         return ()
 

@@ -21,8 +21,10 @@ class _Facts(NamedTuple):
     x_format: int
     weight_format: int
     target: gemm.WgradTarget
-    rows: int
     padding: int
+
+
+_NOTHING = Saved(())
 
 
 def _flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -35,6 +37,43 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
     if data is None or scales is None:
         return data
     return Fp8Matrix(data, scales, format)
+
+
+class _Plan:
+    """What a Matmul decides once for all calls of a run."""
+
+    __slots__ = (
+        "demand",
+        "dtype",
+        "fast_accumulation",
+        "first_microbatch",
+        "fp8",
+        "grad_demand",
+        "needs_bias",
+        "needs_input",
+        "needs_weight",
+        "quantizers",
+        "recording",
+        "weight_demand",
+    )
+
+    def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
+        self.dtype = run.dtype
+        self.recording = run.recording
+        self.first_microbatch = run.first_microbatch
+        self.quantizers = quantizers
+        self.fp8 = quantizers.fp8
+        self.fast_accumulation = quantizers.fast_accumulation
+        self.needs_input = any(run.needs[:slot])
+        self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
+        self.demand = Demand(quantizers.input, True, self.needs_weight)
+        self.weight_demand = Demand(quantizers.weight, True, self.needs_input)
+        bias_grad = run.dtype if self.needs_bias else None
+        self.grad_demand: Demand | None = None  # only the bias is trained
+        if self.needs_input or self.needs_weight:
+            self.grad_demand = Demand(
+                quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
+            )
 
 
 class Matmul(Stage):
@@ -54,78 +93,65 @@ class Matmul(Stage):
         self.fuse_wgrad = fuse_wgrad
         self.cached_weight: tuple[Scaling, Operands] | None = None
 
-    def _padding(self, tokens: int, fp8: bool) -> int:
-        return -tokens % TOKEN_ALIGNMENT if fp8 else 0
+    def prepare(self, run: Run) -> _Plan:
+        """Which operands are wanted, and of which quantizers."""
+        return _Plan(run, run.quantizers[self.index], self.slot)
 
-    def demand(self, run: Run, x: torch.Tensor) -> Demand | None:
-        """Row-wise for fprop, column-wise for wgrad."""
-        quantizers = run.quantizers[self.index]
-        if self._padding(_rows(x), quantizers.fp8):
-            return None
-        return Demand(quantizers.input, True, run.needs[self.slot])
+    def demand(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
+        """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
+        return None if plan.fp8 and _rows(x) % TOKEN_ALIGNMENT else plan.demand
 
-    def grad_demand(self, run: Run, grad: torch.Tensor) -> Demand | None:
+    def grad_demand(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
-        quantizers = run.quantizers[self.index]
-        if self._padding(_rows(grad), quantizers.fp8):
-            return None
-        demand = self._grad_demand(run)
-        return demand if demand.rowwise or demand.columnwise else None
-
-    def _grad_demand(self, run: Run) -> Demand:
-        bias = run.dtype if run.needs[self.slot + 1] else None
-        quantizer = run.quantizers[self.index].grad_output
-        return Demand(quantizer, any(run.needs[: self.slot]), run.needs[self.slot], bias)
+        return None if plan.fp8 and _rows(grad) % TOKEN_ALIGNMENT else plan.grad_demand
 
     def forward(
-        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+        self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
     ) -> tuple[Value, Saved]:
         """The product."""
         weight, bias = parameters
         assert weight is not None
-        quantizers = run.quantizers[self.index]
-        rows = padding = 0
-        lead: tuple[int, ...] = ()
-        if not isinstance(x, Operands):
-            lead, rows = x.shape[:-1], _rows(x)
-            padding = self._padding(rows, quantizers.fp8)
-            x = _pad(x, padding)
-            x = quantizers.input.operands(x, Demand(quantizers.input, True, run.needs[self.slot]))
-        w = self._weight_operands(weight, quantizers, run)
-        assert x.rowwise is not None and w.rowwise is not None
+        padding = 0
+        if isinstance(x, Operands):
+            operands = x
+        else:
+            padding = -_rows(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
+            operands = plan.quantizers.input.operands(_pad(x, padding), plan.demand)
+        w = self._weight_operands(weight, plan)
         y = gemm.fprop(
-            x.rowwise, w.rowwise, bias, run.dtype, quantizers.fast_accumulation[0], self.name
+            operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
         )
         if padding:
-            y = y[:rows].view(*lead, y.shape[-1])
-        if not run.recording:
-            return y, Saved(())
-        x_data, x_scales, x_format = _flatten(x.columnwise if run.needs[self.slot] else None)
-        w_data, w_scales, w_format = _flatten(w.columnwise if any(run.needs[: self.slot]) else None)
-        facts = _Facts(x_format, w_format, self._wgrad_target(weight, run), rows, padding)
-        return y, Saved((x_data, x_scales, w_data, w_scales), facts)
+            assert isinstance(x, torch.Tensor)
+            y = y[: _rows(x)].view(*x.shape[:-1], y.shape[-1])
+        if not plan.recording:
+            return y, _NOTHING
+        x_data, x_scales, x_format = _flatten(operands.columnwise if plan.needs_weight else None)
+        w_data, w_scales, w_format = _flatten(w.columnwise if plan.needs_input else None)
+        target = self._wgrad_target(weight, plan)
+        return y, Saved(
+            (x_data, x_scales, w_data, w_scales), _Facts(x_format, w_format, target, padding)
+        )
 
-    def _weight_operands(
-        self, weight: torch.Tensor, quantizers: GemmQuantizers, run: Run
-    ) -> Operands:
+    def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
-        columnwise = any(run.needs[: self.slot])
-        first = run.first_microbatch
-        if first is False and self.cached_weight is not None:
+        quantizer = plan.quantizers.weight
+        if not plan.fp8:
+            if weight.dtype is not plan.dtype:
+                weight = weight.to(plan.dtype)
+            return quantizer.operands(weight, plan.weight_demand)
+        if plan.first_microbatch is False and self.cached_weight is not None:
             scaling, cached = self.cached_weight
-            complete = not columnwise or cached.columnwise is not None
-            if scaling is quantizers.weight.scaling and complete:
+            complete = cached.columnwise is not None or not plan.needs_input
+            if scaling is quantizer.scaling and complete:
                 return cached
-        if not quantizers.fp8:
-            weight = weight.to(run.dtype)
-        demand = Demand(quantizers.weight, True, columnwise)
-        operands = quantizers.weight.operands(weight, demand)
-        if first is not None and quantizers.fp8:
-            self.cached_weight = (quantizers.weight.scaling, operands)
+        operands = quantizer.operands(weight, plan.weight_demand)
+        if plan.first_microbatch is not None:
+            self.cached_weight = (quantizer.scaling, operands)
         return operands
 
-    def _wgrad_target(self, weight: torch.Tensor, run: Run) -> gemm.WgradTarget:
-        if not (self.fuse_wgrad and run.needs[self.slot]):
+    def _wgrad_target(self, weight: torch.Tensor, plan: _Plan) -> gemm.WgradTarget:
+        if not (self.fuse_wgrad and plan.needs_weight):
             return gemm.WgradTarget(weight.dtype)
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
@@ -133,55 +159,47 @@ class Matmul(Stage):
                 f"[wgrad] expected weight.main_grad with fuse_wgrad_accumulation=True, got none "
                 f"(layer {self.name})"
             )
-        overwrite = run.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
+        overwrite = plan.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True  # tells data-parallel hooks where the gradient is
         return gemm.WgradTarget(weight.dtype, main_grad, not overwrite)
 
     def backward_data(
-        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+        self, grad: Value, saved: Saved, plan: _Plan, wants: Demand | None
     ) -> tuple[Value | None, Any]:
         """The gradient of the input."""
-        quantizers, facts = run.quantizers[self.index], saved.facts
-        lead: tuple[int, ...] = ()
-        if not isinstance(grad, Operands):
-            lead = grad.shape[:-1]
-            grad = self._grad_operands(_pad(grad, facts.padding), run)
-        dx = None
-        if any(run.needs[: self.slot]):
-            weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
-            assert grad.rowwise is not None and weight is not None
-            dx = gemm.dgrad(
-                grad.rowwise, weight, run.dtype, quantizers.fast_accumulation[1], self.name
-            )
-            if facts.padding:
-                dx = dx[: facts.rows].view(*lead, dx.shape[-1])
-        return dx, grad
+        facts = saved.facts
+        if isinstance(grad, Operands):
+            operands = grad
+        elif plan.grad_demand is None:
+            return None, Operands(None, None, grad.flatten(0, -2).sum(0))
+        else:
+            padded = _pad(grad, facts.padding)
+            operands = plan.quantizers.grad_output.operands(padded, plan.grad_demand)
+        if not plan.needs_input:
+            return None, operands
+        weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
+        dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
+        if facts.padding:
+            assert isinstance(grad, torch.Tensor)
+            dx = dx[: _rows(grad)].view(*grad.shape[:-1], dx.shape[-1])
+        return dx, operands
 
-    def _grad_operands(self, grad: torch.Tensor, run: Run) -> Operands:
-        demand = self._grad_demand(run)
-        if demand.rowwise or demand.columnwise:
-            return run.quantizers[self.index].grad_output.operands(grad, demand)
-        return Operands(None, None, grad.flatten(0, -2).sum(0))  # only the bias is trained
-
-    def backward_params(self, carry: Any, saved: Saved, run: Run) -> Parameters:
+    def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The weight gradient and the bias gradient."""
-        needs_weight, needs_bias = run.needs[self.slot], run.needs[self.slot + 1]
         grad: Operands = carry
         bias_grad = grad.bias_grad
-        missing_bias = run.dtype if needs_bias and bias_grad is None else None
-        dw = None
-        if needs_weight:
+        missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
+        if plan.needs_weight:
             facts = saved.facts
             x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-            assert grad.columnwise is not None and x is not None
-            fast = run.quantizers[self.index].fast_accumulation[2]
+            fast = plan.fast_accumulation[2]
             dw, summed = gemm.wgrad(grad.columnwise, x, facts.target, fast, missing_bias, self.name)
-            bias_grad = summed if bias_grad is None else bias_grad
-        elif missing_bias is not None:
+            return dw, summed if bias_grad is None else bias_grad
+        if missing_bias is not None:
             assert isinstance(grad.rowwise, torch.Tensor)
             bias_grad = grad.rowwise.flatten(0, -2).sum(0)
-        return dw, bias_grad
+        return None, bias_grad
 
 
 def _rows(x: torch.Tensor) -> int:

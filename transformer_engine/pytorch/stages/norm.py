@@ -47,7 +47,7 @@ class Norm(Stage):
         self.tap = tap
 
     def forward(
-        self, x: Value, parameters: Parameters, run: Run, wants: Demand | None
+        self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
     ) -> tuple[Value, Saved]:
         """Normalise; the tap is the plain output."""
         assert isinstance(x, torch.Tensor)
@@ -61,15 +61,15 @@ class Norm(Stage):
             self.kind,
             self.epsilon,
             self.zero_centered,
-            run.dtype if fused.plain or self.tap else None,
+            plan.dtype if fused.plain or self.tap else None,
             *fused[1:],
         )
         value = fused_result(wants, y, codes, transposed, scales)
-        tensors = (x, gamma, mean, rstd) if run.recording else ()
+        tensors = (x, gamma, mean, rstd) if plan.recording else ()
         return value, Saved(tensors, None, y if self.tap else None)
 
     def backward_data(
-        self, grad: Value, saved: Saved, run: Run, wants: Demand | None
+        self, grad: Value, saved: Saved, plan: Run, wants: Demand | None
     ) -> tuple[Value | None, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
         assert not isinstance(grad, Operands)
@@ -80,6 +80,6 @@ class Norm(Stage):
         )
         return dx, (dgamma, dbeta)
 
-    def backward_params(self, carry: Any, saved: Saved, run: Run) -> Parameters:
+    def backward_params(self, carry: Any, saved: Saved, plan: Run) -> Parameters:
         """The gradients of gamma and beta."""
         return carry
