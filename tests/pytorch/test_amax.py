@@ -54,8 +54,9 @@ def test_unaligned_memory(device, offset):
 @pytest.mark.sanitize
 def test_scratch_is_left_zero(device):
     for shape in ((5,), (300, 300), (0,)):
-        current_scales(torch.randn(shape, device=device), fp8.E4M3, False, 0.0)
-        assert_bitwise(amax_scratch(torch.device(device)), torch.zeros(2, dtype=torch.int32))
+        x = torch.randn(shape, device=device)
+        current_scales(x, fp8.E4M3, False, 0.0)
+        assert_bitwise(amax_scratch(x.device), torch.zeros(2, dtype=torch.int32))
 
 
 VALUES = [0.0, math.inf, 1.0, 3.0, 448.0, 1e-40, 1e-38, 2.0**-149, FLOAT_MAX, 1e30, 0.7]
