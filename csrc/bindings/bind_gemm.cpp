@@ -1,8 +1,11 @@
 // Bindings of gemm: flat arguments, because building a Python object per call would cost more than
 // the launch. Formats are values of DType, or -1 for plain operands and results.
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
 #include "ops/gemm.h"
+#include "ops/gemm_tuning.h"
 
 namespace te::bindings {
 namespace {
@@ -63,6 +66,13 @@ void bind_gemm(pybind11::module_& m) {
   m.def("gemm_quantized", &gemm_quantized, arg("codes"), arg("format"), arg("scales"), arg("amax"),
         arg("a"), arg("b"), arg("a_scales"), arg("b_scales"), arg("a_format"), arg("b_format"),
         arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"), arg("workspace"));
+  m.def("gemm_plan_count", &cuda::gemm_plan_count);
+  m.def("gemm_problem", &cuda::gemm_problem);
+  m.def("gemm_algorithm", &cuda::gemm_algorithm);
+  m.def("gemm_guesses", &cuda::gemm_guesses, arg("limit"));
+  m.def("gemm_neighbours", &cuda::gemm_neighbours, arg("algorithm"));
+  m.def("gemm_use", &cuda::gemm_use, arg("algorithm"));
+  m.def("gemm_use_guess", &cuda::gemm_use_guess);
 }
 
 }  // namespace te::bindings

@@ -9,6 +9,7 @@ namespace te::bindings {
 void bind_runtime(pybind11::module_& m) {
   m.def("built_with_cuda", &cuda::built_with_cuda);
   m.def("cuda_device_count", &cuda::device_count);
+  m.def("set_library_path", &cuda::set_library_path, pybind11::arg("name"), pybind11::arg("path"));
   m.def("set_num_threads", &set_num_threads, pybind11::arg("count"));
   m.def("num_threads", &num_threads);
   m.def("column_sum_workspace_bytes", &column_sum_workspace_bytes, pybind11::arg("rows"),

@@ -1,9 +1,50 @@
+// gemm on CUDA: a plan from the cache, launched. gemm_plan.cpp says what a plan is.
 #include "ops/gemm.h"
+
+#include "cuda/gemm_plan.h"
+#include "ops/gemm_tuning.h"
 
 namespace te::cuda {
 
-void gemm(const GemmArgs&, Stream) {
-  fail(Kind::Unsupported, "gemm", "expected operands on the CPU, got CUDA ones");
+void gemm(const GemmArgs& args, Stream stream) {
+  const DeviceGuard guard(args.a.data.device);
+  gemm_plans().run(args, stream);
+}
+
+int64_t gemm_plan_count() { return gemm_plans().built(); }
+
+std::string gemm_problem() {
+  return gemm_plans().with_last([](GemmPlan& plan) { return concat(plan.key().problem); });
+}
+
+GemmAlgorithm gemm_algorithm() {
+  return gemm_plans().with_last(
+      [](GemmPlan& plan) { return describe_algorithm(plan.algorithm()); });
+}
+
+std::vector<GemmAlgorithm> gemm_guesses(int limit) {
+  return gemm_plans().with_last([&](GemmPlan& plan) {
+    std::vector<GemmAlgorithm> descriptions;
+    for (const auto& guess : plan.guesses(limit)) descriptions.push_back(describe_algorithm(guess));
+    return descriptions;
+  });
+}
+
+std::vector<GemmAlgorithm> gemm_neighbours(const GemmAlgorithm& algorithm) {
+  return gemm_plans().with_last(
+      [&](GemmPlan& plan) { return neighbours_of(plan.terms(), algorithm); });
+}
+
+bool gemm_use(const GemmAlgorithm& algorithm) {
+  return gemm_plans().with_last([&](GemmPlan& plan) {
+    const auto built = build_algorithm(plan.terms(), algorithm);
+    if (built) plan.use(*built);
+    return built.has_value();
+  });
+}
+
+void gemm_use_guess() {
+  gemm_plans().with_last([](GemmPlan& plan) { plan.use(plan.guesses(1).front()); });
 }
 
 }  // namespace te::cuda

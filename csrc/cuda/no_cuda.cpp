@@ -7,6 +7,7 @@
 #include "ops/dequantize.h"
 #include "ops/dropout_add.h"
 #include "ops/gemm.h"
+#include "ops/gemm_tuning.h"
 #include "ops/norm.h"
 #include "ops/quantize.h"
 #include "ops/softmax.h"
@@ -25,8 +26,16 @@ namespace {
 
 bool built_with_cuda() { return false; }
 int device_count() { return 0; }
+void set_library_path(std::string, std::string) {}
 
 void gemm(const GemmArgs&, Stream) { absent("gemm"); }
+int64_t gemm_plan_count() { return 0; }
+std::string gemm_problem() { absent("gemm"); }
+GemmAlgorithm gemm_algorithm() { absent("gemm"); }
+std::vector<GemmAlgorithm> gemm_guesses(int) { absent("gemm"); }
+std::vector<GemmAlgorithm> gemm_neighbours(const GemmAlgorithm&) { absent("gemm"); }
+bool gemm_use(const GemmAlgorithm&) { absent("gemm"); }
+void gemm_use_guess() { absent("gemm"); }
 void activation_forward(const ActivationForwardArgs&, Stream) { absent("activation_forward"); }
 void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activation_backward"); }
 void norm_forward(const NormForwardArgs&, Stream) { absent("norm_forward"); }

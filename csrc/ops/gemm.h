@@ -36,7 +36,7 @@ struct GemmArgs {
   bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
   TensorView bias;                 // [n], of gemm_bias_dtype()
   // Without an activation: [m], the sum of A over k (in wgrad: the gradient of the bias).
-  // With GeluBackward: [n], the sum of the rows of D. Plain operands only.
+  // With GeluBackward: [n], the sum of the rows of D. Of D's dtype; plain operands only.
   TensorView bias_grad;
   GemmActivation activation = GemmActivation::None;
   TensorView aux;          // [m, n], of the dtype of D (FP8 result: bf16)

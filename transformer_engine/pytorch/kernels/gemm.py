@@ -70,7 +70,8 @@ def gemm(
         activation: 0, `GELU` or `GELU_BACKWARD` (multiply by GELU's derivative at `aux`).
         aux: for `GELU_BACKWARD`, the pre-activation that `GELU` returned.
         bias_grad: dtype of the bias gradient to return: `[m]`, the sum of `a` over k; with
-            `GELU_BACKWARD` `[n]`, the sum of the rows of `d`. Plain operands only.
+            `GELU_BACKWARD` `[n]`, the sum of the rows of `d`. The product makes it in the dtype
+            of `d`. Plain operands only.
         allow_tf32: multiply fp32 operands on the tensor cores.
         launch: False gives the shapes alone.
 
@@ -85,7 +86,7 @@ def gemm(
         bias = _bias_for(dtype, bias, a_format)
     grad = None
     if bias_grad is not None:
-        grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=bias_grad)
+        grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=dtype)
     if launch:
         _multiply(
             (
@@ -107,6 +108,8 @@ def gemm(
                 allow_tf32,
             )
         )
+    if grad is not None and grad.dtype is not bias_grad:
+        grad = grad.to(bias_grad)
     return d, aux if activation == GELU else None, grad
 
 
@@ -137,6 +140,9 @@ def gemm_into(
 
     The other arguments are those of `gemm`, but `bias_grad`, too, is the tensor to write.
     """
+    grad = bias_grad
+    if bias_grad is not None and bias_grad.dtype is not d.dtype:
+        grad = torch.empty_like(bias_grad, dtype=d.dtype)
     if launch:
         _multiply(
             (
@@ -152,12 +158,14 @@ def gemm_into(
                 accumulate,
                 fast_accumulation,
                 None,
-                bias_grad,
+                grad,
                 NO_ACTIVATION,
                 None,
                 allow_tf32,
             )
         )
+        if bias_grad is not None and grad is not bias_grad:
+            bias_grad.copy_(grad)
 
 
 @library_op(

@@ -1,0 +1,222 @@
+#include "cuda/gemm_plan.h"
+
+#include <algorithm>
+
+namespace te::cuda {
+namespace {
+
+constexpr const char* kOp = "gemm";
+
+// The largest power of two that divides all addresses; null pointers say nothing.
+int32_t alignment_of(std::initializer_list<const void*> pointers) {
+  constexpr uintptr_t kEnough = 256;  // no kernel asks for more
+  uintptr_t bits = kEnough;
+  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
+  return static_cast<int32_t>(bits & -bits);
+}
+
+GemmProblem problem_of(const GemmArgs& args) {
+  const TensorView& a = args.a.data;
+  const TensorView& b = args.b.data;
+  return {.m = args.a.transposed ? a.cols() : a.rows(),
+          .n = args.b.transposed ? b.cols() : b.rows(),
+          .k = args.a.transposed ? a.rows() : a.cols(),
+          .a = a.dtype,
+          .b = b.dtype,
+          .d = args.d ? args.d.dtype : args.d_quantized.dtype,
+          .a_transposed = args.a.transposed,
+          .b_transposed = args.b.transposed,
+          .fast_accumulation = args.fast_accumulation && is_fp8(a.dtype)};
+}
+
+void* result_of(const GemmArgs& args) {
+  return args.d ? args.d.data : args.d_quantized.rowwise.data;
+}
+
+cublasComputeType_t compute_type(const GemmKey& key) {
+  const bool tf32 = key.problem.a == DType::Float32 && key.allow_tf32;
+  return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+}
+
+cublasLtEpilogue_t epilogue_of(const GemmKey& key) {
+  switch (key.activation) {
+    case GemmActivation::Gelu:
+      return key.has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case GemmActivation::GeluBackward:
+      return key.has_bias_grad ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    case GemmActivation::None:
+      break;
+  }
+  if (key.has_bias_grad) return CUBLASLT_EPILOGUE_BGRADB;  // the library's B is our a
+  return key.has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+// Type of the library's C, of aux, and (but for fp32 results of FP8 operands) of the bias.
+DType plain_result(const GemmProblem& p) { return is_fp8(p.d) ? DType::BFloat16 : p.d; }
+
+DType bias_type(const GemmKey& key) {
+  const DType result = plain_result(key.problem);
+  if (key.has_bias_grad || !is_fp8(key.problem.a)) return result;
+  return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
+}
+
+// The stored [rows, cols] of an operand, seen by the library as a column-major [cols, rows].
+MatrixLayout layout_of(DType type, int64_t outer, int64_t k, bool transposed) {
+  return transposed ? MatrixLayout(type, outer, k) : MatrixLayout(type, k, outer);
+}
+
+}  // namespace
+
+GemmKey::GemmKey(const GemmArgs& args)
+    : problem(problem_of(args)),
+      activation(args.activation),
+      has_bias(args.bias),
+      has_bias_grad(args.bias_grad),
+      has_amax(args.d_quantized.amax),
+      allow_tf32(args.allow_tf32),
+      device(args.a.data.device.index),
+      alignment_bytes(alignment_of({args.a.data.data, args.b.data.data, result_of(args)})),
+      epilogue_alignment_bytes(alignment_of({args.bias.data, args.bias_grad.data, args.aux.data})),
+      workspace_bytes(args.workspace.bytes()) {}
+
+size_t GemmKeyHash::operator()(const GemmKey& key) const {
+  const GemmProblem& p = key.problem;
+  uint64_t flags = 0;
+  for (const auto part : {static_cast<uint64_t>(p.a), static_cast<uint64_t>(p.b),
+                          static_cast<uint64_t>(p.d), static_cast<uint64_t>(key.activation)})
+    flags = flags << 4 | part;
+  for (const bool part : {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias,
+                          key.has_bias_grad, key.has_amax, key.allow_tf32})
+    flags = flags << 1 | static_cast<uint64_t>(part);
+  uint64_t hash = flags << 32 | static_cast<uint64_t>(key.alignment_bytes) << 16 |
+                  static_cast<uint64_t>(key.epilogue_alignment_bytes);
+  for (const int64_t part : {p.m, p.n, p.k, int64_t{key.device}, key.workspace_bytes}) {
+    constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: spreads close numbers
+    hash = (hash ^ static_cast<uint64_t>(part)) * kOdd;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
+  const GemmProblem& p = key.problem;
+  out << p.a << " a" << (p.a_transposed ? " (transposed)" : "") << " times " << p.b << " b"
+      << (p.b_transposed ? " (transposed)" : "") << " into " << p.d;
+  if (key.has_bias) out << ", with bias";
+  if (key.activation == GemmActivation::Gelu) out << ", with GELU";
+  if (key.activation == GemmActivation::GeluBackward) out << ", with the derivative of GELU";
+  if (key.has_bias_grad) out << ", with a bias gradient";
+  if (key.has_amax) out << ", with amax";
+  return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", matrices aligned to "
+             << key.alignment_bytes << " bytes";
+}
+
+// Row-major D = A B^T, and the library is column-major: what it sees in our memory is D^T, A^T and
+// B^T. It therefore computes D^T = B A^T, with our b as its A and our a as its B. It sees a plain
+// b, [n, k], as [k, n] and must transpose it; a b stored as [k, n] it sees as it needs it. For a
+// the other way round. Nothing outside this constructor and `run` knows of the swap.
+GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
+    : key_(key),
+      handle_(cublaslt_handle(args.a.data.device)),
+      compute_(compute_type(key)),
+      desc_(compute_),
+      a_(layout_of(key.problem.b, key.problem.n, key.problem.k, key.problem.b_transposed)),
+      b_(layout_of(key.problem.a, key.problem.m, key.problem.k, key.problem.a_transposed)),
+      c_(plain_result(key.problem), key.problem.n, key.problem.m),
+      d_(key.problem.d, key.problem.n, key.problem.m) {
+  const GemmProblem& p = key.problem;
+  desc_.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
+  desc_.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(key));
+  if (is_fp8(p.a))
+    desc_.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast_accumulation));
+  if (key.has_bias || key.has_bias_grad)
+    desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(bias_type(key)));
+  if (key.activation != GemmActivation::None) {
+    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(plain_result(p)));
+    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
+  }
+  set_pointers(args);
+  algorithm_ = choose();
+}
+
+void GemmPlan::set_pointers(const GemmArgs& args) {
+  if (is_fp8(key_.problem.a)) {
+    desc_.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, args.b.scales.data);
+    desc_.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, args.a.scales.data);
+  }
+  if (key_.has_bias) desc_.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias.data);
+  if (key_.has_bias_grad) desc_.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias_grad.data);
+  if (key_.activation != GemmActivation::None)
+    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, args.aux.data);
+  if (is_fp8(key_.problem.d)) {
+    const float* scale = args.d_quantized.scales.ptr<float>() + 1;
+    desc_.set(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, scale);
+    if (key_.has_amax) desc_.set(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, args.d_quantized.amax.data);
+  }
+}
+
+GemmTerms GemmPlan::terms() const {
+  const GemmProblem& p = key_.problem;
+  return {handle_,
+          compute_,
+          {cuda_type(p.b), cuda_type(p.a), cuda_type(plain_result(p)), cuda_type(p.d)},
+          desc_.get(),
+          {a_.get(), b_.get(), c_.get(), d_.get()},
+          key_.workspace_bytes};
+}
+
+std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
+  auto found = guess_algorithms(terms(), key_.alignment_bytes, limit);
+  require(!found.empty(), Kind::Unsupported, kOp, "expected a product that cuBLASLt ",
+          cublaslt().version(), " has a kernel for, got ", key_);
+  return found;
+}
+
+// The table was measured without epilogues. A bias changes little, the others may change the order.
+cublasLtMatmulAlgo_t GemmPlan::choose() const {
+  const bool light = key_.activation == GemmActivation::None && !key_.has_bias_grad;
+  if (const auto row = light ? find_in_table(key_.problem) : std::nullopt)
+    if (const auto built = build_algorithm(terms(), *row)) return *built;
+  return guesses(1).front();
+}
+
+void GemmPlan::run(const GemmArgs& args, Stream stream) {
+  constexpr float kOne = 1.0f;
+  constexpr float kZero = 0.0f;
+  set_pointers(args);
+  void* d = result_of(args);
+  const void* c = is_fp8(key_.problem.d) ? nullptr : d;  // of a plain type, which codes are not
+  check(cublaslt().matmul(handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data,
+                          b_.get(), args.accumulate ? &kOne : &kZero, c, c_.get(), d, d_.get(),
+                          &algorithm_, args.workspace.data,
+                          static_cast<size_t>(key_.workspace_bytes), stream_of(stream)),
+        kOp, "cublasLtMatmul");
+}
+
+void GemmPlanCache::run(const GemmArgs& args, Stream stream) {
+  constexpr size_t kMostPlans = 8192;  // a model whose sizes never repeat must not eat memory
+  const GemmKey key(args);
+  const std::scoped_lock lock(mutex_);
+  auto found = plans_.find(key);
+  if (found == plans_.end()) {
+    auto plan = std::make_unique<GemmPlan>(key, args);
+    if (plans_.size() == kMostPlans) plans_.clear();
+    found = plans_.emplace(key, std::move(plan)).first;
+    ++built_;
+  }
+  last_ = found->second.get();
+  last_->run(args, stream);
+}
+
+int64_t GemmPlanCache::built() const {
+  const std::scoped_lock lock(mutex_);
+  return built_;
+}
+
+GemmPlanCache& gemm_plans() {
+  static auto* kept = new GemmPlanCache;  // never destroyed: the library may be gone before it
+  return *kept;
+}
+
+}  // namespace te::cuda

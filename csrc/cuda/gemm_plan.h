@@ -1,0 +1,93 @@
+// Everything about a GEMM that does not change from call to call, built once and kept.
+//
+// A call finds its plan by a key, writes the pointers that live in the descriptor (scales, bias,
+// aux) and launches. Asking the heuristic costs tens of microseconds, finding a plan less than one.
+#pragma once
+
+#include <compare>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "cuda/gemm_algorithm.h"
+#include "ops/gemm.h"
+
+namespace te::cuda {
+
+struct GemmKey {
+  GemmProblem problem;
+  GemmActivation activation = GemmActivation::None;
+  bool has_bias = false, has_bias_grad = false;
+  bool has_amax = false;
+  bool allow_tf32 = true;
+  int32_t device = 0;
+  // Powers of two: what the addresses of the matrices, and of bias and aux, are multiples of.
+  int32_t alignment_bytes = 0, epilogue_alignment_bytes = 0;
+  int64_t workspace_bytes = 0;
+
+  explicit GemmKey(const GemmArgs& args);
+  auto operator<=>(const GemmKey&) const = default;
+};
+
+struct GemmKeyHash {
+  size_t operator()(const GemmKey& key) const;
+};
+
+// Prints the GEMM in words, for messages.
+std::ostream& operator<<(std::ostream& out, const GemmKey& key);
+
+class GemmPlan {
+ public:
+  // `args` gives the pointers whose alignment the heuristic looks at; its device must be current.
+  GemmPlan(const GemmKey& key, const GemmArgs& args);
+
+  // Not thread-safe: it writes pointers into the plan's descriptor.
+  void run(const GemmArgs& args, Stream stream);
+
+  const GemmKey& key() const { return key_; }
+  GemmTerms terms() const;
+  const cublasLtMatmulAlgo_t& algorithm() const { return algorithm_; }
+  void use(const cublasLtMatmulAlgo_t& algorithm) { algorithm_ = algorithm; }
+  // The heuristic's guesses; throws Kind::Unsupported where there is none.
+  std::vector<cublasLtMatmulAlgo_t> guesses(int limit) const;
+
+ private:
+  void set_pointers(const GemmArgs& args);
+  cublasLtMatmulAlgo_t choose() const;
+
+  GemmKey key_;
+  cublasLtHandle_t handle_;
+  cublasComputeType_t compute_;
+  MatmulDesc desc_;
+  // Of the library's operands, column-major: its A is our b, its B is our a.
+  MatrixLayout a_, b_, c_, d_;
+  cublasLtMatmulAlgo_t algorithm_{};
+};
+
+// All plans of the process. One lock, held while a plan is found, patched and launched: launches
+// of one process are already in turn (Python's lock), and the backward thread brings its own.
+class GemmPlanCache {
+ public:
+  void run(const GemmArgs& args, Stream stream);
+
+  int64_t built() const;
+  // The plan of the last run, under the lock: for tuning. Throws where there was none.
+  template <class F>
+  decltype(auto) with_last(F&& f) {
+    const std::scoped_lock lock(mutex_);
+    require(last_ != nullptr, Kind::Value, "gemm",
+            "expected a gemm on CUDA before tuning, got none");
+    const DeviceGuard guard({DeviceType::CUDA, last_->key().device});
+    return f(*last_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<GemmKey, std::unique_ptr<GemmPlan>, GemmKeyHash> plans_;
+  GemmPlan* last_ = nullptr;
+  int64_t built_ = 0;
+};
+
+GemmPlanCache& gemm_plans();
+
+}  // namespace te::cuda
