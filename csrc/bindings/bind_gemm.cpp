@@ -2,6 +2,9 @@
 // the launch. Formats are values of DType, or -1 for plain operands and results.
 #include <pybind11/stl.h>
 
+#include <map>
+#include <utility>
+
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
 #include "ops/gemm.h"
@@ -9,6 +12,38 @@
 
 namespace te::bindings {
 namespace {
+
+namespace py = pybind11;
+
+// Called with a device index for the scratch of one (device, stream): Python allocates, so that
+// torch's allocator sees the memory, and this table keeps it and finds it again without Python.
+py::object& workspace_allocator() {
+  static auto* kept = new py::object;
+  return *kept;
+}
+
+// Guarded by Python's lock, as every binding is.
+const TensorView& workspace_for(Device device, Stream stream) {
+  struct Workspace {
+    py::object tensor;
+    TensorView view;
+  };
+  static auto* kept = new std::map<std::pair<int32_t, void*>, Workspace>;
+  auto found = kept->find({device.index, stream.handle});
+  if (found == kept->end()) {
+    const py::object tensor = workspace_allocator()(device.index);
+    const Workspace workspace{tensor, py::cast<TensorView>(tensor)};
+    found = kept->emplace(std::pair{device.index, stream.handle}, workspace).first;
+  }
+  return found->second.view;
+}
+
+bool run(GemmArgs args) {
+  const Device device = args.a.data.device;
+  const Stream stream = bridge::current_stream(device);
+  if (device.type == DeviceType::CUDA) args.workspace = workspace_for(device, stream);
+  return gemm(args, stream);
+}
 
 GemmOperand operand(const TensorView& data, const TensorView& scales, int format, bool transposed) {
   return {format < 0 ? data : data.as(static_cast<DType>(format)), scales, transposed};
@@ -18,40 +53,38 @@ bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,
                const TensorView& a_scales, const TensorView& b_scales, int a_format, int b_format,
                bool a_transposed, bool b_transposed, bool accumulate, bool fast_accumulation,
                const TensorView& bias, const TensorView& bias_grad, int activation,
-               const TensorView& aux, bool allow_tf32, const TensorView& workspace) {
-  return gemm({.a = operand(a, a_scales, a_format, a_transposed),
-               .b = operand(b, b_scales, b_format, b_transposed),
-               .d = d,
-               .d_quantized = {},
-               .accumulate = accumulate,
-               .fast_accumulation = fast_accumulation,
-               .bias = bias,
-               .bias_grad = bias_grad,
-               .activation = static_cast<GemmActivation>(activation),
-               .aux = aux,
-               .workspace = workspace,
-               .allow_tf32 = allow_tf32},
-              bridge::current_stream(a.device));
+               const TensorView& aux, bool allow_tf32) {
+  return run({.a = operand(a, a_scales, a_format, a_transposed),
+              .b = operand(b, b_scales, b_format, b_transposed),
+              .d = d,
+              .d_quantized = {},
+              .accumulate = accumulate,
+              .fast_accumulation = fast_accumulation,
+              .bias = bias,
+              .bias_grad = bias_grad,
+              .activation = static_cast<GemmActivation>(activation),
+              .aux = aux,
+              .workspace = {},
+              .allow_tf32 = allow_tf32});
 }
 
 bool gemm_quantized(const TensorView& codes, int format, const TensorView& scales,
                     const TensorView& amax, const TensorView& a, const TensorView& b,
                     const TensorView& a_scales, const TensorView& b_scales, int a_format,
                     int b_format, bool fast_accumulation, const TensorView& bias, int activation,
-                    const TensorView& aux, const TensorView& workspace) {
+                    const TensorView& aux) {
   const QuantizedView result =
       quantized_view(codes, {}, scales, {}, amax, static_cast<DType>(format));
-  return gemm({.a = operand(a, a_scales, a_format, false),
-               .b = operand(b, b_scales, b_format, false),
-               .d = {},
-               .d_quantized = result,
-               .fast_accumulation = fast_accumulation,
-               .bias = bias,
-               .bias_grad = {},
-               .activation = static_cast<GemmActivation>(activation),
-               .aux = aux,
-               .workspace = workspace},
-              bridge::current_stream(a.device));
+  return run({.a = operand(a, a_scales, a_format, false),
+              .b = operand(b, b_scales, b_format, false),
+              .d = {},
+              .d_quantized = result,
+              .fast_accumulation = fast_accumulation,
+              .bias = bias,
+              .bias_grad = {},
+              .activation = static_cast<GemmActivation>(activation),
+              .aux = aux,
+              .workspace = {}});
 }
 
 }  // namespace
@@ -62,10 +95,13 @@ void bind_gemm(pybind11::module_& m) {
   m.def("gemm", &gemm_into, arg("d"), arg("a"), arg("b"), arg("a_scales"), arg("b_scales"),
         arg("a_format"), arg("b_format"), arg("a_transposed"), arg("b_transposed"),
         arg("accumulate"), arg("fast_accumulation"), arg("bias"), arg("bias_grad"),
-        arg("activation"), arg("aux"), arg("allow_tf32"), arg("workspace"));
+        arg("activation"), arg("aux"), arg("allow_tf32"));
   m.def("gemm_quantized", &gemm_quantized, arg("codes"), arg("format"), arg("scales"), arg("amax"),
         arg("a"), arg("b"), arg("a_scales"), arg("b_scales"), arg("a_format"), arg("b_format"),
-        arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"), arg("workspace"));
+        arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"));
+  m.def(
+      "set_gemm_workspace_allocator",
+      [](const py::object& allocator) { workspace_allocator() = allocator; }, arg("allocator"));
   m.def("gemm_plan_count", &cuda::gemm_plan_count);
   m.def("gemm_problem", &cuda::gemm_problem);
   m.def("gemm_algorithm", &cuda::gemm_algorithm);

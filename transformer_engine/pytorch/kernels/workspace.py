@@ -10,8 +10,6 @@ import torch
 
 from transformer_engine import _C
 
-GEMM_WORKSPACE_BYTES = 32 * 1024 * 1024
-
 _buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
 
 
@@ -35,13 +33,6 @@ def column_sum_workspace(like: torch.Tensor, rows: int, cols: int) -> torch.Tens
     if like.device.type != "cuda":
         return None
     return _buffer("column_sum", like.device, _C.column_sum_workspace_bytes(rows, cols))
-
-
-def gemm_workspace(device: torch.device) -> torch.Tensor | None:
-    """The 32 MiB that cuBLASLt's Hopper algorithms expect; None on the CPU, which needs none."""
-    if device.type != "cuda":
-        return None
-    return _buffer("gemm", device, GEMM_WORKSPACE_BYTES)
 
 
 def amax_scratch(device: torch.device) -> torch.Tensor:
