@@ -1,5 +1,7 @@
 """gemm: every kind of operand, layout and epilogue against float64, on both backends."""
 
+import contextlib
+
 import gemm_reference as ref
 import pytest
 import torch
@@ -79,19 +81,31 @@ def test_bias(device, kind, out, bias_dtype):
 TANH = 2**-10
 
 
+@contextlib.contextmanager
+def skip_where_the_library_cannot(kind, out):
+    """GELU is promised for plain operands with a result of their type; others may be refused."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if kind is out:
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
 def test_gelu(device, kind, out, with_bias):
     a, b = both((48, 32, 64), kind, device)
     bias = torch.randn(32).to(torch.float16 if out is torch.float16 else torch.bfloat16)
-    d, aux, _ = gemm(
-        a.data,
-        b.data,
-        out,
-        **ref.arguments(a, b),
-        bias=bias.to(device) if with_bias else None,
-        activation=GELU,
-    )
+    with skip_where_the_library_cannot(kind, out):
+        d, aux, _ = gemm(
+            a.data,
+            b.data,
+            out,
+            **ref.arguments(a, b),
+            bias=bias.to(device) if with_bias else None,
+            activation=GELU,
+        )
     v = product(a, b) + (bias.double() if with_bias else 0)
     inside = slack(a, b, device)
     assert aux.dtype is out
@@ -103,8 +117,6 @@ def test_gelu(device, kind, out, with_bias):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["TN", "NN"])
 def test_gelu_backward(device, dtype, layout, grad):
-    if device == "cuda" and grad not in (None, dtype):
-        pytest.skip("cuBLASLt has no such combination")
     a, b = both((48, 32, 64), dtype, device, layout)
     aux = torch.randn(48, 32).to(dtype)
     d, no_aux, bias_grad = gemm(
@@ -199,6 +211,7 @@ def test_amax_of_fp8_result_is_raised_only(device):
     assert amax.item() == 1e6
 
 
+@pytest.mark.sanitize
 def test_leading_axes(device):
     x = torch.randn(3, 4, 32).bfloat16()
     w = torch.randn(48, 32).bfloat16()

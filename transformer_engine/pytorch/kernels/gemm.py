@@ -169,7 +169,7 @@ def gemm_into(
         )
         if not _C.gemm(*arguments):
             _define(*arguments)
-        if bias_grad is not None and grad is not bias_grad:
+        if bias_grad is not None and grad is not None and grad is not bias_grad:
             bias_grad.copy_(grad)
 
 
@@ -241,7 +241,7 @@ def gemm_quantized(
             value = _value(a, b, a_scales, b_scales, a_format, b_format, False, False)
             value = _activate(value, bias, activation, aux)
             _C.quantize(value, codes, None, scales, None, own_amax, format, None, None)
-        if amax is not None:
+        if amax is not None and own_amax is not None:
             torch.maximum(amax, own_amax, out=amax)
     return codes, aux
 
