@@ -1,0 +1,186 @@
+"""Rotary position embedding: pairs of elements of a query or key, turned by position * frequency.
+
+    y = x * cos(angle) + rotate_half(x) * sin(angle)
+
+The pairs are (i, i + size / 2), or with `interleaved` (2 i, 2 i + 1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.modules.parameters import default_device
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angle of each position and element.
+
+    Args:
+        dim: size of a head.
+        rotary_percent: share of the size that is turned.
+        seq_len_interpolation_factor: positions are divided by it.
+        pretrained_max_position_embeddings: sequences longer than this times the factor have their
+            positions divided by sequence length / this instead.
+        rotary_base: the lowest frequency is about 1 / rotary_base.
+        interleaved: which elements are a pair.
+
+    Example:
+        >>> RotaryPositionEmbedding(64)(16).shape
+        torch.Size([16, 1, 1, 64])
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(
+                f"[RotaryPositionEmbedding] expected an even number of elements to turn,"
+                f" got {self.dim} of dim={dim}"
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        frequencies = self._frequencies(default_device(None))
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        step = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
+        return 1.0 / (self.rotary_base ** (step / self.dim))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
+
+        They are fp32 also after `module.half()`: the frequencies are computed anew.
+        """
+        device = self.inv_freq.device
+        position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
+        position = position / self._interpolation(max_seq_len)
+        angle = position[:, None] * self._frequencies(device)
+        if self.interleaved:
+            angle = angle.repeat_interleave(2, dim=-1)
+        else:
+            angle = torch.cat((angle, angle), dim=-1)
+        return angle[:, None, None, :]
+
+    def _interpolation(self, max_seq_len: int) -> float:
+        """What positions are divided by."""
+        factor = self.seq_len_interpolation_factor
+        if factor is None:
+            return 1.0
+        pretrained = self.pretrained_max_position_embeddings
+        if pretrained is not None and max_seq_len > pretrained * factor:
+            return max_seq_len / pretrained
+        return float(factor)
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Turn the first elements of each head, as many as `freqs` has, and pass on the rest.
+
+    Args:
+        t: `[sequence, batch, heads, size]`, or as `tensor_format` says.
+        freqs: angles `[positions, 1, 1, elements]`.
+        tensor_format: `sbhd`, `bshd` or `thd`.
+        fused: compute in fp32 and round once; otherwise in the dtype of `t`.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence of `thd` ends.
+        start_positions: int32 `[batch]`, the position of each sequence's first token.
+        interleaved: which elements are a pair.
+        cp_size: context parallel ranks, 1 so far.
+        cp_rank: this rank among them.
+    """
+    if cp_size != 1 or cp_rank != 0:
+        raise NotImplementedError(
+            f"[apply_rotary_pos_emb] cp_size={cp_size}: context parallelism is not implemented yet"
+        )
+    turned_size = freqs.shape[-1]
+    if turned_size > t.shape[-1] or turned_size % 2:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected freqs of at most {t.shape[-1]} elements, an even"
+            f" number, got {turned_size}"
+        )
+    angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
+    cos, sin = angle.cos(), angle.sin()
+    head, rest = t[..., :turned_size], t[..., turned_size:]
+    if fused:
+        head = head.float()
+    else:
+        cos, sin = cos.to(t.dtype), sin.to(t.dtype)
+    turned = (head * cos + _rotate_half(head, interleaved) * sin).to(t.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _angles(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str,
+    cu_seqlens: torch.Tensor | None,
+    start_positions: torch.Tensor | None,
+) -> torch.Tensor:
+    """The angle of each token, broadcastable to `t` in its format."""
+    if tensor_format == "thd":
+        return _packed_angles(t, freqs, cu_seqlens, start_positions)
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(
+            "[apply_rotary_pos_emb] expected tensor_format in {sbhd, bshd, thd},"
+            f" got {tensor_format!r}"
+        )
+    length = t.shape[0 if tensor_format == "sbhd" else 1]
+    if length > freqs.shape[0]:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected freqs for at least {length} positions,"
+            f" got {freqs.shape[0]}"
+        )
+    if start_positions is None:
+        angle = freqs[:length]
+    else:
+        position = torch.arange(length, device=t.device)[:, None] + start_positions
+        angle = freqs[position, 0]  # [sequence, batch, 1, elements]
+    return angle if tensor_format == "sbhd" else angle.transpose(0, 1)
+
+
+def _packed_angles(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    start_positions: torch.Tensor | None,
+) -> torch.Tensor:
+    if cu_seqlens is None:
+        raise ValueError(
+            "[apply_rotary_pos_emb] expected cu_seqlens with tensor_format 'thd', got None"
+        )
+    token = torch.arange(t.shape[0], device=t.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
+    sequence = sequence.clamp_(max=cu_seqlens.shape[0] - 2)
+    position = token - cu_seqlens[sequence]
+    if start_positions is not None:
+        position = position + start_positions[sequence]
+    return freqs[position.clamp_(max=freqs.shape[0] - 1), 0]
