@@ -46,7 +46,7 @@ class TransformerEngineBaseModule(nn.Module):
         Args:
             tp_group: process group; only groups of one rank are supported so far.
         """
-        _refuse_parallelism("tp_group", tp_group)
+        refuse_parallelism("tp_group", tp_group)
         self.tp_group = tp_group
 
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
@@ -187,7 +187,8 @@ class TransformerEngineBaseModule(nn.Module):
         return f"name={self.name!r}"
 
 
-def _refuse_parallelism(argument: str, group: Any) -> None:
+def refuse_parallelism(argument: str, group: Any) -> None:
+    """Groups of one rank are accepted, larger ones are not implemented."""
     if group is None:
         return
     size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
@@ -202,7 +203,7 @@ def refuse_parallel_sizes(
     module: str, tp_group: Any, tp_size: int, sequence_parallel: bool
 ) -> None:
     """Parallel arguments are accepted as long as they mean one rank."""
-    _refuse_parallelism(f"{module}(tp_group=...)", tp_group)
+    refuse_parallelism(f"{module}(tp_group=...)", tp_group)
     if tp_size > 1:
         raise NotImplementedError(
             f"[{module}] tp_size={tp_size}: tensor parallelism is not implemented yet "

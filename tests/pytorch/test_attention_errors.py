@@ -1,0 +1,151 @@
+"""DotProductAttention: state, choice of backend, and what it refuses."""
+
+import pytest
+import torch
+from pytorch.cases.attention import cu_seqlens
+from pytorch.cases.attention import module as make_module
+from pytorch.cases.attention import qkv as make_qkv
+
+from transformer_engine.pytorch.attention import Problem, attention_backends
+
+
+def test_state_dict_has_one_empty_entry_and_any_checkpoint_loads():
+    module = make_module()
+    state = module.state_dict()
+    assert list(state) == ["_extra_state"]
+    assert state["_extra_state"].dtype is torch.uint8
+    assert state["_extra_state"].numel() == 0
+    for old in ({}, state, {"fused_attention._extra_state": None}, {"_extra_state": None}):
+        outer = torch.nn.ModuleDict({"core_attention": module})
+        outer.load_state_dict({f"core_attention.{key}": value for key, value in old.items()})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        module.load_state_dict({"weight": torch.zeros(1)})
+
+
+def test_backends_explain_themselves(monkeypatch):
+    assert attention_backends(Problem("cpu")) == {"sdpa": None, "unfused": None}
+    table = attention_backends(Problem("cuda", bias_type="alibi"))
+    assert table["unfused"] is None
+    assert "core_attention_bias_type='no_bias'" in table["sdpa"]
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert (
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+        in attention_backends(Problem("cuda", repeatable=True))["sdpa"]
+    )
+
+
+def test_no_backend_left(monkeypatch):
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    message = r"(?s)no dot product attention backend.*sdpa: takes no bias.*NVTE_UNFUSED_ATTN=0"
+    with pytest.raises(ValueError, match=message):
+        make_module()(*make_qkv(), core_attention_bias_type="alibi")
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # read at each call
+    make_module()(*make_qkv(), core_attention_bias_type="alibi")
+
+
+THD = {"qkv_format": "thd", "attn_mask_type": "padding"}
+BIAS = torch.zeros(1, 4, 5, 5)
+SLOPES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, r"expected qkv_format in \{sbhd, bshd, thd\}, got 'hd'", {"qkv_format": "hd"}),
+        (ValueError, "expected attn_mask_type in", {"attn_mask_type": "upper"}),
+        (ValueError, "expected window_size", {"window_size": (-3, 0)}),
+        (ValueError, "attention_mask, or both cu_seqlens_q", {"attn_mask_type": "padding"}),
+        (ValueError, "attention_mask for the mask type 'arb", {"attn_mask_type": "arbitrary"}),
+        (
+            TypeError,
+            "attention_mask of dtype torch.bool",
+            {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(5, 5)},
+        ),
+        (
+            ValueError,
+            r"cu_seqlens_kv of shape \(3,\), got \(2,\)",
+            {
+                "attn_mask_type": "padding",
+                "cu_seqlens_q": torch.tensor([0, 5], dtype=torch.int32),
+                "cu_seqlens_kv": torch.tensor([0, 5], dtype=torch.int32),
+            },
+        ),
+        (ValueError, "core_attention_bias_type in", {"core_attention_bias_type": "bias"}),
+        (ValueError, "core_attention_bias to be None .*'no_bias'", {"core_attention_bias": BIAS}),
+        (
+            ValueError,
+            "core_attention_bias to be a tensor .*'post_scale_bias'",
+            {"core_attention_bias_type": "post_scale_bias"},
+        ),
+        (
+            ValueError,
+            r"broadcasts to \(2, 4, 5, 5\).*got \(1, 4, 5, 4\)",
+            {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": BIAS[..., :4],
+            },
+        ),
+        (ValueError, "alibi_slopes to be None", {"alibi_slopes": SLOPES}),
+        (
+            TypeError,
+            "alibi_slopes of torch.float32, got torch.float16",
+            {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES.half()},
+        ),
+        (
+            ValueError,
+            r"alibi_slopes of shape \(4,\) or \(2, 4\), got \(3,\)",
+            {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES[:3]},
+        ),
+        (NotImplementedError, "inference_params", {"inference_params": object()}),
+        (NotImplementedError, "fp8_output=True", {"fp8_output": True}),
+    ],
+)
+def test_bad_arguments(error, message, arguments):
+    with pytest.raises(error, match=message):
+        make_module()(*make_qkv(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "not divisible by 3", {"num_gqa_groups": 3}),
+        (ValueError, r"attention_dropout in \[0, 1\]", {"attention_dropout": 1.5}),
+        (ValueError, "attention_type 'self' or 'cross'", {"attention_type": "both"}),
+        (ValueError, "expected attn_mask_type in", {"attn_mask_type": "upper"}),
+        (NotImplementedError, "softmax_type='learnable'", {"softmax_type": "learnable"}),
+        (NotImplementedError, "return_max_logit=True", {"return_max_logit": True}),
+        (NotImplementedError, "tp_size=2", {"tp_size": 2}),
+    ],
+)
+def test_bad_constructor_arguments(error, message, arguments):
+    with pytest.raises(error, match=message):
+        make_module(**arguments)
+
+
+def test_bad_inputs():
+    q, k, v = make_qkv()
+    with pytest.raises(TypeError, match=r"one dtype, got torch.float32, torch.float16"):
+        make_module()(q, k.half(), v)
+    with pytest.raises(TypeError, match=r"expected query_layer of float32.*torch.float64"):
+        make_module()(q.double(), k.double(), v.double())
+    with pytest.raises(
+        ValueError, match=r"query_layer \(sequence, batch, 4, 16\).*got \(5, 2, 4, 8"
+    ):
+        make_module(kv_channels=16)(q, k, v)
+    with pytest.raises(ValueError, match=r"key_layer \(sequence, batch, 2, 8\)"):
+        make_module(num_gqa_groups=2)(q, k, v)
+    with pytest.raises(ValueError, match=r"got \(5, 2, 4, 8\), \(5, 1, 4, 8\)"):
+        make_module()(q, k[:, :1], v[:, :1])
+
+
+def test_bad_packed_inputs():
+    q, k, v = make_qkv(shape=(8, 4, 8))
+    ends = cu_seqlens([3, 5], "cpu")
+    with pytest.raises(ValueError, match=r"expected a padding mask type .* 'thd'"):
+        make_module(qkv_format="thd")(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    with pytest.raises(ValueError, match="expected cu_seqlens_q for qkv_format 'thd', got None"):
+        make_module(**THD)(q, k, v)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q of torch.int32, got torch.int64"):
+        make_module(**THD)(q, k, v, cu_seqlens_q=ends.long(), cu_seqlens_kv=ends)
+    with pytest.raises(ValueError, match="of equal shape"):
+        make_module(**THD)(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends[:2])

@@ -1,0 +1,80 @@
+"""Attention from its definition, one score at a time where that is clearer, in float64."""
+
+import math
+
+import torch
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+
+
+def sees(mask_type, window, i, j, real_queries, real_keys):
+    """Whether query i of a sequence sees key j, by the words of the documentation."""
+    if "padding" in mask_type and (i >= real_queries or j >= real_keys):
+        return False
+    top_left = mask_type in ("causal", "padding_causal")
+    diagonal = i + (0 if top_left else real_keys - real_queries)
+    if "causal" in mask_type and j > diagonal:
+        return False
+    left, right = window or (-1, -1)
+    return (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right)
+
+
+def seen_keys(mask_type, window, queries, keys, lengths, arbitrary=None):
+    """Bool `[batch, 1, queries, keys]` (True = seen); `lengths` = one pair per sequence.
+
+    Only padding types look at the lengths: others take whole sequences.
+    """
+    masks = []
+    for real in lengths:
+        real_queries, real_keys = real if "padding" in mask_type else (queries, keys)
+        masks.append(
+            [
+                [sees(mask_type, window, i, j, real_queries, real_keys) for j in range(keys)]
+                for i in range(queries)
+            ]
+        )
+    seen = torch.tensor(masks, dtype=torch.bool).view(len(lengths), 1, queries, keys)
+    return seen if arbitrary is None else seen & ~arbitrary
+
+
+def slopes_of(heads):
+    n = 2 ** math.floor(math.log2(heads))
+    first = [2 ** (-8 * k / n) for k in range(1, n + 1)]
+    more = [2 ** (-4 * (2 * k - 1) / n) for k in range(1, heads - n + 1)]
+    return torch.tensor(first + more, dtype=torch.float64)
+
+
+def alibi(slopes, queries, keys, lengths):
+    """Bias `[batch, heads, queries, keys]`; `lengths` = pairs of real queries and real keys."""
+    distance = torch.tensor(
+        [
+            [[abs(i + rk - rq - j) for j in range(keys)] for i in range(queries)]
+            for rq, rk in lengths
+        ],
+        dtype=torch.float64,
+    ).view(len(lengths), 1, queries, keys)
+    return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
+
+
+def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None):
+    """`[batch, queries, heads, size]` in, `[batch, queries, heads, size of value]` out, float64."""
+    query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
+    per_group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2)
+    if pre_bias is not None:
+        scores = scores + pre_bias.double()
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if post_bias is not None:
+        scores = scores + post_bias.double()
+    blind = ~seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~seen & ~blind, -math.inf), dim=-1)
+    return (weights.masked_fill(blind, 0.0) @ value).transpose(1, 2)

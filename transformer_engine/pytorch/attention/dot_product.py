@@ -1,0 +1,335 @@
+"""DotProductAttention: checks, masks and formats around whichever backend takes the problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.core import (
+    AttentionMask,
+    Bias,
+    Call,
+    Dropout,
+    Sequences,
+    attention,
+)
+from transformer_engine.pytorch.attention.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
+
+
+class DotProductAttention(nn.Module):
+    """softmax(query key^T / sqrt(size)) value, for each head.
+
+    Args:
+        num_attention_heads: query heads.
+        kv_channels: size of a head; a pair gives keys and values sizes of their own.
+        num_gqa_groups: key and value heads; each serves `num_attention_heads / num_gqa_groups`
+            query heads. None for as many as query heads.
+        attention_dropout: probability of dropping an attention weight in training.
+        qkv_format: `sbhd`, `bshd` or `thd`, see `formats.py`.
+        attn_mask_type: see `masks.py`; `forward` may override it.
+        window_size: `(left, right)`, see `masks.py`; `forward` may override it.
+        sequence_parallel: with True, dropout does not use the tracker's RNG states.
+        tp_size: tensor parallel ranks, 1 so far.
+        get_rng_state_tracker: returns the tracker whose `fork()` dropout runs in.
+        tp_group: tensor parallel group, of one rank so far.
+        layer_number: number of the layer, from 1.
+        attention_type: `self` or `cross`.
+        cp_group: context parallel group, of one rank so far.
+        cp_global_ranks: ranks of the context parallel group.
+        cp_stream: stream for context parallel work.
+        bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
+        cp_comm_type: how context parallel ranks communicate.
+        softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
+        softmax_type: `vanilla`.
+        return_max_logit: not implemented.
+        name: name of the layer.
+
+    Example:
+        >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
+        >>> q = k = v = torch.randn(16, 2, 8, 64)
+        >>> attention(q, k, v).shape
+        torch.Size([16, 2, 512])
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        *,
+        bottom_right_diagonal: bool | None = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_parallel_sizes("DotProductAttention", tp_group, tp_size, sequence_parallel)
+        _refuse_unimplemented(softmax_type=(softmax_type, "vanilla"))
+        _refuse_unimplemented(return_max_logit=(return_max_logit, False))
+        if attention_type not in ("self", "cross"):
+            raise ValueError(
+                f"[DotProductAttention] expected attention_type 'self' or 'cross',"
+                f" got {attention_type!r}"
+            )
+        if not 0.0 <= attention_dropout <= 1.0:
+            raise ValueError(
+                f"[DotProductAttention] expected attention_dropout in [0, 1], got"
+                f" {attention_dropout}"
+            )
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(
+                f"[DotProductAttention] expected num_attention_heads divisible by num_gqa_groups,"
+                f" {num_attention_heads} is not divisible by {groups}"
+            )
+        pair = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
+        window = as_window(window_size)
+        mask_rule(attn_mask_type, window, bottom_right_diagonal)
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = groups
+        self.key_channels, self.value_channels = pair
+        self.attention_dropout = attention_dropout
+        self.qkv_format = formats.check_format(qkv_format)
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_type = attention_type
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(self.key_channels)
+        self.sequence_parallel = sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.tp_group = tp_group
+        self.name = name
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group, of one rank so far."""
+        refuse_parallelism("tp_group", tp_group)
+        self.tp_group = tp_group
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context parallel group, of one rank so far."""
+        for group in cp_group if isinstance(cp_group, list) else [cp_group]:
+            refuse_parallelism("cp_group", group)
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: AttentionMask | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        *,
+        bottom_right_diagonal: bool | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        num_splits: int = 1,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query_layer: `[sequence, batch, heads, size]`, or as `qkv_format` says.
+            key_layer: the same with `num_gqa_groups` heads.
+            value_layer: the same with `num_gqa_groups` heads.
+            attention_mask: bool, True = hidden. For padding types `[batch, 1, 1, sequence]`, or a
+                pair of them for queries and keys; for `arbitrary` any shape that broadcasts to
+                `[batch, heads, queries, keys]`. Other types ignore it.
+            qkv_format: overrides the constructor's.
+            cu_seqlens_q: int32 `[batch + 1]`, where each query sequence ends; for padding types
+                instead of a mask, and for `thd`.
+            cu_seqlens_kv: the same for keys and values.
+            max_seqlen_q: longest query sequence of `thd`; without it the host waits for the GPU.
+            max_seqlen_kv: the same for keys and values.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            checkpoint_core_attention: compute attention again in the backward instead of keeping
+                its weights.
+            core_attention_bias_type: `no_bias`, `pre_scale_bias` (added to query key^T),
+                `post_scale_bias` (added after scaling) or `alibi`.
+            core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
+            alibi_slopes: fp32 `[heads]` or `[batch, heads]`; None for the usual ones.
+            fast_zero_fill: without effect: results of padding are always zero.
+            inference_params: not implemented.
+            bottom_right_diagonal: overrides the constructor's.
+            cu_seqlens_q_padded: where query sequences of `thd` start, if there is room between.
+            cu_seqlens_kv_padded: the same for keys and values.
+            pad_between_seqs: without effect: the two arguments above say it.
+            fp8_output: not implemented.
+            num_splits: without effect.
+
+        Returns:
+            `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
+            `[tokens, ...]`, as the format is.
+        """
+        if inference_params is not None:
+            raise NotImplementedError(
+                "[DotProductAttention] inference_params: the KV cache is not implemented yet"
+            )
+        _refuse_unimplemented(fp8_output=(fp8_output, False))
+        qkv_format = self.qkv_format if qkv_format is None else formats.check_format(qkv_format)
+        query, key, value = self._check_inputs((query_layer, key_layer, value_layer), qkv_format)
+        p = self.attention_dropout if self.training else 0.0
+        call = Call(
+            qkv_format,
+            mask_rule(
+                self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+                self.window_size if window_size is None else as_window(window_size),
+                self.bottom_right_diagonal
+                if bottom_right_diagonal is None
+                else bottom_right_diagonal,
+            ),
+            attention_mask,
+            Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
+            Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
+            Bias(core_attention_bias_type, core_attention_bias, alibi_slopes),
+            self.softmax_scale,
+            Dropout(p, self._tracker() if p > 0.0 else None),
+            checkpoint_core_attention,
+        )
+        return attention(query, key, value, call)
+
+    def _tracker(self) -> Any:
+        """RNG states of dropout: with sequence parallelism all ranks draw alike."""
+        if self.get_rng_state_tracker is None or self.sequence_parallel:
+            return None
+        return self.get_rng_state_tracker()
+
+    def _check_inputs(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Check dtypes and shapes; inside torch.autocast, cast to its dtype."""
+        query, key, value = inputs
+        if not query.dtype == key.dtype == value.dtype:
+            raise TypeError(
+                "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
+                f" dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+            )
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inputs = (query.to(dtype), key.to(dtype), value.to(dtype))
+        elif query.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                "[DotProductAttention] expected query_layer of float32, float16 or bfloat16,"
+                f" got {query.dtype}"
+            )
+        heads = (self.num_attention_heads, self.num_gqa_groups)
+        sizes = (self.key_channels, self.value_channels)
+        _check_shapes(qkv_format, heads, sizes, query.shape, key.shape, value.shape)
+        return inputs
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Nothing: the key is there because checkpoints of other versions have it."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take and forget whatever a checkpoint has."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Miss nothing: older checkpoints have the key elsewhere or not at all."""
+        known = len(missing_keys), len(unexpected_keys)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
+            keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]
+
+    def extra_repr(self) -> str:
+        """Heads, sizes and mask."""
+        return (
+            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups},"
+            f" channels=({self.key_channels}, {self.value_channels}),"
+            f" mask={self.attn_mask_type!r}, format={self.qkv_format!r}"
+        )
+
+
+def _refuse_unimplemented(**arguments: tuple[Any, Any]) -> None:
+    """NotImplementedError for an argument `name=(value, the only value implemented)`."""
+    for name, (value, implemented) in arguments.items():
+        if value != implemented:
+            raise NotImplementedError(
+                f"[DotProductAttention] {name}={value!r} is not implemented yet,"
+                f" only {implemented!r} is"
+            )
+
+
+_LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
+_BATCH_DIM = {"sbhd": 1, "bshd": 0}
+
+
+@remembered
+def _check_shapes(
+    qkv_format: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+) -> None:
+    """Check shapes against (query heads, groups) and the sizes of (keys, values)."""
+    leading = 1 if qkv_format == "thd" else 2
+    batch = _BATCH_DIM.get(qkv_format)
+    agree = (
+        query[leading:] == (heads[0], sizes[0])
+        and key[leading:] == (heads[1], sizes[0])
+        and value == (*key[:-1], sizes[1])
+        and (batch is None or query[batch] == key[batch])
+    )
+    if not agree:
+        names = _LEADING[qkv_format]
+        raise ValueError(
+            f"[DotProductAttention] expected query_layer ({names}, {heads[0]}, {sizes[0]}),"
+            f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"
+            f" ({names}, {heads[1]}, {sizes[1]}) for qkv_format {qkv_format!r},"
+            f" got {tuple(query)}, {tuple(key)}, {tuple(value)}"
+        )

@@ -1,0 +1,130 @@
+"""Memory formats of attention tensors, and the way from each to `[batch, heads, sequence, size]`.
+
+    sbhd  [sequence, batch, heads, size]      a view
+    bshd  [batch, sequence, heads, size]      a view
+    thd   [tokens, heads, size]               sequences of unequal length, one after the other
+
+`cu_seqlens` marks sequence b of thd as the tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; where there
+is room between sequences, `cu_seqlens_padded` says where they start and `cu_seqlens` how long they
+are. Backends see thd as padded sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
+    """Return the format, or say which ones there are."""
+    if qkv_format not in FORMATS:
+        raise ValueError(
+            f"[attention] expected {parameter} in {{{', '.join(FORMATS)}}}, got {qkv_format!r}"
+        )
+    return qkv_format
+
+
+def heads_first(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """View of `sbhd` or `bshd` as `[batch, heads, sequence, size]`."""
+    return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+
+
+def flat_heads(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """`[batch, heads, sequence, size]` as `[..., heads * size]` in the format sbhd or bshd."""
+    x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+    return x.flatten(2)
+
+
+class PackedRows(NamedTuple):
+    """How the tokens of thd map to padded sequences `[batch, longest]`, and back.
+
+    Attributes:
+        lengths: int64 `[batch]`.
+        longest: length of the padded sequences.
+        token: int64 `[batch * longest]`, the token at a padded place (0 where padding).
+        is_padding: bool `[batch * longest]`.
+        place: int64 `[tokens]`, the padded place of a token (0 where outside).
+        is_outside: bool `[tokens]`, True for tokens between or after the sequences.
+    """
+
+    lengths: torch.Tensor
+    longest: int
+    token: torch.Tensor
+    is_padding: torch.Tensor
+    place: torch.Tensor
+    is_outside: torch.Tensor
+
+
+def packed_rows(
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    longest: int | None,
+) -> PackedRows:
+    """Index maps between thd and padded sequences; without `longest` the host waits for it."""
+    ends = cu_seqlens.to(torch.int64)
+    lengths = ends.diff()
+    starts = ends[:-1] if cu_seqlens_padded is None else cu_seqlens_padded[:-1].to(torch.int64)
+    if longest is None:
+        longest = int(lengths.max()) if lengths.numel() else 0
+    step = torch.arange(longest, device=ends.device)
+    is_padding = step >= lengths[:, None]
+    token = (starts[:, None] + step).masked_fill(is_padding, 0)
+    index = torch.arange(tokens, device=ends.device)
+    sequence = (torch.searchsorted(starts, index, right=True) - 1).clamp_(min=0)
+    step_of_token = index - starts[sequence]
+    is_outside = (step_of_token < 0) | (step_of_token >= lengths[sequence])
+    place = (sequence * longest + step_of_token).masked_fill(is_outside, 0)
+    return PackedRows(lengths, longest, token.flatten(), is_padding.flatten(), place, is_outside)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows `x[index]`, zero where `absent`; going back is the same with the maps exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        index, absent, *back = maps
+        ctx.save_for_backward(*back)
+        return _rows(x, index, absent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _rows(grad, *ctx.saved_tensors), None
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(index.shape[0], *x.shape[1:])
+    return x.index_select(0, index).masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
+
+
+def pad_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """`[tokens, ...]` as `[batch, longest, ...]`, zero in the padding."""
+    maps = (rows.token, rows.is_padding, rows.place, rows.is_outside)
+    padded: torch.Tensor = _GatherRows.apply(x, maps)
+    return padded.view(rows.lengths.shape[0], rows.longest, *x.shape[1:])
+
+
+def pack_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """`[batch, longest, ...]` as `[tokens, ...]`, zero for tokens outside the sequences."""
+    maps = (rows.place, rows.is_outside, rows.token, rows.is_padding)
+    packed: torch.Tensor = _GatherRows.apply(x.flatten(0, 1), maps)
+    return packed
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.Tensor:
+    """A vector of int32 with one element more than there are sequences."""
+    if cu_seqlens is None:
+        raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
+    if cu_seqlens.dtype is not torch.int32:
+        raise TypeError(f"[attention] expected {parameter} of torch.int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"[attention] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
+        )
+    return cu_seqlens

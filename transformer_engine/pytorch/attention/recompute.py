@@ -1,0 +1,39 @@
+"""Core attention recomputed in the backward, with the random numbers of the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) -> torch.Tensor:
+    """`function(*args)`, whose activations are not kept but computed again in the backward.
+
+    Args:
+        function: may draw random numbers from torch's generators and from `tracker`.
+        tracker: named RNG states that `function` forks; None where it uses the default ones.
+        args: what `function` takes; tensors that need a gradient must be among them.
+    """
+    states = None if tracker is None else tracker.get_states()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), nullcontext() if states is None else _states_of(tracker, states)
+
+    out: torch.Tensor = checkpoint(
+        function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=True
+    )
+    return out
+
+
+@contextmanager
+def _states_of(tracker: Any, states: Any) -> Iterator[None]:
+    later = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(later)
