@@ -11,6 +11,11 @@
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    MultiheadAttention,
+    attention_backends,
+)
 from transformer_engine.pytorch.autocast import (
     autocast,
     fp8_autocast,
@@ -24,6 +29,8 @@ from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -36,6 +43,7 @@ _C.set_num_threads(torch.get_num_threads())
 
 __all__ = [
     "DType",
+    "DotProductAttention",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
@@ -43,9 +51,13 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "QuantizedTensor",
     "Quantizer",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "attention_backends",
     "autocast",
     "fp8_autocast",
     "gemm_report",

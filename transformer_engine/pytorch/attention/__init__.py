@@ -1,6 +1,7 @@
-"""Attention: the core (DotProductAttention)."""
+"""Attention: the core (DotProductAttention), and the layer around it (MultiheadAttention)."""
 
 from transformer_engine.pytorch.attention.choice import Problem, attention_backends
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
 
-__all__ = ["DotProductAttention", "Problem", "attention_backends"]
+__all__ = ["DotProductAttention", "MultiheadAttention", "Problem", "attention_backends"]

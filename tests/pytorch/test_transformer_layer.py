@@ -1,0 +1,395 @@
+"""TransformerLayer against the definition; data flow, dropout, drop path, names, errors."""
+
+import pytest
+import reference_attention
+import reference_layer as reference
+import torch
+from reference_layer import Heads, Layer, Norm, assert_same_gradients, relative_error
+
+from transformer_engine.pytorch.modules.drop_path import DropPath
+from transformer_engine.pytorch.modules.dropout_add import dropout_add
+from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.rope import RotaryPositionEmbedding
+
+BATCH, LENGTH, HIDDEN, FFN, HEADS = 2, 6, 32, 48, 4
+BOUND = {torch.float32: 5e-5, torch.bfloat16: 4e-2}
+
+CASES = {
+    "default": {},
+    "bshd": {"attn_input_format": "bshd", "self_attn_mask_type": "no_mask"},
+    "fused-groups": {"fuse_qkv_params": True, "num_gqa_groups": 2},
+    "flat": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "llama": {
+        "bias": False,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "num_gqa_groups": 1,
+        "zero_centered_gamma": True,
+    },
+    "bf16": {"params_dtype": torch.bfloat16, "activation": "relu"},
+    "post-norm-residual": {"apply_residual_connection_post_layernorm": True},
+    "output-norm": {"output_layernorm": True, "activation": "squared_relu"},
+    "output-rms-norm": {"output_layernorm": True, "normalization": "RMSNorm", "bias": False},
+    "parallel": {"parallel_attention_mlp": True, "attn_input_format": "bshd"},
+    "parallel-without-bias": {"parallel_attention_mlp": True, "bias": False},
+    "decoder": {"layer_type": "decoder"},
+    "decoder-post-norm-residual": {
+        "layer_type": "decoder",
+        "apply_residual_connection_post_layernorm": True,
+        "fuse_qkv_params": True,
+        "attn_input_format": "bshd",
+    },
+}
+
+
+def make(device="cpu", **changes):
+    arguments = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "device": device, **changes}
+    layer = TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
+    with torch.no_grad():  # biases and norms that matter
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "norm_" not in name:
+                parameter.mul_(6)
+    return layer
+
+
+def described(case):
+    return Layer(
+        Heads(
+            HEADS,
+            case.get("num_gqa_groups", HEADS),
+            HIDDEN // HEADS,
+            case.get("fuse_qkv_params", False) and case.get("qkv_weight_interleaved", True),
+        ),
+        Norm(case.get("normalization", "LayerNorm"), case.get("zero_centered_gamma", False)),
+        case.get("activation", "gelu"),
+        case.get("apply_residual_connection_post_layernorm", False),
+        case.get("parallel_attention_mlp", False),
+    )
+
+
+def seen_of(mask_type="causal", queries=LENGTH, keys=LENGTH):
+    return reference_attention.seen_keys(mask_type, None, queries, keys, [(0, 0)] * BATCH)
+
+
+def swapped(x, case):
+    """Batch first to the case's format, and back."""
+    return x if case.get("attn_input_format") == "bshd" else x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_definition(device, case):
+    layer = make(device, **case)
+    dtype = case.get("params_dtype", torch.float32)
+    inputs = [torch.randn(BATCH, LENGTH, HIDDEN).to(dtype)]
+    cross = {}
+    if case.get("layer_type") == "decoder":
+        inputs.append(torch.randn(BATCH, 9, HIDDEN).to(dtype))
+        cross = {"cross_seen": seen_of("no_mask", keys=9)}
+    exact = [x.double().requires_grad_() for x in inputs]
+    given = [swapped(x, case).to(device).requires_grad_() for x in inputs]
+    out = layer(given[0], encoder_output=given[1] if cross else None)
+    parameters = reference.parameters_of(layer)
+    expected = reference.transformer_layer(
+        parameters,
+        exact[0],
+        described(case),
+        seen_of(case.get("self_attn_mask_type", "causal")),
+        exact[1] if cross else None,
+        **cross,
+    )
+    assert out.dtype is dtype
+    assert out.shape == given[0].shape
+    assert relative_error(swapped(out, case), expected) < BOUND[dtype]
+    upstream = torch.randn(expected.shape).to(dtype)
+    expected.backward(upstream.double())
+    swapped(out, case).backward(upstream.to(device))
+    for a, b in zip(given, exact, strict=True):
+        assert relative_error(swapped(a.grad, case), b.grad) < 2 * BOUND[dtype]
+    assert_same_gradients(layer, parameters, 2 * BOUND[dtype])
+
+
+def test_positions_and_biases_reach_attention(device):
+    layer = make(device, attn_input_format="bshd")
+    x = torch.randn(BATCH, LENGTH, HIDDEN)
+    angles = RotaryPositionEmbedding(HIDDEN // HEADS).to(device)(LENGTH)
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH)
+    out = layer(
+        x.to(device),
+        self_attn_mask_type="no_mask",
+        window_size=(1, 1),
+        rotary_pos_emb=angles,
+        core_attention_bias_type="post_scale_bias",
+        core_attention_bias=bias.to(device),
+        checkpoint_core_attention=True,
+    )
+    expected = reference.transformer_layer(
+        reference.parameters_of(layer),
+        x.double(),
+        described({}),
+        reference_attention.seen_keys("no_mask", (1, 1), LENGTH, LENGTH, [(0, 0)] * BATCH),
+        angles=angles[:, 0, 0].cpu(),
+        post_bias=bias,
+    )
+    assert relative_error(out, expected) < BOUND[torch.float32]
+
+
+def test_cross_attention_masks(device):
+    """A pair of masks is padding, one mask is arbitrary, and both mean what they say."""
+    layer = make(device, layer_type="decoder", attn_input_format="bshd")
+    x = torch.randn(BATCH, LENGTH, HIDDEN)
+    memory = torch.randn(BATCH, 9, HIDDEN)
+    keys = torch.arange(9) >= torch.tensor([9, 4])[:, None]
+    pair = (torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool), keys.view(BATCH, 1, 1, 9))
+    one = keys.view(BATCH, 1, 1, 9).expand(BATCH, 1, LENGTH, 9)
+    expected = reference.transformer_layer(
+        reference.parameters_of(layer),
+        x.double(),
+        described({}),
+        seen_of(),
+        memory.double(),
+        ~one,
+    )
+    given = (x.to(device), None, None, None, memory.to(device))
+    by_pair = layer(*given, tuple(m.to(device) for m in pair))
+    by_one = layer(*given, one.to(device))
+    by_name = layer(*given, one.to(device), enc_dec_attn_mask_type="arbitrary")
+    unmasked = layer(*given, one.to(device), enc_dec_attn_mask_type="no_mask")
+    assert relative_error(by_pair, expected) < BOUND[torch.float32]
+    assert relative_error(by_one, expected) < BOUND[torch.float32]
+    assert torch.equal(by_name, by_one)
+    assert relative_error(unmasked, expected) > 0.01
+
+
+def test_formats_agree(device):
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
+    sbhd = make(device)
+    bshd = make(device, attn_input_format="bshd")
+    bshd.load_state_dict(sbhd.state_dict())
+    torch.testing.assert_close(bshd(x.transpose(0, 1)).transpose(0, 1), sbhd(x))
+    thd = make(device, attn_input_format="thd", self_attn_mask_type="padding_causal")
+    thd.load_state_dict(sbhd.state_dict())
+    ends = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * LENGTH
+    packed = thd(x.transpose(0, 1).flatten(0, 1), cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    torch.testing.assert_close(packed.view(BATCH, LENGTH, HIDDEN), sbhd(x).transpose(0, 1))
+
+
+def test_residual_keeps_its_dtype_in_autocast(device):
+    layer = make(device)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype is torch.float32
+    assert relative_error(out, layer(x)) < BOUND[torch.bfloat16]
+    out.sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+
+
+def test_no_tokens(device):
+    layer = make(device)
+    x = torch.randn(0, BATCH, HIDDEN, device=device, requires_grad=True)
+    out = layer(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert all(int(p.grad.count_nonzero()) == 0 for p in layer.parameters())
+
+
+# --- the end of a block ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_dropout_add(device, p, with_bias):
+    x, residual = (torch.randn(400, 16, device=device, requires_grad=True) for _ in range(2))
+    bias = torch.randn(16, device=device, requires_grad=True) if with_bias else None
+    out = dropout_add(x, bias, residual, p)
+    whole = x if bias is None else x + bias
+    branch = (out - residual).detach()
+    kept = branch.abs() > 1e-6 if p else torch.ones_like(x, dtype=torch.bool)
+    assert float(kept.float().mean()) == pytest.approx(1 - p, abs=0.03)
+    torch.testing.assert_close(branch, whole * kept / (1 - p), rtol=1e-4, atol=1e-5)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected = upstream * kept / (1 - p)
+    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(residual.grad, upstream)
+    if bias is not None:
+        torch.testing.assert_close(bias.grad, expected.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_add_in_the_dtype_of_the_residual(device):
+    x = torch.randn(8, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    residual = torch.randn(8, 16, device=device, requires_grad=True)
+    for p in (0.0, 0.5):
+        out = dropout_add(x, None, residual, p)
+        assert out.dtype is torch.float32
+        x_grad, residual_grad = torch.autograd.grad(out.sum(), (x, residual))
+        assert x_grad.dtype is torch.bfloat16
+        assert residual_grad.dtype is torch.float32
+
+
+def test_hidden_dropout_follows_the_generator_and_the_mode(device):
+    layer = make(device, hidden_dropout=0.5)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(layer(x))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((40, 3), 0), ((3, 40, 2), 1)], ids=str)
+def test_drop_path_drops_whole_samples(device, shape, dim):
+    module = DropPath(0.25, dim)
+    x = torch.ones(shape, device=device)
+    ratio = module(x).transpose(0, dim).flatten(1)
+    torch.testing.assert_close(ratio.unique().cpu(), torch.tensor([0.0, 1 / 0.75]))
+    assert torch.equal(ratio, ratio[:, :1].expand_as(ratio))
+    assert torch.equal(module.eval()(x), x)
+
+
+def test_drop_path_of_packed_sequences(device):
+    ends = torch.tensor([0, 2, 2, 5, 9], dtype=torch.int32, device=device)
+    ratio = DropPath(0.5)(torch.ones(10, 3, device=device), ends)
+    for start, end in ((0, 2), (2, 5), (5, 9)):
+        assert len(ratio[start:end].unique()) == 1
+
+
+@pytest.mark.parametrize("case", [{}, {"attn_input_format": "bshd"}], ids=["sbhd", "bshd"])
+def test_drop_path_in_the_layer(device, case):
+    """A sample is left out of a branch as a whole, whichever dimension it is."""
+    layer = make(device, drop_path_rate=0.9, **case)
+    x = torch.randn(64, 3, HIDDEN, device=device)  # batch first
+    out = swapped(layer(swapped(x, case).contiguous()), case)
+    untouched = (out == x).flatten(1)
+    assert bool(untouched.any()), "both branches of some sample are dropped"
+    assert torch.equal(untouched.all(1), untouched.any(1))
+
+
+# --- state and names --------------------------------------------------------------------------
+
+
+def test_state_dict_keys():
+    state = make(layer_type="decoder", output_layernorm=True).state_dict()
+    children = {key.split(".")[0] for key in state}
+    assert children == {"self_attention", "inter_attention", "layernorm_mlp", "layernorm"}
+    for key in (
+        "self_attention.qkv.query_weight",
+        "self_attention.core_attention._extra_state",
+        "inter_attention.layernorm_query.query_weight",
+        "inter_attention.key_value.key_weight",
+        "layernorm_mlp.fc1_weight",
+        "layernorm_mlp.fc2_bias",
+        "layernorm.weight",
+    ):
+        assert key in state
+    assert "self_attention.layernorm_qkv.weight" in make(fuse_qkv_params=True).state_dict()
+
+
+def test_names_of_children():
+    layer = make(name="decoder.7", layer_type="decoder")
+    assert layer.self_attention.layernorm_qkv.name == "decoder.7.self_attention.layernorm_qkv"
+    assert layer.inter_attention.proj.name == "decoder.7.inter_attention.proj"
+    assert layer.layernorm_mlp.name == "decoder.7.layernorm_mlp"
+
+
+def test_meta_device_and_reset():
+    layer = TransformerLayer(HIDDEN, FFN, HEADS, device="meta")
+    assert all(p.is_meta for p in layer.parameters())
+    for child in layer.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    assert not any(p.is_meta for p in layer.parameters())
+    device = next(layer.parameters()).device
+    assert torch.isfinite(layer(torch.randn(LENGTH, BATCH, HIDDEN, device=device))).all()
+
+
+def test_groups_of_one_rank_are_accepted():
+    layer = make(set_parallel_mode=True, sequence_parallel=True, output_layernorm=True)
+    layer.set_tensor_parallel_group(None)
+    layer.set_context_parallel_group(None, [0], None)
+    layer(torch.randn(LENGTH, BATCH, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "layer_type 'encoder' or 'decoder', got 'both'", {"layer_type": "both"}),
+        (ValueError, "self_attn_mask_type in", {"self_attn_mask_type": "upper"}),
+        (ValueError, "enc_dec_attn_mask_type in", {"enc_dec_attn_mask_type": "upper"}),
+        (ValueError, "attn_input_format in", {"attn_input_format": "bhsd"}),
+        (ValueError, "0 <= hidden_dropout < 1, got 1", {"hidden_dropout": 1.0}),
+        (ValueError, "0 <= drop_prob < 1, got 2", {"drop_path_rate": 2.0}),
+        (ValueError, "fuse_qkv_params=True with", {"fuse_wgrad_accumulation": True}),
+        (
+            ValueError,
+            "parallel_attention_mlp=True without output_layernorm=True",
+            {"parallel_attention_mlp": True, "output_layernorm": True},
+        ),
+        (
+            ValueError,
+            "without apply_residual_connection_post_layernorm=True",
+            {"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True},
+        ),
+        (
+            ValueError,
+            "without layer_type='decoder'",
+            {"parallel_attention_mlp": True, "layer_type": "decoder"},
+        ),
+        (NotImplementedError, "tp_size=4", {"tp_size": 4}),
+        (TypeError, "unexpected keyword argument.*hidden_dropuot", {"hidden_dropuot": 0.1}),
+    ],
+)
+def test_bad_constructor_arguments(error, message, arguments):
+    with pytest.raises(error, match=message):
+        TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
+
+
+def test_bad_inputs():
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    with pytest.raises(ValueError, match=r"\(\.\.\., 32\), got \(6, 2, 16\)"):
+        make()(x[..., :16])
+    with pytest.raises(TypeError, match=r"attention_mask of dtype torch\.bool"):
+        make()(x, mask, "arbitrary")
+    with pytest.raises(TypeError, match=r"enc_dec_attn_mask of dtype torch\.bool"):
+        make(layer_type="decoder")(x, encoder_output=x, enc_dec_attn_mask=mask)
+    with pytest.raises(ValueError, match=r"self_attn_mask_type in .*'upper'"):
+        make()(x, self_attn_mask_type="upper")
+    with pytest.raises(ValueError, match="expected encoder_output"):
+        make(layer_type="decoder")(x)
+    with pytest.raises(ValueError, match="of sequence length 8, got 6"):
+        make(sequence_parallel=True, seq_length=8)(x)
+    with pytest.raises(NotImplementedError, match="inference_params"):
+        make()(x, inference_params=object())
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """Replays draw new dropout, and give what eager mode gives where nothing is random."""
+    layer = make("cuda", params_dtype=torch.bfloat16)
+    x = torch.randn(64, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        out = layer(x)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    for p in (0.0, 0.5):
+        layer.hidden_dropout = p
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        graph.replay()
+        first = [t.clone() for t in captured]
+        if p == 0.0:
+            for a, b in zip(first, step(), strict=True):
+                torch.testing.assert_close(a, b)
+        graph.replay()
+        assert torch.equal(first[0], captured[0]) == (p == 0.0)

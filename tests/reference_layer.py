@@ -1,0 +1,176 @@
+"""MultiheadAttention and TransformerLayer from their definition, in float64, batch first.
+
+Parameters come as a mapping from the names of the state dict to float64 tensors.
+"""
+
+from dataclasses import dataclass
+
+import reference_attention
+import torch
+from torch.nn.functional import gelu, relu, silu
+
+EPS = 1e-5
+ACTIVATIONS = {
+    "gelu": lambda x: gelu(x, approximate="tanh"),
+    "relu": relu,
+    "swiglu": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "squared_relu": lambda x: relu(x) ** 2,
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    groups: int
+    size: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: str = "LayerNorm"
+    zero_centered: bool = False
+
+
+def parameters_of(module):
+    """Float64 leaves of a module's parameters, by name."""
+    return {
+        name: parameter.detach().cpu().double().requires_grad_()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def below(parameters, prefix):
+    """The parameters of a child."""
+    start = f"{prefix}."
+    return {k.removeprefix(start): v for k, v in parameters.items() if k.startswith(start)}
+
+
+def norm(x, weight, bias, how):
+    if how.kind == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    y = y * (weight + 1 if how.zero_centered else weight)
+    return y if bias is None else y + bias
+
+
+def linear(x, parameters):
+    """Split parameters are concatenated in the order in which they are registered."""
+    weights = [v for k, v in parameters.items() if k.endswith("weight") and "norm" not in k]
+    biases = [v for k, v in parameters.items() if k.endswith("bias") and "norm" not in k]
+    y = x @ torch.cat(weights).T
+    return y + torch.cat(biases) if biases else y
+
+
+def norm_linear(x, parameters, how):
+    normed = norm(x, parameters["layer_norm_weight"], parameters.get("layer_norm_bias"), how)
+    return linear(normed, parameters), normed
+
+
+def query_key_value(projection, heads):
+    """Query, key and value `[batch, sequence, heads, size]` of a projection's output."""
+    per_group = heads.heads // heads.groups
+    queries, keys, values = [], [], []
+    rows = projection.split(heads.size, dim=-1)  # one row of `size` features each
+    if heads.interleaved:
+        for g in range(heads.groups):
+            group = rows[g * (per_group + 2) : (g + 1) * (per_group + 2)]
+            queries += group[:per_group]
+            keys.append(group[per_group])
+            values.append(group[per_group + 1])
+    else:
+        queries = rows[: heads.heads]
+        keys = rows[heads.heads : heads.heads + heads.groups]
+        values = rows[heads.heads + heads.groups :]
+    return [torch.stack(list(part), dim=-2) for part in (queries, keys, values)]
+
+
+def key_value(projection, heads):
+    rows = projection.split(heads.size, dim=-1)
+    if heads.interleaved:
+        return torch.stack(rows[::2], -2), torch.stack(rows[1::2], -2)
+    return torch.stack(rows[: heads.groups], -2), torch.stack(rows[heads.groups :], -2)
+
+
+def turned(x, angles):
+    """Rotary position embedding of `[batch, sequence, heads, size]` by `[sequence, size]`."""
+    first, second = x.chunk(2, -1)
+    angles = angles.double()[:, None]
+    return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+
+def multi_head(parameters, x, seen, heads, how, encoder_output=None, angles=None, post_bias=None):
+    """Output and the output of the input norm (None without one)."""
+    normed = None
+    if encoder_output is None:
+        if "layernorm_qkv.layer_norm_weight" in parameters:
+            projection, normed = norm_linear(x, below(parameters, "layernorm_qkv"), how)
+        else:
+            projection = linear(x, below(parameters, "qkv"))
+        query, key, value = query_key_value(projection, heads)
+    else:
+        if "layernorm_query.layer_norm_weight" in parameters:
+            query, normed = norm_linear(x, below(parameters, "layernorm_query"), how)
+        else:
+            query = linear(x, below(parameters, "query_layer"))
+        query = query.view(*query.shape[:-1], heads.heads, heads.size)
+        key, value = key_value(linear(encoder_output, below(parameters, "key_value")), heads)
+    if angles is not None:
+        query, key = turned(query, angles), turned(key, angles)
+    context = reference_attention.attention(query, key, value, seen, post_bias=post_bias)
+    return linear(context.flatten(2), below(parameters, "proj")), normed
+
+
+def mlp(parameters, x, how, activation):
+    normed = norm(x, parameters["layer_norm_weight"], parameters.get("layer_norm_bias"), how)
+    hidden = linear(normed, {k: v for k, v in parameters.items() if k.startswith("fc1")})
+    hidden = ACTIVATIONS[activation](hidden)
+    return linear(hidden, {k: v for k, v in parameters.items() if k.startswith("fc2")}), normed
+
+
+@dataclass(frozen=True)
+class Layer:
+    heads: Heads
+    how: Norm
+    activation: str = "gelu"
+    post_norm_residual: bool = False
+    parallel: bool = False
+
+
+def transformer_layer(
+    parameters, x, layer, seen, encoder_output=None, cross_seen=None, angles=None, post_bias=None
+):
+    """No dropout."""
+    how, heads = layer.how, layer.heads
+    attention, normed = multi_head(
+        below(parameters, "self_attention"), x, seen, heads, how, None, angles, post_bias
+    )
+    if layer.parallel:
+        return x + attention + mlp(below(parameters, "layernorm_mlp"), x, how, layer.activation)[0]
+    x = attention + (normed if layer.post_norm_residual else x)
+    if encoder_output is not None:
+        cross, normed = multi_head(
+            below(parameters, "inter_attention"), x, cross_seen, heads, how, encoder_output
+        )
+        x = cross + (normed if layer.post_norm_residual else x)
+    out, normed = mlp(below(parameters, "layernorm_mlp"), x, how, layer.activation)
+    x = out + (normed if layer.post_norm_residual else x)
+    final = below(parameters, "layernorm")
+    return norm(x, final["weight"], final.get("bias"), how) if final else x
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.detach().cpu().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def assert_same_gradients(module, parameters, bound):
+    """Gradients of all parameters, each relative to the largest norm among those of its kind."""
+    for name, parameter in module.named_parameters():
+        expected = parameters[name].grad
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == parameter.dtype, name
+        if float(expected.norm()) < 1e-9:  # a bias of keys moves no softmax
+            assert float(parameter.grad.norm()) < bound, name
+        else:
+            assert relative_error(parameter.grad, expected) < bound, name

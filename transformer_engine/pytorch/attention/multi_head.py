@@ -1,0 +1,369 @@
+"""MultiheadAttention: projections to queries, keys and values, attention, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.attention.core import AttentionMask
+from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+from transformer_engine.pytorch.attention.masks import Window
+from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv
+from transformer_engine.pytorch.modules.base import accept_overlap_arguments
+from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.modules.linear import Linear
+from transformer_engine.pytorch.modules.parameters import InitMethod
+from transformer_engine.pytorch.rope import apply_rotary_pos_emb
+
+RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with its projections, and optionally a norm before them.
+
+    Args:
+        hidden_size: size of each input and output sample.
+        num_attention_heads: query heads.
+        kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
+        attention_dropout: probability of dropping an attention weight in training.
+        layernorm_epsilon: added to the variance.
+        init_method: of the query, key and value weights; None is a normal with deviation 0.023.
+        output_layer_init_method: of the output projection's weight; likewise.
+        layer_number: number of the layer, from 1.
+        attn_mask_type: see `DotProductAttention`.
+        window_size: see `DotProductAttention`.
+        tp_group: tensor parallel group, of one rank so far.
+        tp_size: tensor parallel ranks, 1 so far.
+        num_gqa_groups: key and value heads; None for as many as query heads.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
+            `fuse_qkv_params`.
+        get_rng_state_tracker: returns the tracker of initialisation and dropout.
+        sequence_parallel: has an effect with several ranks only.
+        params_dtype: of the parameters; None is torch's default dtype.
+        return_bias: return the output projection's bias instead of adding it.
+        return_layernorm_output: also return the output of the norm.
+        input_layernorm: normalise the input.
+        attention_type: `self`, or `cross` for keys and values of `encoder_output`.
+        set_parallel_mode: shard the projections over the tensor parallel group.
+        fuse_qkv_params: one parameter for queries, keys and values instead of three.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        qkv_weight_interleaved: see `projections.py`; False without `fuse_qkv_params`.
+        bias: learn additive biases.
+        normalization: `LayerNorm` or `RMSNorm`.
+        device: of the parameters; None is cuda where there is one, else cpu.
+        qkv_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
+            `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
+        bottom_right_diagonal: see `DotProductAttention`.
+        rotary_pos_interleaved: see `rope.py`.
+        qk_norm_type: not implemented.
+        softmax_type: `vanilla`.
+        seq_length: without effect.
+        micro_batch_size: without effect.
+        name: name of the layer; its children are `<name>.layernorm_qkv`, `<name>.proj`, ...
+        others: arguments that tune overlap of communication; no effect on one rank.
+
+    Example:
+        >>> MultiheadAttention(64, 4, device="cpu")(torch.randn(8, 2, 64)).shape
+        torch.Size([8, 2, 64])
+    """
+
+    layernorm_qkv: LayerNormLinear
+    qkv: Linear
+    layernorm_query: LayerNormLinear
+    query_layer: Linear
+    key_value: Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = 1,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        bottom_right_diagonal: bool | None = None,
+        rotary_pos_interleaved: bool = False,
+        qk_norm_type: str | None = None,
+        softmax_type: str = "vanilla",
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        accept_overlap_arguments("MultiheadAttention", others)
+        if qk_norm_type is not None:
+            raise NotImplementedError(
+                f"[MultiheadAttention] qk_norm_type={qk_norm_type!r} is not implemented yet"
+            )
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "[MultiheadAttention] expected fuse_qkv_params=True with"
+                " fuse_wgrad_accumulation=True, got False"
+            )
+        self.name = name or type(self).__name__
+        self.hidden_size = hidden_size
+        self.layer_number = _checked_layer_number(layer_number)
+        self.attention_type = attention_type
+        self.qkv_format = qkv_format
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output and input_layernorm
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.layout = HeadLayout(
+            num_attention_heads,
+            num_attention_heads if num_gqa_groups is None else num_gqa_groups,
+            kv_channels or _divide(hidden_size, num_attention_heads),
+            qkv_weight_interleaved and fuse_qkv_params,
+        )
+        linear: dict[str, Any] = {
+            "bias": bias,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "device": device,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        self._add_input_projections(
+            fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
+        )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.layout.size,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softmax_type=softmax_type,
+            name=f"{self.name}.core_attention",
+        )
+        self.proj = Linear(
+            self.layout.query_features,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            parallel_mode=row,
+            name=f"{self.name}.proj",
+            **linear,
+        )
+
+    def _add_input_projections(
+        self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
+    ) -> None:
+        """Register the projections of the input, under the names that checkpoints have."""
+        query, key = self.layout.query_features, self.layout.key_features
+        parts = {"query": query, "key": key, "value": key}
+        if self.attention_type == "cross":
+            self._add("key_value", 2 * key, None if fused else ("key", "value"), None, linear)
+            if self.input_layernorm:
+                self._add("layernorm_query", query, None if fused else ("query",), norm, linear)
+            else:
+                self._add("query_layer", query, None, None, linear)
+        elif self.input_layernorm:
+            self._add("layernorm_qkv", query + 2 * key, None if fused else parts, norm, linear)
+        else:
+            self._add("qkv", query + 2 * key, None if fused else parts, None, linear)
+
+    def _add(
+        self,
+        attribute: str,
+        features: int,
+        split: Any,
+        norm: dict[str, Any] | None,
+        linear: dict[str, Any],
+    ) -> None:
+        module = Linear if norm is None else LayerNormLinear
+        arguments = {**linear, **(norm or {}), "parameters_split": split}
+        name = f"{self.name}.{attribute}"
+        setattr(self, attribute, module(self.hidden_size, features, name=name, **arguments))
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group, of one rank so far."""
+        child: Any
+        for child in self.children():
+            child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context parallel group, of one rank so far."""
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: AttentionMask | None = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: RotaryAngles | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        **core: Any,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            hidden_states: `[sequence, batch, hidden_size]`, or as `qkv_format` says.
+            attention_mask: see `DotProductAttention.forward`.
+            encoder_output: what keys and values are made of in cross attention.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            is_first_microbatch: see `Linear.forward`.
+            checkpoint_core_attention: see `DotProductAttention.forward`.
+            inference_params: not implemented.
+            rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
+            core_attention_bias_type: see `DotProductAttention.forward`.
+            core_attention_bias: see `DotProductAttention.forward`.
+            alibi_slopes: see `DotProductAttention.forward`.
+            fast_zero_fill: without effect.
+            cu_seqlens_q: see `DotProductAttention.forward`.
+            cu_seqlens_kv: see `DotProductAttention.forward`.
+            cu_seqlens_q_padded: see `DotProductAttention.forward`.
+            cu_seqlens_kv_padded: see `DotProductAttention.forward`.
+            core: further keywords of `DotProductAttention.forward`.
+
+        Returns:
+            `out[, bias][, norm output]`, as `return_bias` and `return_layernorm_output` say.
+        """
+        if inference_params is not None:
+            raise NotImplementedError(
+                "[MultiheadAttention] inference_params: the KV cache is not implemented yet"
+            )
+        query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
+        if rotary_pos_emb is not None:
+            of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            angles = rotary_pos_emb
+            pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+            query = self._turned(query, pair[0], of_query)
+            key = self._turned(key, pair[1], of_key)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            **core,
+        )
+        out = self.proj(context, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return out
+        return (*out, tap) if self.return_bias else (out, tap)
+
+    def _project(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[Any, ...]:
+        """Query, key, value, and the output of the norm (None where nobody asks)."""
+        out: Any
+        if self.attention_type == "self":
+            module = self.layernorm_qkv if self.input_layernorm else self.qkv
+            out = module(hidden_states, is_first_microbatch)
+            out, tap = out if self.return_layernorm_output else (out, None)
+            return (*split_qkv(out, self.layout), tap)
+        if encoder_output is None:
+            raise ValueError(
+                "[MultiheadAttention] expected encoder_output with attention_type 'cross', got None"
+            )
+        module = self.layernorm_query if self.input_layernorm else self.query_layer
+        out = module(hidden_states, is_first_microbatch)
+        out, tap = out if self.return_layernorm_output else (out, None)
+        query = out.view(*out.shape[:-1], self.layout.heads, self.layout.size)
+        key_value = self.key_value(encoder_output, is_first_microbatch)
+        return (query, *split_kv(key_value, self.layout), tap)
+
+    def _turned(
+        self, x: torch.Tensor, angles: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        return apply_rotary_pos_emb(
+            x,
+            angles,
+            self.qkv_format,
+            fused=True,
+            cu_seqlens=cu_seqlens,
+            interleaved=self.rotary_pos_interleaved,
+        )
+
+
+def _divide(hidden_size: int, heads: int) -> int:
+    if hidden_size % heads:
+        raise ValueError(
+            "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
+            f" {hidden_size} is not divisible by {heads}"
+        )
+    return hidden_size // heads
+
+
+def _checked_layer_number(layer_number: int | None) -> int:
+    number = 1 if layer_number is None else layer_number
+    if number < 1:
+        raise ValueError(f"[MultiheadAttention] expected layer_number >= 1, got {number}")
+    return number

@@ -1,0 +1,53 @@
+"""How the output of a fused projection holds queries, keys and values: everything here is a view.
+
+    interleaved       [groups, queries per group + 2, size]    each group: its queries, key, value
+    not interleaved   [heads, size], [groups, size], [groups, size]
+
+Going back, autograd concatenates the three gradients once into one buffer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class HeadLayout(NamedTuple):
+    """Heads of a projection, and whether each group's are together."""
+
+    heads: int
+    groups: int
+    size: int
+    interleaved: bool
+
+    @property
+    def query_features(self) -> int:
+        """Features of all queries."""
+        return self.heads * self.size
+
+    @property
+    def key_features(self) -> int:
+        """Features of all keys, which is also those of all values."""
+        return self.groups * self.size
+
+
+def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
+    heads, groups, size, interleaved = layout
+    lead = x.shape[:-1]
+    if not interleaved:
+        parts = x.split((layout.query_features, layout.key_features, layout.key_features), dim=-1)
+        of_each = (heads, groups, groups)
+        return tuple(p.view(*lead, n, size) for p, n in zip(parts, of_each, strict=True))
+    per_group = heads // groups
+    query, key, value = x.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
+    # With several queries in a group their heads have no single stride: this copies the queries.
+    return query.reshape(*lead, heads, size), key.squeeze(-2), value.squeeze(-2)
+
+
+def split_kv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """Key and value `[..., groups, size]` of `[..., features]`."""
+    shape = (layout.groups, 2) if layout.interleaved else (2, layout.groups)
+    pair = x.view(*x.shape[:-1], *shape, layout.size)
+    return pair.unbind(-2 if layout.interleaved else -3)

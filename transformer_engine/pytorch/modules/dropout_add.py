@@ -1,0 +1,72 @@
+"""residual + dropout(x + bias): the end of every block of a transformer layer, in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from transformer_engine.pytorch.kernels.dropout_add import (
+    dropout_add_backward,
+    dropout_add_forward,
+)
+
+
+class _DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        p: float,
+    ) -> torch.Tensor:
+        # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
+        seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0.0 else None
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        ctx.dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        return dropout_add_forward(x, bias, residual, seed, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (seed,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        needs_x, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        same = ctx.p == 0.0 and ctx.dtype == grad.dtype
+        x_grad, bias_grad = dropout_add_backward(
+            grad,
+            seed,
+            ctx.p,
+            ctx.dtype if needs_x and not same else None,
+            ctx.bias_dtype if needs_bias else None,
+        )
+        return (
+            grad if needs_x and same else x_grad,
+            bias_grad,
+            grad if needs_residual else None,
+            None,
+        )
+
+
+def dropout_add(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    """`residual + dropout(x + bias)` in the dtype of the residual (of `x` without one).
+
+    Args:
+        x: `[..., cols]`.
+        bias: `[cols]`.
+        residual: shape of `x`.
+        p: probability of dropping an element, 0 <= p < 1; 0 where not training.
+    """
+    if p == 0.0 and bias is None and residual is not None and residual.dtype == x.dtype:
+        return residual + x
+    out: torch.Tensor = _DropoutAdd.apply(x.contiguous(), bias, residual, p)
+    return out

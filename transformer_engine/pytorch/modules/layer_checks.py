@@ -1,0 +1,66 @@
+"""What TransformerLayer refuses, and how it says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformer_engine.pytorch.attention.core import AttentionMask
+from transformer_engine.pytorch.attention.masks import check_mask_dtype, mask_type
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+
+BATCH_DIM = {"sbhd": 1, "bshd": 0, "thd": 0}
+
+
+def check_layer(layer: TransformerLayer, fuses_only_wgrad: bool) -> None:
+    """Check the constructor's arguments as the layer has noted them."""
+    mask_type(layer.self_attn_mask_type, "self_attn_mask_type")
+    if layer.enc_dec_attn_mask_type is not None:
+        mask_type(layer.enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+    if layer.layer_type not in ("encoder", "decoder"):
+        raise ValueError(
+            f"[TransformerLayer] expected layer_type 'encoder' or 'decoder',"
+            f" got {layer.layer_type!r}"
+        )
+    if layer.attn_input_format not in BATCH_DIM:
+        raise ValueError(
+            f"[TransformerLayer] expected attn_input_format in {{{', '.join(BATCH_DIM)}}},"
+            f" got {layer.attn_input_format!r}"
+        )
+    if not 0.0 <= layer.hidden_dropout < 1.0:
+        raise ValueError(
+            f"[TransformerLayer] expected 0 <= hidden_dropout < 1, got {layer.hidden_dropout}"
+        )
+    if fuses_only_wgrad:
+        raise ValueError(
+            "[TransformerLayer] expected fuse_qkv_params=True with fuse_wgrad_accumulation=True,"
+            " got False"
+        )
+    _check_parallel_mlp(layer)
+
+
+def _check_parallel_mlp(layer: TransformerLayer) -> None:
+    if not layer.parallel_attention_mlp:
+        return
+    refused = {
+        "apply_residual_connection_post_layernorm=True": (
+            layer.apply_residual_connection_post_layernorm
+        ),
+        "output_layernorm=True": layer.output_layernorm,
+        "layer_type='decoder'": layer.layer_type == "decoder",
+    }
+    for argument, given in refused.items():
+        if given:
+            raise ValueError(
+                f"[TransformerLayer] expected parallel_attention_mlp=True without {argument},"
+                " got both"
+            )
+
+
+def check_mask(mask: AttentionMask | None, kind: str, parameter: str, kind_parameter: str) -> None:
+    """Check a mask type, and the dtype of the mask where the type uses it."""
+    described = mask_type(kind, kind_parameter)
+    if mask is not None and (described.padding or described.arbitrary):
+        for part in mask if isinstance(mask, tuple | list) else (mask,):
+            check_mask_dtype(part, parameter)
