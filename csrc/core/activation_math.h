@@ -31,17 +31,16 @@ enum class ActivationKind : int32_t {
 
 constexpr bool is_gated(ActivationKind kind) { return static_cast<int32_t>(kind) % 2 == 1; }
 
-// 1 / (1 + exp(-z)). The device's two approximate instructions are good to about 2e-7 of the
-// result; what is smaller than the smallest normal number becomes zero there.
-TE_HD float sigmoid(float z) {
+// 1 / (1 + 2^q). The device's two approximate instructions are good to about 2e-7 of the result;
+// what is smaller than the smallest normal number becomes zero there.
+TE_HD float reciprocal_of_1_plus_exp2(float q) {
 #if defined(__CUDA_ARCH__)
-  constexpr float kLog2E = 1.44269504f;
   float power, result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -kLog2E));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(q));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power + 1.0f));
   return result;
 #else
-  return 1.0f / (1.0f + std::exp(-z));
+  return 1.0f / (1.0f + std::exp2(q));
 #endif
 }
 
@@ -76,16 +75,19 @@ struct ValueAndGradient {
 struct SigmoidUnit {
   float linear, cubic, limit;
 
-  TE_HD float value(float x) const {
-    const float held = at_most(at_least(x, -limit), limit);
-    return at_least(x, -limit) * sigmoid(held * (linear + cubic * held * held));
-  }
+  TE_HD float value(float x) const { return at_least(x, -limit) * sigmoid(hold(x)); }
   TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
-    const float held = at_most(at_least(x, -limit), limit);
-    const float square = held * held;
-    const float s = sigmoid(held * (linear + cubic * square));
-    const float slope = linear + 3.0f * cubic * square;
-    return {at_least(x, -limit) * s, dy * (s + held * (s - s * s) * slope)};
+    const float held = hold(x), s = sigmoid(held);
+    const float slope = linear + 3.0f * cubic * (held * held);
+    return {at_least(x, -limit) * s, dy * (s + held * slope * (s - s * s))};
+  }
+
+ private:
+  TE_HD float hold(float x) const { return at_most(at_least(x, -limit), limit); }
+  // sigmoid(p(x)): the exponential is taken to the base that the hardware has.
+  TE_HD float sigmoid(float x) const {
+    constexpr float kLog2E = 1.44269504f;
+    return reciprocal_of_1_plus_exp2(x * (-kLog2E * linear + -kLog2E * cubic * (x * x)));
   }
 };
 
@@ -108,20 +110,15 @@ decltype(auto) dispatch_activation(ActivationKind kind, F&& f) {
   constexpr float kGeluLinear = 1.5957691216f;  // 2 sqrt(2 / pi)
   switch (kind) {
     case ActivationKind::Gelu:
-    case ActivationKind::Geglu:
-      return f(SigmoidUnit{kGeluLinear, 0.044715f * kGeluLinear, 10.25f});
+    case ActivationKind::Geglu: return f(SigmoidUnit{kGeluLinear, 0.044715f * kGeluLinear, 10.25f});
     case ActivationKind::Qgelu:
-    case ActivationKind::Qgeglu:
-      return f(SigmoidUnit{1.702f, 0.0f, 54.0f});
+    case ActivationKind::Qgeglu: return f(SigmoidUnit{1.702f, 0.0f, 54.0f});
     case ActivationKind::Silu:
-    case ActivationKind::Swiglu:
-      return f(SigmoidUnit{1.0f, 0.0f, 92.0f});
+    case ActivationKind::Swiglu: return f(SigmoidUnit{1.0f, 0.0f, 92.0f});
     case ActivationKind::Relu:
-    case ActivationKind::Reglu:
-      return f(RectifiedUnit{false});
+    case ActivationKind::Reglu: return f(RectifiedUnit{false});
     case ActivationKind::Srelu:
-    case ActivationKind::Sreglu:
-      return f(RectifiedUnit{true});
+    case ActivationKind::Sreglu: return f(RectifiedUnit{true});
   }
   fail(Kind::Value, "activation", "expected a kind from 0 to 9, got ", static_cast<int32_t>(kind));
 }

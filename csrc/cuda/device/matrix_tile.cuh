@@ -15,13 +15,16 @@ static_assert(kTile / 8 * kOctetsPerRow == kTileThreads);
 
 struct TileBlock {
   int64_t start;   // index of the tile's first element
-  int pitch;       // columns of the matrix
+  int pitch;       // elements from row to row
   int rows, cols;  // of the tile that exist
   int row, col;    // of the thread's block within the tile
 
   __device__ __forceinline__ TileBlock(TilePlace tile, int64_t matrix_rows, int matrix_cols)
-      : start(int64_t{tile.row} * kTile * matrix_cols + tile.col * kTile),
-        pitch(matrix_cols),
+      : TileBlock(tile, matrix_rows, matrix_cols, matrix_cols) {}
+  __device__ __forceinline__ TileBlock(TilePlace tile, int64_t matrix_rows, int matrix_cols,
+                                       int row_pitch)
+      : start(int64_t{tile.row} * kTile * row_pitch + tile.col * kTile),
+        pitch(row_pitch),
         rows(static_cast<int>(min(matrix_rows - int64_t{tile.row} * kTile, int64_t{kTile}))),
         cols(min(matrix_cols - tile.col * kTile, kTile)),
         row(static_cast<int>(threadIdx.x / kOctetsPerRow * 8)),
@@ -36,8 +39,9 @@ struct TileBlock {
     const auto* tile = reinterpret_cast<const char*>(matrix + start + min(col, cols - width));
     return reinterpret_cast<const T*>(tile + int64_t{min(row + i, rows - 1)} * row_bytes);
   }
-  __device__ __forceinline__ uint8_t* row_of(uint8_t* codes, int i) const {
-    return codes + start + col + int64_t{row + i} * pitch;
+  template <class T>
+  __device__ __forceinline__ T* row_of(T* matrix, int i) const {
+    return matrix + start + col + int64_t{row + i} * pitch;
   }
   __device__ __forceinline__ bool has_row(int i) const { return row + i < rows; }
   // Columns from the block's first to the end of the tile; 0 or less where the block lies outside.

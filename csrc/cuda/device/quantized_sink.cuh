@@ -13,6 +13,8 @@ struct QuantizedSink {
   const float* scale = nullptr;
   float* amax = nullptr;
 
+  __device__ __forceinline__ explicit operator bool() const { return scales; }
+
   // The scale to multiply by. With delayed scaling the thread that is the `writer`, one of the
   // grid, leaves the pair {1 / scale, scale} for the consumers.
   __device__ __forceinline__ float scale_used(bool writer) const {

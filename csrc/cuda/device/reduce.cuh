@@ -72,6 +72,8 @@ struct CurrentScaleSink {
   float epsilon = 0.0f;
   bool power_of_2 = false;
 
+  __device__ __forceinline__ explicit operator bool() const { return scratch; }
+
   __device__ __forceinline__ void finish(float block_amax, unsigned blocks) const {
     atomicMax(&scratch[0], __float_as_uint(block_amax));
     __threadfence();

@@ -74,6 +74,24 @@ __device__ __forceinline__ Octet<T> gather_octet(const T* from, int last) {
   return octet;
 }
 
+// Rounds eight values and stores them; `to` is aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ void store_octet(T* to, const float (&values)[8]) {
+  if constexpr (sizeof(T) == 4) {
+    store_pack(to, Pack<float, 4>{values[0], values[1], values[2], values[3]});
+    store_pack(to + 4, Pack<float, 4>{values[4], values[5], values[6], values[7]});
+  } else {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      word[i] = T(values[2 * i]).bits | uint32_t{T(values[2 * i + 1]).bits} << 16;
+    // Of the same in C++ the compiler makes four stores.
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+  }
+}
+
 inline bool is_aligned(const void* pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }

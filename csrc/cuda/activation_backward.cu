@@ -1,0 +1,64 @@
+// Activation backward by the tile map: dx, its codes both ways, either scaling and the bias
+// gradient, in one pass over dy and x.
+#include "cuda/column_sum.h"
+#include "cuda/device/tile_map.cuh"
+#include "ops/activation.h"
+
+namespace te::cuda {
+namespace {
+
+// In: dy, x or dy, x1, x2. Out: dx or dx1, dx2.
+template <class Unit, bool kGated>
+struct Backward {
+  static constexpr int kInputs = kGated ? 3 : 2;
+  static constexpr int kOutputs = kGated ? 2 : 1;
+  static constexpr int kPitch(int k) { return k == 0 ? 1 : kOutputs; }
+  static constexpr bool kColumnSums = true;
+  Unit unit;
+
+  __device__ __forceinline__ void operator()(const float (&in)[kInputs],
+                                             float (&out)[kOutputs]) const {
+    if constexpr (kGated) {
+      const auto [value, gradient] = unit.value_and_gradient(in[1], in[0] * in[2]);
+      out[0] = gradient;
+      out[1] = in[0] * value;
+    } else {
+      out[0] = unit.value_and_gradient(in[1], in[0]).gradient;
+    }
+  }
+};
+
+template <class Unit, bool kGated>
+void backward(const ActivationBackwardArgs& args, const Unit& unit, cudaStream_t stream) {
+  const TensorView& x = args.x;
+  const int64_t cols = args.dy.cols();
+  TileMap<Backward<Unit, kGated>> map{
+      .function = {unit},
+      .inputs = {args.dy.data, x.data},
+      .rows = x.rows(),
+      .cols = static_cast<int>(cols),
+      .walk = {},
+      .plain = args.dx.data,
+      .quantized = sink_of(args.quantized),
+      .e5m2 = args.quantized.dtype == DType::Float8E5M2,
+      .current = sink_of(args.current),
+      .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr};
+  if constexpr (kGated) map.inputs[2] = x.ptr<char>() + cols * size_of(x.dtype);
+  launch_tile_map(map, x.dtype, "activation_backward", stream);
+}
+
+}  // namespace
+
+void activation_backward(const ActivationBackwardArgs& args, Stream on) {
+  const DeviceGuard guard(args.x.device);
+  const cudaStream_t stream = stream_of(on);
+  dispatch_activation(args.kind, [&](auto unit) {
+    dispatch_bool(is_gated(args.kind),
+                  [&](auto gated) { backward<decltype(unit), gated()>(args, unit, stream); });
+  });
+  if (args.dbias)
+    reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
+                        args.dbias, stream);
+}
+
+}  // namespace te::cuda

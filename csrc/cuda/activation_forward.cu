@@ -1,0 +1,52 @@
+// Activation forward by the tile map: y, its codes both ways, and either scaling, in one pass.
+#include "cuda/device/tile_map.cuh"
+#include "ops/activation.h"
+
+namespace te::cuda {
+namespace {
+
+template <class Unit, bool kGated>
+struct Forward {
+  static constexpr int kInputs = kGated ? 2 : 1;
+  static constexpr int kOutputs = 1;
+  static constexpr int kPitch(int) { return kInputs; }  // x1 and x2 are halves of rows
+  static constexpr bool kColumnSums = false;
+  Unit unit;
+
+  __device__ __forceinline__ void operator()(const float (&in)[kInputs],
+                                             float (&out)[kOutputs]) const {
+    out[0] = unit.value(in[0]);
+    if constexpr (kGated) out[0] *= in[1];
+  }
+};
+
+template <class Unit, bool kGated>
+void forward(const ActivationForwardArgs& args, const Unit& unit, cudaStream_t stream) {
+  const TensorView& x = args.x;
+  const int64_t cols = x.cols() / (kGated ? 2 : 1);
+  TileMap<Forward<Unit, kGated>> map{.function = {unit},
+                                     .inputs = {x.data},
+                                     .rows = x.rows(),
+                                     .cols = static_cast<int>(cols),
+                                     .walk = {},
+                                     .plain = args.y.data,
+                                     .quantized = sink_of(args.quantized),
+                                     .e5m2 = args.quantized.dtype == DType::Float8E5M2,
+                                     .current = sink_of(args.current),
+                                     .column_parts = nullptr};
+  if constexpr (kGated) map.inputs[1] = x.ptr<char>() + cols * size_of(x.dtype);
+  launch_tile_map(map, x.dtype, "activation_forward", stream);
+}
+
+}  // namespace
+
+void activation_forward(const ActivationForwardArgs& args, Stream stream) {
+  const DeviceGuard guard(args.x.device);
+  dispatch_activation(args.kind, [&](auto unit) {
+    dispatch_bool(is_gated(args.kind), [&](auto gated) {
+      forward<decltype(unit), gated()>(args, unit, stream_of(stream));
+    });
+  });
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,255 @@
+// An elementwise function of one to three matrices, written in every form that a GEMM or a module
+// asks for, in one pass: plain, FP8 row-wise, FP8 transposed, column sums, amax or current scale.
+//
+// A block of 256 threads takes a tile of 128 x 128. A thread reads eight neighbours of eight rows
+// of every input, keeps the codes of its 8 x 8 values in registers, stores them row by row, and
+// hands them to CodeTile for the transposed store.
+//
+//   struct Function {
+//     static constexpr int kInputs, kOutputs;
+//     static constexpr int kPitch(int k);  // input k has rows of kPitch(k) * cols elements
+//     static constexpr bool kColumnSums;
+//     __device__ void operator()(const float (&in)[kInputs], float (&out)[kOutputs]) const;
+//   };
+//
+// The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
+#pragma once
+
+#include "cuda/device/float8.cuh"
+#include "cuda/device/matrix_tile.cuh"
+#include "cuda/device/quantized_sink.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/tile_transpose.cuh"
+#include "cuda/device/vector.cuh"
+#include "cuda/launch.h"
+#include "cuda/policy/tile_map.h"
+
+namespace te::cuda {
+
+template <class Function>
+struct TileMap {
+  Function function;
+  const void* inputs[Function::kInputs];
+  int64_t rows;
+  int cols;  // of each output
+  TileWalk walk;
+  void* plain;  // dtype of the inputs; may be null
+  QuantizedSink quantized;
+  bool e5m2;  // else E4M3
+  CurrentScaleSink current;
+  float* column_parts;  // [tile rows, kOutputs * cols]
+};
+
+// What a thread gathers over its 8 x 8 values of each output.
+template <int kOutputs>
+struct MapResults {
+  CodeBlock codes[kOutputs];
+  float sums[kOutputs][8] = {};
+  float amax = 0.0f;
+};
+
+template <bool kWide, class In>
+__device__ __forceinline__ Octet<In> read_octet(const In* matrix, const TileBlock& block, int i) {
+  if constexpr (kWide) return load_octet(block.row_or_last(matrix, i, 8));
+  return gather_octet(block.row_or_last(matrix, i, 1), max(0, block.width() - 1));
+}
+
+template <bool kWide, class Out>
+__device__ __forceinline__ void write_octet(Out* to, const float (&values)[8], int count) {
+  if constexpr (kWide) {
+    store_octet(to, values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < count) to[j] = Out(values[j]);
+  }
+}
+
+template <bool kWide>
+__device__ __forceinline__ void write_codes(uint8_t* to, uint2 codes, int count) {
+  if constexpr (kWide) {
+    *reinterpret_cast<uint2*>(to) = codes;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < count) to[j] = static_cast<uint8_t>((j < 4 ? codes.x : codes.y) >> (8 * (j % 4)));
+  }
+}
+
+// Row `i` of a thread's block: from the inputs to the plain result, the codes and the sums.
+template <bool kWide, class In, class Function>
+__device__ __forceinline__ void map_row(const TileMap<Function>& map, const TileBlock& block, int i,
+                                        float scale, const Octet<In> (&octets)[Function::kInputs],
+                                        MapResults<Function::kOutputs>& results) {
+  constexpr int kInputs = Function::kInputs, kOutputs = Function::kOutputs;
+  float values[kOutputs][8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float in[kInputs], out[kOutputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) in[k] = octets[k][j];
+    map.function(in, out);
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k) {
+      values[k][j] = out[k];
+      results.amax = fmaxf(results.amax, fabsf(out[k]));
+      if constexpr (Function::kColumnSums) {
+        if (block.has_row(i)) results.sums[k][j] += out[k];
+      }
+    }
+  }
+  auto* plain = static_cast<In*>(map.plain);
+#pragma unroll
+  for (int k = 0; k < kOutputs; ++k) {
+    if (plain && block.has_row(i) && block.width() > 0)
+      write_octet<kWide>(block.row_of(plain + k * map.cols, i), values[k], block.width());
+    if (map.quantized)
+      results.codes[k].rows[i] =
+          map.e5m2 ? encode8<E5M2>(values[k], scale) : encode8<E4M3>(values[k], scale);
+  }
+}
+
+// All loads of some rows are issued before the first value is used.
+template <bool kWide, class In, class Function>
+__device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlace at,
+                                          const TileBlock& block,
+                                          MapResults<Function::kOutputs>& results) {
+  constexpr int kInputs = Function::kInputs;
+  constexpr int kLoads = tile_map_policy(kInputs, Function::kOutputs, kWide).loads_in_flight;
+  constexpr int kRows = kLoads / (kInputs * Octet<In>::kWords);
+  static_assert(kRows > 0 && 8 % kRows == 0);
+  float scale = 1.0f;
+#pragma unroll
+  for (int first = 0; first < 8; first += kRows) {
+    Octet<In> octets[kRows][kInputs];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        const TileBlock source(at, map.rows, map.cols, Function::kPitch(k) * map.cols);
+        octets[i][k] = read_octet<kWide>(static_cast<const In*>(map.inputs[k]), source, first + i);
+      }
+    if (first == 0 && map.quantized)
+      scale = map.quantized.scale_used(at.row == 0 && at.col == 0 && threadIdx.x == 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      map_row<kWide>(map, block, first + i, scale, octets[i], results);
+  }
+}
+
+template <bool kWide, int kOutputs>
+__device__ __forceinline__ void store_rows(uint8_t* out, int cols, const TileBlock& block,
+                                           const CodeBlock (&codes)[kOutputs]) {
+  if (!out || block.width() <= 0) return;
+#pragma unroll
+  for (int k = 0; k < kOutputs; ++k)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (block.has_row(i))
+        write_codes<kWide>(block.row_of(out + k * cols, i), codes[k].rows[i], block.width());
+}
+
+// The sums of a tile's columns: every warp leaves those of its rows, then a thread adds a column.
+template <int kOutputs>
+struct TileColumnSums {
+  static constexpr int kWarps = kTileThreads / 32;
+  float part[kOutputs][kWarps][kTile];
+
+  __device__ __forceinline__ void leave(int k, int col, float (&sums)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], kOctetsPerRow);
+    if (threadIdx.x % 32 >= kOctetsPerRow) return;
+    float* to = part[k][threadIdx.x / 32] + col;
+    store_pack(to, Pack<float, 4>{sums[0], sums[1], sums[2], sums[3]});
+    store_pack(to + 4, Pack<float, 4>{sums[4], sums[5], sums[6], sums[7]});
+  }
+  // `to`: what belongs to the tile's first column of the first output.
+  __device__ __forceinline__ void store(float* to, int cols, int tile_cols) const {
+    const int k = static_cast<int>(threadIdx.x) / kTile, j = static_cast<int>(threadIdx.x) % kTile;
+    if (k >= kOutputs || j >= tile_cols) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += part[k][warp][j];
+    to[k * cols + j] = sum;
+  }
+};
+
+template <class In, class Function, bool kWide>
+__global__ void __launch_bounds__(
+    kTileThreads,
+    tile_map_policy(Function::kInputs, Function::kOutputs, kWide).blocks_per_multiprocessor)
+    tile_map_kernel(const TileMap<Function> map) {
+  constexpr int kOutputs = Function::kOutputs;
+  using Codes = CodeTile<kTile, kTile>;
+  __shared__ alignas(16) uint8_t memory[kOutputs][Codes::kBytes];
+  [[maybe_unused]] __shared__ alignas(16) TileColumnSums<kOutputs> sums;
+  __shared__ BlockAmax<kTileThreads / 32> block_amax;
+  const TilePlace at = map.walk.at(blockIdx.x, blockIdx.y);
+  if (!map.walk.has(at)) return;
+  const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
+
+  MapResults<kOutputs> results;
+  map_block<kWide, In>(map, at, block, results);
+  store_rows<kWide>(map.quantized.rowwise, map.cols, block, results.codes);
+#pragma unroll
+  for (int k = 0; k < kOutputs; ++k) {
+    if (map.quantized.columnwise) Codes(memory[k]).put(block.row, block.col, results.codes[k]);
+    if constexpr (Function::kColumnSums) sums.leave(k, block.col, results.sums[k]);
+  }
+  block_amax.leave(results.amax);
+  __syncthreads();
+
+#pragma unroll
+  for (int k = 0; k < kOutputs; ++k) {
+    uint8_t* const out = map.quantized.columnwise + k * map.cols * map.rows;
+    if (map.quantized.columnwise)
+      Codes(memory[k]).template store<kTileThreads>(target_of(out, map.rows, at, block));
+  }
+  if constexpr (Function::kColumnSums) {
+    if (map.column_parts)
+      sums.store(map.column_parts + int64_t{at.row} * block.pitch + at.col * kTile, map.cols,
+                 block.cols);
+  }
+  if (threadIdx.x != 0) return;
+  const float amax = block_amax.total();
+  if (map.quantized.amax) atomic_max(map.quantized.amax, amax);
+  // Rounding keeps order: this is the amax of the values as rounded.
+  if (map.current) map.current.finish(static_cast<float>(In(amax)), map.walk.rows * map.walk.cols);
+}
+
+// An empty matrix has scales all the same.
+static __global__ void empty_map_kernel(QuantizedSink quantized, CurrentScaleSink current) {
+  if (quantized) quantized.scale_used(true);
+  if (current) current.finish(0.0f, 1);
+}
+
+template <class Function>
+bool can_go_wide(const TileMap<Function>& map) {
+  bool wide =
+      map.cols % 8 == 0 && is_aligned(map.plain, 16) && is_aligned(map.quantized.rowwise, 8);
+  for (const void* input : map.inputs) wide = wide && is_aligned(input, 16);
+  return wide;
+}
+
+// Launches all but `walk`, which it fills in.
+template <class Function>
+void launch_tile_map(TileMap<Function> map, DType dtype, std::string_view op, cudaStream_t stream) {
+  map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), false);
+  require(tiles_can_walk(map.walk, int64_t{2} * map.cols), Kind::Unsupported, op,
+          "expected fewer than 2^28 columns and 2^26 rows, got ", map.cols, " and ", map.rows);
+  const dim3 grid(static_cast<unsigned>(map.walk.grid_x()),
+                  static_cast<unsigned>(map.walk.grid_y()));
+  dispatch_high_precision(dtype, op, [&](auto tag) {
+    using In = typename decltype(tag)::type;
+    if (map.rows == 0 || map.cols == 0) {
+      empty_map_kernel<<<1, 1, 0, stream>>>(map.quantized, map.current);
+      return;
+    }
+    dispatch_bool(can_go_wide(map), [&](auto wide) {
+      tile_map_kernel<In, Function, wide()><<<grid, kTileThreads, 0, stream>>>(map);
+    });
+  });
+  check_launch(op);
+}
+
+}  // namespace te::cuda
