@@ -1,0 +1,88 @@
+// Activations in fp32 against their definitions in double: value, derivative, edges.
+#include "core/activation_math.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+namespace te {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr ActivationKind kPlain[] = {ActivationKind::Gelu, ActivationKind::Qgelu,
+                                     ActivationKind::Relu, ActivationKind::Srelu,
+                                     ActivationKind::Silu};
+
+double definition(ActivationKind kind, double x) {
+  switch (kind) {
+    case ActivationKind::Gelu:
+      return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case ActivationKind::Qgelu: return x / (1.0 + std::exp(-1.702 * x));
+    case ActivationKind::Relu: return std::fmax(x, 0.0);
+    case ActivationKind::Srelu: return std::fmax(x, 0.0) * std::fmax(x, 0.0);
+    case ActivationKind::Silu: return x / (1.0 + std::exp(-x));
+    default: return NAN;
+  }
+}
+
+double derivative(ActivationKind kind, double x) {
+  constexpr double kStep = 1e-5;
+  return (definition(kind, x + kStep) - definition(kind, x - kStep)) / (2.0 * kStep);
+}
+
+float value(ActivationKind kind, float x) {
+  return dispatch_activation(kind, [&](auto unit) { return unit.value(x); });
+}
+
+ValueAndGradient value_and_gradient(ActivationKind kind, float x, float dy) {
+  return dispatch_activation(kind, [&](auto unit) { return unit.value_and_gradient(x, dy); });
+}
+
+TEST(ActivationMath, ValueAndDerivativeFollowTheDefinition) {
+  for (const ActivationKind kind : kPlain) {
+    for (float x = -12.0f; x <= 12.0f; x += 1.0f / 64.0f) {
+      const double expected = definition(kind, x);
+      EXPECT_NEAR(value(kind, x), expected, 4e-6 * std::fabs(expected) + 1e-12) << x;
+      if (x == 0.0f) continue;  // where relu has no derivative
+      const auto [same, gradient] = value_and_gradient(kind, x, 3.0f);
+      EXPECT_EQ(same, value(kind, x)) << x;
+      EXPECT_NEAR(gradient, 3.0 * derivative(kind, x), 2e-5) << x;
+    }
+  }
+}
+
+TEST(ActivationMath, EndsAtItsLimits) {
+  for (const ActivationKind kind : kPlain) {
+    const bool squared = kind == ActivationKind::Srelu;
+    for (const float x : {1e3f, 1e20f, 3e38f, kInfinity}) {
+      EXPECT_EQ(value(kind, -x), 0.0f);
+      EXPECT_EQ(value(kind, x), squared ? x * x : x);
+      EXPECT_EQ(value_and_gradient(kind, -x, 2.0f).gradient, 0.0f);
+      EXPECT_EQ(value_and_gradient(kind, x, 2.0f).gradient, squared ? 4.0f * x : 2.0f);
+    }
+  }
+}
+
+TEST(ActivationMath, ReluHasNoSlopeAtZeroAndBlocksAnOverflowedGradient) {
+  for (const ActivationKind kind : {ActivationKind::Relu, ActivationKind::Srelu}) {
+    for (const float x : {-1.0f, -0.0f, 0.0f})
+      EXPECT_EQ(value_and_gradient(kind, x, kInfinity).gradient, 0.0f);
+  }
+}
+
+TEST(ActivationMath, NaNGoesThrough) {
+  for (const ActivationKind kind : kPlain) {
+    EXPECT_TRUE(std::isnan(value(kind, kNaN)));
+    EXPECT_TRUE(std::isnan(value_and_gradient(kind, kNaN, 1.0f).value));
+    EXPECT_TRUE(std::isnan(value_and_gradient(kind, 1.0f, kNaN).gradient));
+  }
+}
+
+TEST(ActivationMath, UnknownKindsAreRefused) {
+  EXPECT_THROW(value(static_cast<ActivationKind>(10), 1.0f), Error);
+}
+
+}  // namespace
+}  // namespace te
