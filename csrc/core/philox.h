@@ -31,24 +31,38 @@ TE_HD PhiloxWords round(const PhiloxWords& c, uint32_t key0, uint32_t key1) {
 
 }  // namespace philox
 
-// The full generator: a 128-bit counter and a 64-bit key.
-TE_HD PhiloxWords philox4x32(PhiloxWords counter, uint32_t key0, uint32_t key1) {
+// The full generator: 128-bit counters become random words under one 64-bit key. Several counters
+// at once share the arithmetic of the key.
+template <int kCounters>
+TE_HD void philox4x32(PhiloxWords (&words)[kCounters], uint32_t key0, uint32_t key1) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (int i = 0; i < philox::kRounds; ++i) {
-    counter = philox::round(counter, key0, key1);
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int n = 0; n < kCounters; ++n) words[n] = philox::round(words[n], key0, key1);
     key0 += philox::kKeyStep0;
     key1 += philox::kKeyStep1;
   }
-  return counter;
 }
 
-// Words of elements 4 * group ... 4 * group + 3 of the stream that `seed` names.
+// The counter of elements 4 * group ... 4 * group + 3 of a stream.
+TE_HD PhiloxWords philox_counter(uint64_t group) {
+  return {{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), 0u, 0u}};
+}
+
+// Turns counters into the words of the stream that `seed` names.
+template <int kCounters>
+TE_HD void draw(PhiloxWords (&words)[kCounters], uint64_t seed) {
+  philox4x32(words, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+}
+
 TE_HD PhiloxWords random_words(uint64_t seed, uint64_t group) {
-  const PhiloxWords counter{
-      {static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), 0u, 0u}};
-  return philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  PhiloxWords words[1] = {philox_counter(group)};
+  draw(words, seed);
+  return words[0];
 }
 
 }  // namespace te

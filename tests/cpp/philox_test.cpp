@@ -17,19 +17,29 @@ void expect_words(const PhiloxWords& words, uint32_t a, uint32_t b, uint32_t c, 
 
 TEST(Philox, KnownAnswers) {
   constexpr uint32_t kOnes = 0xffffffffu;
-  expect_words(philox4x32({{0, 0, 0, 0}}, 0, 0), 0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu,
-               0x9b00dbd8u);
-  expect_words(philox4x32({{kOnes, kOnes, kOnes, kOnes}}, kOnes, kOnes), 0x408f276du, 0x41c83b0eu,
-               0xa20bc7c6u, 0x6d5451fdu);
-  expect_words(
-      philox4x32({{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}}, 0xa4093822u, 0x299f31d0u),
-      0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u);
+  PhiloxWords words[1] = {{{0, 0, 0, 0}}};
+  philox4x32(words, 0, 0);
+  expect_words(words[0], 0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u);
+  words[0] = {{kOnes, kOnes, kOnes, kOnes}};
+  philox4x32(words, kOnes, kOnes);
+  expect_words(words[0], 0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu);
+  words[0] = {{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}};
+  philox4x32(words, 0xa4093822u, 0x299f31d0u);
+  expect_words(words[0], 0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u);
+}
+
+TEST(Philox, CountersDoNotInfluenceEachOther) {
+  PhiloxWords words[3] = {philox_counter(7), philox_counter(8), philox_counter(1ull << 40)};
+  draw(words, 42);
+  const PhiloxWords alone = random_words(42, 1ull << 40);
+  expect_words(words[2], alone.at[0], alone.at[1], alone.at[2], alone.at[3]);
 }
 
 TEST(Philox, SeedAndGroupUseAllTheirBits) {
-  const PhiloxWords words = random_words(0x299f31d0a4093822u, 0x85a308d3243f6a88u);
-  const PhiloxWords same = philox4x32({{0x243f6a88u, 0x85a308d3u, 0, 0}}, 0xa4093822u, 0x299f31d0u);
-  expect_words(words, same.at[0], same.at[1], same.at[2], same.at[3]);
+  const PhiloxWords drawn = random_words(0x299f31d0a4093822u, 0x85a308d3243f6a88u);
+  PhiloxWords words[1] = {{{0x243f6a88u, 0x85a308d3u, 0, 0}}};
+  philox4x32(words, 0xa4093822u, 0x299f31d0u);
+  expect_words(drawn, words[0].at[0], words[0].at[1], words[0].at[2], words[0].at[3]);
 }
 
 TEST(DropoutRule, KeepsExactlyTheWordsThatAreAtLeastP) {

@@ -1,0 +1,301 @@
+// Dropout kernels. A thread takes V neighbouring elements, which are whole draws of four random
+// words. Forward, and backward without a bias gradient, walk the tensor as one line; the bias
+// gradient walks columns, so that its sums stay in registers.
+#include "ops/dropout_add.h"
+
+#include <algorithm>
+
+#include "core/dropout.h"
+#include "cuda/column_sum.h"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/pack_io.cuh"
+#include "cuda/launch.h"
+#include "ops/column_sum.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kChunksPerThread = 2;  // in a line: loads of both are in flight at once
+constexpr int kRowsPerThread = 4;    // down a column, likewise
+constexpr int kBlocksPerMultiprocessor = 3;
+constexpr int64_t kMostBlocksInY = 65535;
+
+// Elements of a thread's access: 16 bytes of the wider type.
+template <class In, class Out>
+inline constexpr int kElements = 16 / std::max(sizeof(In), sizeof(Out));
+
+// ---- Loads, stores and randomness of V elements -------------------------------------------------
+
+// V elements from `from` on; where they are not aligned, one by one, as many as `left`.
+template <bool kAligned, int V, class T>
+__device__ __forceinline__ Pack<T, V> load(const T* from, int64_t left) {
+  if constexpr (kAligned) {
+    return load_pack_once<T, V>(from);
+  } else {
+    Pack<T, V> pack;
+#pragma unroll
+    for (int k = 0; k < V; ++k) pack.at[k] = k < left ? from[k] : T(0.0f);
+    return pack;
+  }
+}
+
+template <bool kAligned, int V, class T>
+__device__ __forceinline__ void store(T* to, const float (&values)[V], int64_t left) {
+  const Pack<T, V> pack = narrow<T, V>(values);
+  if constexpr (kAligned) {
+    store_pack_global(to, pack);
+  } else {
+#pragma unroll
+    for (int k = 0; k < V; ++k)
+      if (k < left) to[k] = pack.at[k];
+  }
+}
+
+struct Randomness {
+  const int64_t* seed;
+  DropoutRule rule;
+
+  __device__ __forceinline__ bool drops() const { return rule.threshold != 0; }
+  __device__ __forceinline__ uint64_t key() const {
+    return drops() ? static_cast<uint64_t>(__ldg(seed)) : 0;
+  }
+};
+
+// Applies dropout to N runs of V elements. A run is whole draws of four words, or (V == 1) one
+// element, which draws four words and uses its own.
+template <int N, int V>
+__device__ __forceinline__ void drop(float (&values)[N][V], const int64_t (&first)[N], uint64_t key,
+                                     DropoutRule rule) {
+  constexpr int kDraws = (V + 3) / 4;
+  PhiloxWords words[N * kDraws];
+#pragma unroll
+  for (int i = 0; i < N * kDraws; ++i)
+    words[i] = philox_counter(static_cast<uint64_t>(first[i / kDraws]) / 4 + i % kDraws);
+  draw(words, key);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if constexpr (V == 1) {
+      const bool odd = first[n] % 2 != 0, upper = first[n] % 4 >= 2;
+      const uint32_t low = odd ? words[n].at[1] : words[n].at[0];
+      const uint32_t high = odd ? words[n].at[3] : words[n].at[2];
+      values[n][0] = dropout(values[n][0], upper ? high : low, rule);
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; ++k)
+        values[n][k] = dropout(values[n][k], words[n * kDraws + k / 4].at[k % 4], rule);
+    }
+  }
+}
+
+// ---- Along the line -----------------------------------------------------------------------------
+
+template <class In, class Out>
+struct Line {
+  const In* x;
+  const In* bias;       // absent: nothing is added
+  const Out* residual;  // likewise
+  Out* out;
+  int64_t count, cols;
+};
+
+template <bool kAligned, int V, class In>
+__device__ __forceinline__ void add_bias(float (&values)[V], const In* bias, int64_t first,
+                                         int64_t cols) {
+  int64_t column = divide_by(first, cols).remainder;
+  if constexpr (kAligned) {
+    float addend[V];
+    widen(load_pack<In, V>(bias + column), addend);
+#pragma unroll
+    for (int k = 0; k < V; ++k) values[k] = rounded_sum(values[k], addend[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      values[k] = rounded_sum(values[k], static_cast<float>(bias[column]));
+      if (++column == cols) column = 0;
+    }
+  }
+}
+
+template <class In, class Out, bool kAligned>
+__global__ void __launch_bounds__(kThreads) line_kernel(Line<In, Out> line, Randomness randomness) {
+  constexpr int V = kElements<In, Out>;
+  const uint64_t key = randomness.key();
+  const int64_t chunk =
+      static_cast<int64_t>(blockIdx.x) * (kThreads * kChunksPerThread) + threadIdx.x;
+  int64_t first[kChunksPerThread], left[kChunksPerThread];
+  Pack<In, V> x[kChunksPerThread] = {};
+  Pack<Out, V> residual[kChunksPerThread];
+#pragma unroll
+  for (int u = 0; u < kChunksPerThread; ++u) {
+    first[u] = (chunk + u * kThreads) * V;
+    left[u] = line.count - first[u];
+    if (left[u] <= 0) continue;
+    x[u] = load<kAligned, V>(line.x + first[u], left[u]);
+    if (line.residual) residual[u] = load<kAligned, V>(line.residual + first[u], left[u]);
+  }
+  float values[kChunksPerThread][V];
+#pragma unroll
+  for (int u = 0; u < kChunksPerThread; ++u) {
+    widen(x[u], values[u]);
+    if (line.bias && left[u] > 0) add_bias<kAligned>(values[u], line.bias, first[u], line.cols);
+  }
+  if (randomness.drops()) drop(values, first, key, randomness.rule);
+#pragma unroll
+  for (int u = 0; u < kChunksPerThread; ++u) {
+    if (left[u] <= 0) continue;
+    if (line.residual) {
+      float addend[V];
+      widen(residual[u], addend);
+#pragma unroll
+      for (int k = 0; k < V; ++k) values[u][k] = rounded_sum(values[u][k], addend[k]);
+    }
+    store<kAligned>(line.out + first[u], values[u], left[u]);
+  }
+}
+
+template <class In, class Out>
+void launch_line(const Line<In, Out>& line, const Randomness& randomness, cudaStream_t stream) {
+  constexpr int V = kElements<In, Out>;
+  if (line.count == 0) return;
+  const bool aligned =
+      is_aligned(line.x, V * sizeof(In)) && is_aligned(line.bias, V * sizeof(In)) &&
+      is_aligned(line.residual, V * sizeof(Out)) && is_aligned(line.out, V * sizeof(Out)) &&
+      line.count % V == 0 && (line.bias == nullptr || line.cols % V == 0);
+  const auto blocks =
+      static_cast<unsigned>(ceil_div(line.count, int64_t{V} * kThreads * kChunksPerThread));
+  dispatch_bool(aligned, [&](auto wide) {
+    line_kernel<In, Out, decltype(wide)::value><<<blocks, kThreads, 0, stream>>>(line, randomness);
+  });
+}
+
+// ---- Down the columns ---------------------------------------------------------------------------
+
+template <class In, class Out>
+struct Columns {
+  const In* dout;
+  Out* dx;  // absent: only the sums are wanted
+  float* partials;
+  int64_t rows, cols, rows_per_part;
+};
+
+// Adds the sums of the block's warps, in order, into this part's row of the partial sums.
+template <int V>
+__device__ __forceinline__ void leave_part(const float (&sums)[V], float* partials, int64_t cols) {
+  __shared__ float shared[kWarps][kWarp * V];
+#pragma unroll
+  for (int k = 0; k < V; ++k) shared[threadIdx.y][threadIdx.x * V + k] = sums[k];
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.y * kWarp + threadIdx.x);
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * (kWarp * V) + thread;
+  if (thread >= kWarp * V || column >= cols) return;
+  float sum = shared[0][thread];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += shared[warp][thread];
+  partials[static_cast<int64_t>(blockIdx.y) * cols + column] = sum;
+}
+
+template <class In, class Out, int V>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    columns_kernel(Columns<In, Out> c, Randomness randomness) {
+  const uint64_t key = randomness.key();
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x) * V;
+  const int64_t begin = static_cast<int64_t>(blockIdx.y) * c.rows_per_part;
+  const int64_t end = column < c.cols ? min(begin + c.rows_per_part, c.rows) : 0;
+  float sums[V] = {};
+  for (int64_t row = begin + threadIdx.y; row < end; row += kWarps * kRowsPerThread) {
+    Pack<In, V> dout[kRowsPerThread];
+#pragma unroll
+    for (int u = 0; u < kRowsPerThread; ++u)
+      if (row + u * kWarps < end)
+        dout[u] = load_pack_once<In, V>(c.dout + (row + u * kWarps) * c.cols + column);
+#pragma unroll
+    for (int u = 0; u < kRowsPerThread; ++u) {
+      if (row + u * kWarps >= end) break;
+      const int64_t first[1] = {(row + u * kWarps) * c.cols + column};
+      float values[1][V];
+      widen(dout[u], values[0]);
+      if (randomness.drops()) drop(values, first, key, randomness.rule);
+#pragma unroll
+      for (int k = 0; k < V; ++k) sums[k] += values[0][k];
+      if (c.dx) store_pack_global(c.dx + first[0], narrow<Out, V>(values[0]));
+    }
+  }
+  leave_part(sums, c.partials, c.cols);
+}
+
+template <int V, class In, class Out>
+void launch_columns(Columns<In, Out> c, const Randomness& randomness, const TensorView& dbias,
+                    cudaStream_t stream) {
+  // One wave of blocks: all parts run side by side, and few parts are left to add.
+  const int64_t tiles = ceil_div(c.cols, int64_t{kWarp} * V);
+  const int64_t wave = int64_t{multiprocessors(dbias.device)} * kBlocksPerMultiprocessor;
+  const int64_t most = std::min<int64_t>(ceil_div(c.rows, kRowsPerColumnPart), kMostBlocksInY);
+  c.rows_per_part = ceil_div(c.rows, std::clamp<int64_t>(wave / tiles, 1, most));
+  const int64_t parts = ceil_div(c.rows, c.rows_per_part);
+  const dim3 blocks(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
+  columns_kernel<In, Out, V><<<blocks, dim3(kWarp, kWarps), 0, stream>>>(c, randomness);
+  reduce_column_parts(c.partials, parts, c.cols, dbias, stream);
+}
+
+template <class In, class Out>
+void sum_columns(const Columns<In, Out>& c, const Randomness& randomness, const TensorView& dbias,
+                 cudaStream_t stream) {
+  constexpr int V = kElements<In, Out>;
+  if (c.rows == 0 || c.cols == 0) return reduce_column_parts(nullptr, 0, c.cols, dbias, stream);
+  if (is_aligned(c.dout, V * sizeof(In)) && is_aligned(c.dx, V * sizeof(Out)) && c.cols % V == 0)
+    launch_columns<V>(c, randomness, dbias, stream);
+  else
+    launch_columns<1>(c, randomness, dbias, stream);
+}
+
+// Calls f(Tag of In, Tag of Out).
+template <class F>
+void dispatch_pair(DType in, DType out, std::string_view op, F&& f) {
+  dispatch_high_precision(in, op, [&](auto in_tag) {
+    dispatch_high_precision(out, op, [&](auto out_tag) { f(in_tag, out_tag); });
+  });
+}
+
+}  // namespace
+
+void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "dropout_add_forward";
+  const DeviceGuard guard(args.x.device);
+  const Randomness randomness{args.seed.ptr<int64_t>(), dropout_rule(args.p)};
+  dispatch_pair(args.x.dtype, args.out.dtype, kOp, [&](auto in, auto out) {
+    using In = typename decltype(in)::type;
+    using Out = typename decltype(out)::type;
+    const Line<In, Out> line{args.x.ptr<In>(),    args.bias.ptr<In>(), args.residual.ptr<Out>(),
+                             args.out.ptr<Out>(), args.x.numel(),      args.x.cols()};
+    launch_line(line, randomness, stream_of(stream));
+  });
+  check_launch(kOp);
+}
+
+void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "dropout_add_backward";
+  const TensorView& dout = args.dout;
+  const DeviceGuard guard(dout.device);
+  const Randomness randomness{args.seed.ptr<int64_t>(), dropout_rule(args.p)};
+  const DType dx_dtype = args.dx ? args.dx.dtype : dout.dtype;
+  dispatch_pair(dout.dtype, dx_dtype, kOp, [&](auto in, auto out) {
+    using In = typename decltype(in)::type;
+    using Out = typename decltype(out)::type;
+    if (args.dbias) {
+      const Columns<In, Out> columns{
+          dout.ptr<In>(), args.dx.ptr<Out>(), args.workspace.ptr<float>(),
+          dout.rows(),    dout.cols(),        0};
+      sum_columns(columns, randomness, args.dbias, stream_of(stream));
+    } else {
+      const Line<In, Out> line{dout.ptr<In>(),     nullptr,      nullptr,
+                               args.dx.ptr<Out>(), dout.numel(), dout.cols()};
+      launch_line(line, randomness, stream_of(stream));
+    }
+  });
+  check_launch(kOp);
+}
+
+}  // namespace te::cuda
