@@ -1,6 +1,6 @@
 #include "cuda/column_sum.h"
 
-#include "cuda/launch.h"
+#include "cuda/device/dependent_launch.cuh"
 
 namespace te::cuda {
 namespace {
@@ -12,9 +12,11 @@ template <class Out>
 __global__ void __launch_bounds__(kColumns* kRows)
     reduce_kernel(const float* partials, int64_t parts, int64_t pitch, int64_t cols, Out* out) {
   __shared__ float sums[kRows][kColumns];
+  wait_for_previous_kernel();
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
   float sum = 0.0f;
   if (col < cols)
+#pragma unroll 4
     for (int64_t part = threadIdx.y; part < parts; part += kRows)
       sum += partials[part * pitch + col];
   sums[threadIdx.y][threadIdx.x] = sum;
@@ -30,14 +32,12 @@ void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, co
                          cudaStream_t stream) {
   const int64_t cols = out.numel();
   if (cols == 0) return;
-  const dim3 threads(kColumns, kRows);
-  const auto blocks = static_cast<unsigned>(ceil_div(cols, kColumns));
+  const dim3 blocks(static_cast<unsigned>(ceil_div(cols, kColumns))), threads(kColumns, kRows);
   dispatch_high_precision(out.dtype, "column_sum", [&](auto tag) {
     using Out = typename decltype(tag)::type;
-    reduce_kernel<Out>
-        <<<blocks, threads, 0, stream>>>(partials, parts, pitch, cols, out.ptr<Out>());
+    launch_dependent(&reduce_kernel<Out>, blocks, threads, stream, partials, parts, pitch, cols,
+                     out.ptr<Out>());
   });
-  check_launch("column_sum");
 }
 
 }  // namespace te::cuda

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/column_sum.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/quantized_sink.cuh"
@@ -147,6 +148,7 @@ __global__ void __launch_bounds__(kThreads, occupancy<In>(kDbias, kWide))
   const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
   if (!args.walk.has(at)) return;
   const TileBlock block(at, args.rows, args.cols);
+  if constexpr (kDbias) let_next_kernel_start();  // the sum of the parts
 
   constexpr int kRowsInFlight = kWide ? 16 / static_cast<int>(sizeof(In)) : 2;
   CodeBlock codes;
