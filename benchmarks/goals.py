@@ -1,0 +1,93 @@
+"""The bars of the project, and the best that others reach on the same kind of GPU.
+
+A goal covers the rows of one benchmark whose `op` matches its pattern and which carry a `bar`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One line of the summary table."""
+
+    work: str
+    bar: str
+    peer: str
+    benchmark: str
+    op: str = ".*"
+
+    def covers(self, benchmark: str, op: str) -> bool:
+        """Whether a row of this benchmark counts towards this goal."""
+        return benchmark == self.benchmark and re.fullmatch(self.op, op) is not None
+
+
+GOALS = [
+    Goal("FP8 / BF16 GEMM, over torch", ">= 1.00x each", "1.00", "gemm"),
+    Goal("cast", ">= 0.95 of copy", "TE 0.91", "quantize", r"cast"),
+    Goal("cast + transpose", ">= 0.88 of copy", "TE 0.87", "quantize", r"cast \+ transpose"),
+    Goal(
+        "cast + transpose + dbias",
+        ">= 0.86 of copy",
+        "TE 0.75",
+        "quantize",
+        r"cast \+ transpose \+ dbias",
+    ),
+    Goal("RMSNorm forward", ">= 0.95 of copy", "quack 0.95", "norm", r"rmsnorm forward"),
+    Goal("LayerNorm forward", ">= 0.93 of copy", "TE 0.73", "norm", r"layernorm forward"),
+    Goal(
+        "norm with FP8 row-wise + transposed output",
+        ">= 0.85 of copy",
+        "TE 0.54 / 0.49",
+        "norm",
+        r".*norm forward fp8",
+    ),
+    Goal("RMSNorm backward", ">= 0.87 of copy", "TE 0.87", "norm", r"rmsnorm backward"),
+    Goal("LayerNorm backward", ">= 0.80 of copy", "TE 0.72", "norm", r"layernorm backward"),
+    Goal(
+        "activations to FP8 row + transposed, forward",
+        ">= 0.85 of copy",
+        "TE 0.69",
+        "activation",
+        r".* forward fp8",
+    ),
+    Goal(
+        "activations to FP8 row + transposed, backward with dbias",
+        ">= 0.84 of copy",
+        "TE 0.65",
+        "activation",
+        r".* backward dbias fp8",
+    ),
+    Goal("masked softmax", ">= 0.85 of copy", "TE 0.48", "softmax", r"masked softmax forward"),
+    Goal("causal softmax", ">= 0.85 of copy", "TE 0.79", "softmax", r"causal softmax forward"),
+    Goal("softmax", ">= 0.85 of copy", "TE 0.84", "softmax", r"softmax forward"),
+    Goal("softmax backward", ">= 0.85 of copy", "TE 0.58", "softmax", r"softmax backward"),
+    Goal("bias + dropout + residual", ">= 0.90 of copy", "-", "softmax", r"dropout_add forward"),
+    Goal("its backward", ">= 0.90 of copy", "-", "softmax", r"dropout_add backward( dbias)?"),
+    Goal("attention, over the best backend", ">= 1.00x", "cuDNN 1.0, FA4 1.08-1.3", "attention"),
+    Goal(
+        "TransformerLayer h4096 f16384 s4096 b4, FP8 and BF16, ms",
+        "<= 21.6; <= 34.5",
+        "TE 23.2; torch.compile 34.6",
+        "layer",
+        r"TransformerLayer .*",
+    ),
+    Goal(
+        "LayerNormMLP gelu, 8192 tokens, FP8, ms", "<= 5.65", "TE 5.96", "layer", r"LayerNormMLP .*"
+    ),
+    Goal(
+        "125M GPT step, over plain torch",
+        "bf16 <= 0.85x, FP8 <= 0.80x",
+        "torch.compile 0.85, TE 1.86 / 2.1",
+        "gpt",
+    ),
+    Goal(
+        "host time of a forward, over nn.Linear",
+        "bf16 <= 1.15x, FP8 <= 1.6x / 2.0x",
+        "TE 5.2x, 11.6x",
+        "host",
+    ),
+    Goal("all statistics of a tensor", "<= 18 us", "seven torch calls 701 us", "statistics"),
+]
