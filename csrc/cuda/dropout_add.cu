@@ -7,6 +7,7 @@
 
 #include "core/dropout.h"
 #include "cuda/column_sum.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/pack_io.cuh"
 #include "cuda/launch.h"
@@ -223,6 +224,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       if (c.dx) store_pack_global(c.dx + first[0], narrow<Out, V>(values[0]));
     }
   }
+  let_next_kernel_start();  // the sum of the parts
   leave_part(sums, c.partials, c.cols);
 }
 
