@@ -112,17 +112,11 @@ def _choose(problem: Problem, allowed: AttentionVariables) -> Backend:
     raise ValueError(f"[attention] no dot product attention backend is available:{reasons}")
 
 
-def choose(query: torch.Tensor, key: torch.Tensor, bias_type: str) -> Backend:
-    """The backend for tensors `[batch, heads, sequence, size]`; ValueError with every reason."""
+def choose(device: str, bias_type: str, grouped: bool, empty: bool) -> Backend:
+    """The backend for a problem, see `Problem`; ValueError with every backend's reason."""
     allowed = attention_variables()
-    problem = Problem(
-        query.device.type,
-        bias_type,
-        query.shape[1] != key.shape[1],
-        query.numel() == 0 or key.numel() == 0,
-        not allowed.nondeterministic or torch.are_deterministic_algorithms_enabled(),
-    )
-    return _choose(problem, allowed)
+    repeatable = not allowed.nondeterministic or torch.are_deterministic_algorithms_enabled()
+    return _choose(Problem(device, bias_type, grouped, empty, repeatable), allowed)
 
 
 def attention_backends(problem: Problem) -> dict[str, str | None]:

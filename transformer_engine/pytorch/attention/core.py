@@ -16,13 +16,15 @@ from transformer_engine.pytorch.attention.masks import (
     Mask,
     MaskRule,
     Padding,
-    band_mask,
+    Window,
     build_mask,
     check_arbitrary,
+    mask_rule,
     padding_from_lengths,
     padding_from_masks,
 )
 from transformer_engine.pytorch.attention.recompute import recomputed
+from transformer_engine.pytorch.attention.remember import remembered
 
 AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -50,11 +52,50 @@ class Dropout(NamedTuple):
     tracker: Any = None
 
 
-class Call(NamedTuple):
-    """All that a call of attention says, overrides applied."""
+NO_DROPOUT = Dropout()
+
+
+class CallShape(NamedTuple):
+    """What settings and shapes alone say of a call.
+
+    Attributes:
+        qkv_format: format of all tensors.
+        rule: mask type and window.
+        band: the mask, where no tensor has a part in it.
+        grouped: several query heads share a key head.
+    """
 
     qkv_format: str
     rule: MaskRule
+    band: Mask | None
+    grouped: bool
+
+
+@remembered
+def call_shape(
+    qkv_format: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    shapes: formats.Shapes,
+    mask_type: str,
+    window: Window | None,
+    bottom_right: bool | None,
+) -> CallShape:
+    """Check settings and shapes; `heads`, `sizes` and `shapes` as in `formats.check_shapes`."""
+    formats.check_format(qkv_format)
+    rule = mask_rule(mask_type, window, bottom_right)
+    formats.check_shapes(qkv_format, heads, sizes, shapes)
+    band = None
+    if not (rule.type.padding or rule.type.arbitrary or qkv_format == "thd"):
+        sequence = 0 if qkv_format == "sbhd" else 1
+        band = build_mask(rule, shapes[0][sequence], shapes[1][sequence])
+    return CallShape(qkv_format, rule, band, heads[0] != heads[1])
+
+
+class Call(NamedTuple):
+    """All that a call of attention says, overrides applied."""
+
+    shape: CallShape
     attention_mask: AttentionMask | None
     of_query: Sequences
     of_key: Sequences
@@ -68,22 +109,22 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor:
     """Attend in the call's format; the heads of the result are flat."""
-    if call.qkv_format == "thd":
+    qkv_format, rule, _, _ = call.shape
+    if qkv_format == "thd":
         return _packed_attention(query, key, value, call)
-    query = formats.heads_first(query, call.qkv_format)
-    key = formats.heads_first(key, call.qkv_format)
-    value = formats.heads_first(value, call.qkv_format)
+    query = formats.heads_first(query, qkv_format)
+    key = formats.heads_first(key, qkv_format)
+    value = formats.heads_first(value, qkv_format)
     padding = None
-    if call.rule.type.padding:
+    if rule.type.padding:
         padding = _padding(call, query.shape[0], query.shape[2], key.shape[2])
-    out = _attend(query, key, value, padding, call)
-    return formats.flat_heads(out, call.qkv_format)
+    return formats.flat_heads(_attend(query, key, value, padding, call), qkv_format)
 
 
 def _packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    if not call.rule.type.padding:
+    if not call.shape.rule.type.padding:
         raise ValueError(
             "[attention] expected a padding mask type (padding, padding_causal, ...) for"
             " qkv_format 'thd', whose sequences have unequal lengths"
@@ -146,17 +187,14 @@ def _attend(
     call: Call,
 ) -> torch.Tensor:
     """Attend in `[batch, heads, sequence, size]`."""
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    if call.rule.type.arbitrary:
-        arbitrary = _arbitrary_mask(call.attention_mask, (batch, heads, queries, keys))
-        mask = build_mask(call.rule, queries, keys, None, arbitrary)
-    elif padding is not None:
-        mask = build_mask(call.rule, queries, keys, padding)
-    else:
-        mask = band_mask(call.rule, queries, keys)
-    bias = _score_bias(call, (batch, heads, queries, keys), padding, query.device)
-    backend = choose(query, key, call.bias.type)
+    _, rule, mask, grouped = call.shape
+    shape = (*query.shape[:3], key.shape[2])
+    if mask is None:
+        arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
+        mask = build_mask(rule, shape[2], shape[3], padding, arbitrary)
+    bias = _score_bias(call, shape, padding, query.device)
+    empty = query.numel() == 0 or key.numel() == 0
+    backend = choose(query.device.type, call.bias.type, grouped, empty)
     if call.dropout.p == 0.0 and not call.checkpoint:
         return backend.attend(query, key, value, mask, call.scale, 0.0, bias)
     attend = partial(_attend_randomly, backend.attend, mask, call.scale, call.dropout)

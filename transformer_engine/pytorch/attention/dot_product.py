@@ -11,15 +11,16 @@ from torch import nn
 
 from transformer_engine.pytorch.attention import formats
 from transformer_engine.pytorch.attention.core import (
+    NO_DROPOUT,
     AttentionMask,
     Bias,
     Call,
     Dropout,
     Sequences,
     attention,
+    call_shape,
 )
 from transformer_engine.pytorch.attention.masks import Window, as_window, mask_rule
-from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
 
@@ -206,25 +207,27 @@ class DotProductAttention(nn.Module):
             raise NotImplementedError(
                 "[DotProductAttention] inference_params: the KV cache is not implemented yet"
             )
-        _refuse_unimplemented(fp8_output=(fp8_output, False))
-        qkv_format = self.qkv_format if qkv_format is None else formats.check_format(qkv_format)
-        query, key, value = self._check_inputs((query_layer, key_layer, value_layer), qkv_format)
+        if fp8_output:
+            _refuse_unimplemented(fp8_output=(fp8_output, False))
+        query, key, value = self._check_dtypes(query_layer, key_layer, value_layer)
+        shape = call_shape(
+            self.qkv_format if qkv_format is None else qkv_format,
+            (self.num_attention_heads, self.num_gqa_groups),
+            (self.key_channels, self.value_channels),
+            (query.shape, key.shape, value.shape),
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self.window_size if window_size is None else as_window(window_size),
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
         p = self.attention_dropout if self.training else 0.0
         call = Call(
-            qkv_format,
-            mask_rule(
-                self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-                self.window_size if window_size is None else as_window(window_size),
-                self.bottom_right_diagonal
-                if bottom_right_diagonal is None
-                else bottom_right_diagonal,
-            ),
+            shape,
             attention_mask,
             Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
             Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
             Bias(core_attention_bias_type, core_attention_bias, alibi_slopes),
             self.softmax_scale,
-            Dropout(p, self._tracker() if p > 0.0 else None),
+            NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker()),
             checkpoint_core_attention,
         )
         return attention(query, key, value, call)
@@ -235,11 +238,10 @@ class DotProductAttention(nn.Module):
             return None
         return self.get_rng_state_tracker()
 
-    def _check_inputs(
-        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], qkv_format: str
+    def _check_dtypes(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Check dtypes and shapes; inside torch.autocast, cast to its dtype."""
-        query, key, value = inputs
+        """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
         if not query.dtype == key.dtype == value.dtype:
             raise TypeError(
                 "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
@@ -248,16 +250,13 @@ class DotProductAttention(nn.Module):
         device = query.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            inputs = (query.to(dtype), key.to(dtype), value.to(dtype))
-        elif query.dtype not in HIGH_PRECISION:
+            return query.to(dtype), key.to(dtype), value.to(dtype)
+        if query.dtype not in HIGH_PRECISION:
             raise TypeError(
                 "[DotProductAttention] expected query_layer of float32, float16 or bfloat16,"
                 f" got {query.dtype}"
             )
-        heads = (self.num_attention_heads, self.num_gqa_groups)
-        sizes = (self.key_channels, self.value_channels)
-        _check_shapes(qkv_format, heads, sizes, query.shape, key.shape, value.shape)
-        return inputs
+        return query, key, value
 
     def get_extra_state(self) -> torch.Tensor:
         """Nothing: the key is there because checkpoints of other versions have it."""
@@ -301,35 +300,3 @@ def _refuse_unimplemented(**arguments: tuple[Any, Any]) -> None:
                 f"[DotProductAttention] {name}={value!r} is not implemented yet,"
                 f" only {implemented!r} is"
             )
-
-
-_LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
-_BATCH_DIM = {"sbhd": 1, "bshd": 0}
-
-
-@remembered
-def _check_shapes(
-    qkv_format: str,
-    heads: tuple[int, int],
-    sizes: tuple[int, int],
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-) -> None:
-    """Check shapes against (query heads, groups) and the sizes of (keys, values)."""
-    leading = 1 if qkv_format == "thd" else 2
-    batch = _BATCH_DIM.get(qkv_format)
-    agree = (
-        query[leading:] == (heads[0], sizes[0])
-        and key[leading:] == (heads[1], sizes[0])
-        and value == (*key[:-1], sizes[1])
-        and (batch is None or query[batch] == key[batch])
-    )
-    if not agree:
-        names = _LEADING[qkv_format]
-        raise ValueError(
-            f"[DotProductAttention] expected query_layer ({names}, {heads[0]}, {sizes[0]}),"
-            f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"
-            f" ({names}, {heads[1]}, {sizes[1]}) for qkv_format {qkv_format!r},"
-            f" got {tuple(query)}, {tuple(key)}, {tuple(value)}"
-        )

@@ -28,6 +28,42 @@ def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
     return qkv_format
 
 
+_LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
+_BATCH_DIM = {"sbhd": 1, "bshd": 0}
+
+Shapes = tuple[torch.Size, torch.Size, torch.Size]
+
+
+def check_shapes(
+    qkv_format: str, heads: tuple[int, int], sizes: tuple[int, int], shapes: Shapes
+) -> None:
+    """Check shapes of (query, key, value).
+
+    Args:
+        qkv_format: one of `FORMATS`.
+        heads: of queries, and of keys and values.
+        sizes: of keys, and of values.
+        shapes: what was given.
+    """
+    query, key, value = shapes
+    leading = 1 if qkv_format == "thd" else 2
+    batch = _BATCH_DIM.get(qkv_format)
+    agree = (
+        query[leading:] == (heads[0], sizes[0])
+        and key[leading:] == (heads[1], sizes[0])
+        and value == (*key[:-1], sizes[1])
+        and (batch is None or query[batch] == key[batch])
+    )
+    if not agree:
+        names = _LEADING[qkv_format]
+        raise ValueError(
+            f"[DotProductAttention] expected query_layer ({names}, {heads[0]}, {sizes[0]}),"
+            f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"
+            f" ({names}, {heads[1]}, {sizes[1]}) for qkv_format {qkv_format!r},"
+            f" got {tuple(query)}, {tuple(key)}, {tuple(value)}"
+        )
+
+
 def heads_first(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """View of `sbhd` or `bshd` as `[batch, heads, sequence, size]`."""
     return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)

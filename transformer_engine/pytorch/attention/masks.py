@@ -212,12 +212,6 @@ def outside_band(
     return hidden
 
 
-@remembered
-def band_mask(rule: MaskRule, queries: int, keys: int) -> Mask:
-    """The mask of a rule without padding or arbitrary mask."""
-    return build_mask(rule, queries, keys, None, None)
-
-
 def build_mask(
     rule: MaskRule,
     queries: int,

@@ -66,7 +66,10 @@ def dropout_add(
         residual: shape of `x`.
         p: probability of dropping an element, 0 <= p < 1; 0 where not training.
     """
-    if p == 0.0 and bias is None and residual is not None and residual.dtype == x.dtype:
-        return residual + x
+    if p == 0.0 and bias is None:
+        if residual is None:
+            return x
+        if residual.dtype in (x.dtype, torch.float32):
+            return residual + x
     out: torch.Tensor = _DropoutAdd.apply(x.contiguous(), bias, residual, p)
     return out

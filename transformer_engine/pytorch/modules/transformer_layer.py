@@ -1,8 +1,11 @@
-"""TransformerLayer: attention and MLP blocks, each ending in residual + dropout(output + bias).
+"""TransformerLayer: attention and MLP blocks, each ending in residual + dropout(output).
 
-encoder     x -> self_attention -> + -> layernorm_mlp -> +
-decoder     x -> self_attention -> + -> inter_attention -> + -> layernorm_mlp -> +
-parallel    x -> (self_attention + layernorm_mlp) -> +
+    encoder     x -> self_attention -> + -> layernorm_mlp -> +
+    decoder     x -> self_attention -> + -> inter_attention -> + -> layernorm_mlp -> +
+    parallel    x -> (self_attention + layernorm_mlp) -> +
+
+The GEMMs add their biases themselves: that costs them nothing, and their gradients come out of the
+pass that quantises the GEMM's incoming gradient.
 """
 
 from __future__ import annotations
@@ -138,6 +141,7 @@ class TransformerLayer(nn.Module):
         self.layer_number = layer_number
         self.layer_type = layer_type
         self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.sequence_parallel = sequence_parallel
@@ -184,7 +188,6 @@ class TransformerLayer(nn.Module):
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             input_layernorm=not output_layernorm,
-            return_bias=not parallel_attention_mlp,
             name=f"{self.name}.self_attention",
             **heads,
             **shared,
@@ -197,7 +200,6 @@ class TransformerLayer(nn.Module):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 attention_type="cross",
                 input_layernorm=True,
-                return_bias=True,
                 name=f"{self.name}.inter_attention",
                 **heads,
                 **shared,
@@ -207,7 +209,6 @@ class TransformerLayer(nn.Module):
             ffn_hidden_size,
             eps=layernorm_epsilon,
             activation=activation,
-            return_bias=True,
             name=f"{self.name}.layernorm_mlp",
             **shared,
         )
@@ -312,8 +313,8 @@ class TransformerLayer(nn.Module):
         )
         of_tokens = _packed_sequences(self.attn_input_format, sequences)
         if self.parallel_attention_mlp:
-            mlp, bias = self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return self._join((block + mlp, bias), hidden_states, of_tokens)
+            block = block + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            return self._join(block, hidden_states, of_tokens)
         hidden_states = self._join(block, hidden_states, of_tokens)
         if self.layer_type == "decoder":
             kind = self._cross_mask_type(enc_dec_attn_mask, enc_dec_attn_mask_type)
@@ -333,19 +334,21 @@ class TransformerLayer(nn.Module):
 
     def _join(
         self,
-        block: tuple[Any, ...],
+        block: Any,
         residual: torch.Tensor,
         of_tokens: torch.Tensor | None = None,
         drop_path: bool = True,
     ) -> torch.Tensor:
-        """End a block `(output, bias[, norm output])`: residual + drop_path(dropout(...))."""
-        out, bias, *tap = block
-        if tap:
-            (residual,) = tap
+        """End a block: residual + drop_path(dropout(output)).
+
+        With `apply_residual_connection_post_layernorm` a block is `(output, norm output)`, and the
+        latter is the residual.
+        """
+        out, residual = block if isinstance(block, tuple) else (block, residual)
         p = self.hidden_dropout if self.training else 0.0
-        if not (drop_path and self.training and self.drop_path.drop_prob > 0.0):
-            return dropout_add(out, bias, residual, p)
-        branch = self.drop_path(dropout_add(out, bias, None, p), of_tokens)
+        if not (drop_path and self.drop_path_rate > 0.0 and self.training):
+            return dropout_add(out, None, residual, p)
+        branch = self.drop_path(dropout_add(out, None, None, p), of_tokens)
         return residual + branch.to(residual.dtype)
 
     def _cross_mask_type(self, mask: AttentionMask | None, override: str | None) -> str:
