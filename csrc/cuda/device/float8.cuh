@@ -1,8 +1,9 @@
 // Packed FP8 conversions, 2, 4 or 8 values at a time; one instruction per pair.
 //
 // They give the codes of E4M3::encode and E5M2::encode (core/float8.h). The conversion itself
-// rounds to nearest even and saturates, infinities included; NaN of either sign becomes 0x7f. The
-// first value is the lowest byte: what a little-endian store puts first in memory.
+// rounds to nearest even and saturates, infinities included; NaN becomes 0x7f (and is
+// positive after any arithmetic, such as the multiplication by a scale). The first value is the
+// lowest byte: what a little-endian store puts first in memory.
 #pragma once
 
 #include <cuda_fp8.h>
