@@ -38,7 +38,8 @@ RowSink::RowSink(int64_t rows, int64_t cols, const TensorView& plain,
 
 float RowSink::write(int64_t row, const std::vector<float>& values) const {
   float amax = 0.0f, rounded_amax = 0.0f;
-  for (const float value : values) amax = max_ignoring_nan(amax, std::fabs(value));
+  if (quantized_.amax || current_)
+    for (const float value : values) amax = max_ignoring_nan(amax, std::fabs(value));
   if (plain_) {
     dispatch_high_precision(plain_.dtype, kOp, [&](auto tag) {
       using Out = typename decltype(tag)::type;

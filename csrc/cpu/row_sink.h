@@ -14,8 +14,8 @@ class RowSink {
   RowSink(int64_t rows, int64_t cols, const TensorView& plain, const QuantizedView& quantized,
           const CurrentScale& current);
 
-  // Threads may write different rows at once. Returns max |value|, NaN ignored: of the values as
-  // rounded to the plain dtype with current scaling, else of the fp32 values.
+  // Threads may write different rows at once. Returns max |value|, NaN ignored, if anyone asks: of
+  // the values as rounded to the plain dtype with current scaling, else of the fp32 values.
   float write(int64_t row, const std::vector<float>& values) const;
 
   // Once all rows are written: keeps the largest result of write(), or the scales it gives.

@@ -1,4 +1,4 @@
-// Packed FP8 conversions, 2, 4 or 8 values at a time; one instruction per pair.
+// Packed FP8 conversions, several values at a time; one instruction per pair.
 //
 // They give the codes of E4M3::encode and E5M2::encode (core/float8.h). The conversion itself
 // rounds to nearest even and saturates, infinities included; NaN becomes 0x7f (and is
@@ -17,11 +17,6 @@ namespace te::cuda {
 template <class Fp8>
 inline constexpr __nv_fp8_interpretation_t kInterpretation =
     std::is_same_v<Fp8, E4M3> ? __NV_E4M3 : __NV_E5M2;
-
-template <class Fp8>
-__device__ __forceinline__ uint32_t encode2(float a, float b) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kInterpretation<Fp8>);
-}
 
 // One piece of assembly, so that the second conversion merges into the first's register.
 template <class Fp8>
