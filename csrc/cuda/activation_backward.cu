@@ -13,7 +13,7 @@ struct Backward {
   static constexpr int kInputs = kGated ? 3 : 2;
   static constexpr int kOutputs = kGated ? 2 : 1;
   static constexpr int kPitch(int k) { return k == 0 ? 1 : kOutputs; }
-  static constexpr bool kColumnSums = true;
+  static constexpr bool kPlain = true, kColumnSums = true;
   Unit unit;
 
   __device__ __forceinline__ void operator()(const float (&in)[kInputs],
@@ -36,8 +36,7 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, cudaStream_t
       .function = {unit},
       .inputs = {args.dy.data, x.data},
       .rows = x.rows(),
-      .cols = static_cast<int>(cols),
-      .walk = {},
+      .cols = tile_map_cols(cols, "activation_backward"),
       .plain = args.dx.data,
       .quantized = sink_of(args.quantized),
       .e5m2 = args.quantized.dtype == DType::Float8E5M2,

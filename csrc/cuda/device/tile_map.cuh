@@ -8,13 +8,14 @@
 //   struct Function {
 //     static constexpr int kInputs, kOutputs;
 //     static constexpr int kPitch(int k);  // input k has rows of kPitch(k) * cols elements
-//     static constexpr bool kColumnSums;
+//     static constexpr bool kPlain, kColumnSums;  // whether these results can be asked for
 //     __device__ void operator()(const float (&in)[kInputs], float (&out)[kOutputs]) const;
 //   };
 //
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
 #pragma once
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/quantized_sink.cuh"
@@ -31,13 +32,14 @@ struct TileMap {
   Function function;
   const void* inputs[Function::kInputs];
   int64_t rows;
-  int cols;  // of each output
-  TileWalk walk;
-  void* plain;  // dtype of the inputs; may be null
+  int cols;                // of each output: tile_map_cols()
+  bool backwards = false;  // where the pass before went over the inputs forwards
+  TileWalk walk = {};      // filled in by the launch
+  void* plain = nullptr;   // dtype of the inputs
   QuantizedSink quantized;
   bool e5m2;  // else E4M3
-  CurrentScaleSink current;
-  float* column_parts;  // [tile rows, kOutputs * cols]
+  CurrentScaleSink current = {};
+  float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
 };
 
 // What a thread gathers over its 8 x 8 values of each output.
@@ -98,11 +100,13 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
       }
     }
   }
-  auto* plain = static_cast<In*>(map.plain);
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
-    if (plain && block.has_row(i) && block.width() > 0)
-      write_octet<kWide>(block.row_of(plain + k * map.cols, i), values[k], block.width());
+    if constexpr (Function::kPlain) {
+      auto* plain = static_cast<In*>(map.plain);
+      if (plain && block.has_row(i) && block.width() > 0)
+        write_octet<kWide>(block.row_of(plain + k * map.cols, i), values[k], block.width());
+    }
     if (map.quantized)
       results.codes[k].rows[i] =
           map.e5m2 ? encode8<E5M2>(values[k], scale) : encode8<E4M3>(values[k], scale);
@@ -115,7 +119,7 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
                                           const TileBlock& block,
                                           MapResults<Function::kOutputs>& results) {
   constexpr int kInputs = Function::kInputs;
-  constexpr int kLoads = tile_map_policy(kInputs, Function::kOutputs, kWide).loads_in_flight;
+  constexpr int kLoads = tile_map_policy<Function>(kWide).loads_in_flight;
   constexpr int kRows = kLoads / (kInputs * Octet<In>::kWords);
   static_assert(kRows > 0 && 8 % kRows == 0);
   float scale = 1.0f;
@@ -175,9 +179,8 @@ struct TileColumnSums {
 };
 
 template <class In, class Function, bool kWide>
-__global__ void __launch_bounds__(
-    kTileThreads,
-    tile_map_policy(Function::kInputs, Function::kOutputs, kWide).blocks_per_multiprocessor)
+__global__ void __launch_bounds__(kTileThreads,
+                                  tile_map_policy<Function>(kWide).blocks_per_multiprocessor)
     tile_map_kernel(const TileMap<Function> map) {
   constexpr int kOutputs = Function::kOutputs;
   using Codes = CodeTile<kTile, kTile>;
@@ -186,6 +189,7 @@ __global__ void __launch_bounds__(
   __shared__ BlockAmax<kTileThreads / 32> block_amax;
   const TilePlace at = map.walk.at(blockIdx.x, blockIdx.y);
   if (!map.walk.has(at)) return;
+  if constexpr (Function::kColumnSums) let_next_kernel_start();  // it adds the parts
   const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
 
   MapResults<kOutputs> results;
@@ -231,12 +235,17 @@ bool can_go_wide(const TileMap<Function>& map) {
   return wide;
 }
 
-// Launches all but `walk`, which it fills in.
+// Row lengths in bytes are 32-bit numbers in the kernel.
+inline int tile_map_cols(int64_t cols, std::string_view op) {
+  require(cols < (1 << 28), Kind::Unsupported, op, "expected fewer than 2^28 columns, got ", cols);
+  return static_cast<int>(cols);
+}
+
 template <class Function>
 void launch_tile_map(TileMap<Function> map, DType dtype, std::string_view op, cudaStream_t stream) {
-  map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), false);
-  require(tiles_can_walk(map.walk, int64_t{2} * map.cols), Kind::Unsupported, op,
-          "expected fewer than 2^28 columns and 2^26 rows, got ", map.cols, " and ", map.rows);
+  map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), map.backwards);
+  require(tiles_can_walk(map.walk, map.cols), Kind::Unsupported, op,
+          "expected fewer than 2^26 rows, got ", map.rows);
   const dim3 grid(static_cast<unsigned>(map.walk.grid_x()),
                   static_cast<unsigned>(map.walk.grid_y()));
   dispatch_high_precision(dtype, op, [&](auto tag) {

@@ -1,4 +1,4 @@
-// Launch knobs of the tile map (device/tile_map.cuh), by how many matrices it reads and writes.
+// Launch knobs of the tile map (device/tile_map.cuh), by what its function reads and writes.
 #pragma once
 
 namespace te::cuda {
@@ -10,10 +10,11 @@ struct TileMapPolicy {
 
 // Two aims: enough loads in flight to hide memory (32 KiB on each multiprocessor would do, this is
 // 96 KiB and more), and enough blocks that some load while others compute and store.
-constexpr TileMapPolicy tile_map_policy(int inputs, int outputs, bool wide) {
-  if (!wide) return {1, 8};          // the general path spends registers on addresses
-  if (outputs == 2) return {2, 12};  // two blocks of codes and two sets of sums stay in registers
-  if (inputs == 2) return {3, 8};
+template <class Function>
+constexpr TileMapPolicy tile_map_policy(bool wide) {
+  if (!wide) return {1, 8};                     // the general path spends registers on addresses
+  if (Function::kOutputs == 2) return {2, 12};  // two blocks of codes, two sets of sums
+  if (Function::kInputs == 2 || Function::kColumnSums) return {3, 8};
   return {4, 8};
 }
 
