@@ -142,6 +142,10 @@ def test_gelu_backward(device, dtype, layout, grad):
 @pytest.mark.parametrize("layout", ["NT", "TN"])
 def test_bias_gradient(device, shape, dtype, layout):
     a, b = both(shape, dtype, device, layout)
+    if device == "cuda" and layout == "TN":  # wgrad alone sums its columns, and it is NT
+        with pytest.raises(NotImplementedError, match="with a bias gradient"):
+            gemm(a.data, b.data, dtype, **ref.arguments(a, b), bias_grad=dtype)
+        return
     d, _, grad = gemm(a.data, b.data, dtype, **ref.arguments(a, b), bias_grad=dtype)
     assert_close(d, product(a, b), slack(a, b, device))
     share = 2**-9 if dtype is torch.float32 and device == "cuda" else 2**-18
@@ -159,7 +163,10 @@ def test_into(device, kind, out, accumulate):
     d = start.clone().to(device)
     assert gemm_into(d, a.data, b.data, **ref.arguments(a, b), accumulate=accumulate) is None
     expected = product(a, b) + (start.double() if accumulate else 0)
-    assert_close(d, expected, slack(a, b, device))
+    inside = slack(a, b, device)
+    if accumulate and device == "cuda":  # cuBLASLt may round the product before it adds
+        inside = inside + product(a, b).abs() * torch.finfo(out).eps / 2
+    assert_close(d, expected, inside)
 
 
 def test_into_with_bias_gradient(device):

@@ -36,7 +36,7 @@ class Chain:
     def __call__(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
-            return _ChainFunction.apply(self, run, x, *parameters)
+            return _apply(self, run, x, *parameters)
         return self.forward(x, parameters, run)[0]
 
     def forward(self, x: torch.Tensor, parameters: Parameters, run: Run) -> tuple[Any, list[Saved]]:
@@ -110,3 +110,14 @@ class _ChainFunction(torch.autograd.Function):
         if ctx.run.ends_backward:
             autocast_stack().end_backward()
         return (None, None, *grads)
+
+
+# Function.apply first looks for functorch transforms, which costs 3 us a call; this is what it
+# calls where there are none.
+_bare_apply = super(torch.autograd.Function, _ChainFunction).apply
+
+
+def _apply(*arguments: Any) -> Any:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _ChainFunction.apply(*arguments)
+    return _bare_apply(*arguments)

@@ -97,7 +97,7 @@ def dgrad(
 class WgradTarget(NamedTuple):
     """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: that of the operands
     main_grad: torch.Tensor | None = None
     accumulate: bool = False
 
@@ -139,7 +139,7 @@ def wgrad(
     d, _, grad = kernel.gemm(
         a,
         b,
-        target.dtype,
+        target.dtype or a.dtype,
         a_scales,
         b_scales,
         a_format,

@@ -176,6 +176,7 @@ class GemmQuantizers:
         "grad_output",
         "input",
         "output",
+        "plain",
         "weight",
         "wgrad",
     )
@@ -196,6 +197,7 @@ class GemmQuantizers:
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
         self.fp8 = isinstance(input, Fp8Quantizer)
+        self.plain = all(q is None for q in (input, weight, grad_output, output, dgrad, wgrad))
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
 

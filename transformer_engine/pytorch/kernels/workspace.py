@@ -1,7 +1,8 @@
 """Scratch memory for kernels: kept per (device, stream), grown when needed, never shared.
 
 Work on one stream is ordered, so the next op may overwrite what the last one left there. Under a
-CUDA graph the buffers must exist before capture; a warm-up call makes them.
+CUDA graph the buffers must exist before capture; a warm-up call makes them. A buffer that was
+outgrown is kept: a captured graph may still write into it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from transformer_engine import _C
 
 _buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
 
 
 def _stream_of(device: torch.device) -> int:
@@ -23,6 +25,8 @@ def _buffer(purpose: str, device: torch.device, size: int) -> torch.Tensor:
     key = (purpose, device, _stream_of(device))
     buffer = _buffers.get(key)
     if buffer is None or buffer.nbytes < size:
+        if buffer is not None:
+            _outgrown.append(buffer)
         buffer = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
         _buffers[key] = buffer
     return buffer

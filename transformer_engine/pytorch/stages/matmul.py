@@ -25,6 +25,7 @@ class _Facts(NamedTuple):
 
 
 _NOTHING = Saved(())
+_PLAIN_FACTS = _Facts(-1, -1, gemm.WgradTarget(None), 0)
 
 
 def _flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -52,6 +53,7 @@ class _Plan:
         "needs_bias",
         "needs_input",
         "needs_weight",
+        "plain",
         "quantizers",
         "recording",
         "weight_demand",
@@ -63,6 +65,7 @@ class _Plan:
         self.first_microbatch = run.first_microbatch
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
+        self.plain = quantizers.plain
         self.fast_accumulation = quantizers.fast_accumulation
         self.needs_input = any(run.needs[:slot])
         self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
@@ -111,6 +114,8 @@ class Matmul(Stage):
         """The product."""
         weight, bias = parameters
         assert weight is not None
+        if plan.plain and isinstance(x, torch.Tensor):
+            return self._forward_plain(x, weight, bias, plan)
         padding = 0
         if isinstance(x, Operands):
             operands = x
@@ -132,6 +137,20 @@ class Matmul(Stage):
         return y, Saved(
             (x_data, x_scales, w_data, w_scales), _Facts(x_format, w_format, target, padding)
         )
+
+    def _forward_plain(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan
+    ) -> tuple[Value, Saved]:
+        """The same with nothing but identities: small bf16 layers are bound by the host."""
+        w = weight if weight.dtype is plan.dtype else weight.to(plan.dtype)
+        y = gemm.fprop(x, w, bias, plan.dtype, False, self.name)
+        if not plan.recording:
+            return y, _NOTHING
+        facts = _PLAIN_FACTS
+        if self.fuse_wgrad or weight.dtype is not plan.dtype:
+            facts = _Facts(-1, -1, self._wgrad_target(weight, plan), 0)
+        kept = (x if plan.needs_weight else None, None, w if plan.needs_input else None, None)
+        return y, Saved(kept, facts)
 
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""

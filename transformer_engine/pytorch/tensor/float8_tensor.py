@@ -173,11 +173,20 @@ def _view(x: Float8Tensor, shape: Any) -> Float8Tensor:
     return x.with_codes(data, x._scale_inv, x._transpose if keep else None)
 
 
-def _to_copy(x: Float8Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+def _to_copy(
+    x: Float8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **layout: Any,  # codes stay contiguous whatever is asked
+) -> Any:
+    to = device or x.device
     if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(**kwargs)
-    moved = None if x._transpose is None else x._transpose.to(**kwargs)
-    return x.with_codes(x._data.to(**kwargs), x._scale_inv.to(kwargs.get("device")), moved)
+        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
+    transposed = None if x._transpose is None else x._transpose.to(to, non_blocking=non_blocking)
+    data = x._data.to(to, non_blocking=non_blocking)
+    return x.with_codes(data, x._scale_inv.to(to, non_blocking=non_blocking), transposed)
 
 
 def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
