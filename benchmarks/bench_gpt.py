@@ -1,0 +1,80 @@
+"""A GPT of 125M parameters: 12 layers h768, s1024, b8, where the host decides.
+
+`layers` is forward + backward of the stack, which the bar is about; `step` is a whole training step
+with embeddings, loss and AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import contenders
+import torch
+import torch.nn.functional as F
+from contenders import FACTORY, PlainLayer, Size, our_layer, precision, random, step
+from harness import Report, require_gpu, time_gpu_each
+from torch import nn
+
+SIZE = Size(hidden=768, ffn=3072, heads=12, sequence=1024, batch=8)
+LAYERS, VOCABULARY = 12, 50304
+BARS = {"bf16": 0.85, "fp8 delayed": 0.80, "fp8 current": 0.80}
+
+
+class GPT(nn.Module):
+    """Embeddings, layers, norm and a head; returns the loss."""
+
+    def __init__(self, make_layer: Callable[[Size], nn.Module]) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, SIZE.hidden, **FACTORY)
+        self.position = nn.Embedding(SIZE.sequence, SIZE.hidden, **FACTORY)
+        self.layers = nn.Sequential(*(make_layer(SIZE) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(SIZE.hidden, **FACTORY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.layers(self.token(tokens) + self.position(places))
+        logits = F.linear(self.norm(x), self.token.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def training_step(model: GPT, tokens: torch.Tensor, name: str) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with precision(name):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge: bool) -> None:
+    times = time_gpu_each(steps, repeats=30, warmup=10)
+    plain = times["torch"].median_us
+    for name, timing in times.items():
+        row = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 3)}
+        row["ratio"] = round(timing.median_us / plain, 3)
+        row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+        if judge and name in BARS:
+            row.update(bar=BARS[name], better="lower")
+        report.row(**row)
+
+
+def main() -> None:
+    require_gpu()
+    report = Report("gpt")
+    models = {"torch": GPT(PlainLayer)}
+    models |= {name: GPT(our_layer) for name in contenders.RECIPES}
+    x = random(SIZE.batch, SIZE.sequence, SIZE.hidden)
+    stacks = {name: step(model.layers, x, name) for name, model in models.items()}
+    measure(report, "layers", stacks, judge=True)
+    tokens = torch.randint(VOCABULARY, (SIZE.batch, SIZE.sequence + 1), device=x.device)
+    whole = {name: training_step(model, tokens, name) for name, model in models.items()}
+    measure(report, "step", whole, judge=False)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
