@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 from transformer_engine._env import AttentionVariables, attention_variables
 from transformer_engine.pytorch.attention.backends import sdpa, unfused
@@ -17,7 +18,7 @@ from transformer_engine.pytorch.attention.remember import remembered
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
-_SDPA_HAS_GROUPS = hasattr(torch.nn.attention, "SDPBackend") and torch.__version__ >= "2.5"
+_SDPA_HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 
 
 class Problem(NamedTuple):
