@@ -101,3 +101,14 @@ def test_recomputed_attention_changes_nothing(device, monkeypatch):
         results.append(run(layer, x, x, RECIPES["current"], checkpoint_core_attention=checkpoint))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@pytest.mark.parametrize("arguments", [{}, {"core_attention_bias_type": "alibi"}], ids=str)
+def test_compiles_as_one_graph(device, arguments):
+    layer = make(device, fuse_qkv_params=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
+    expected = run(layer, x, x, None, **arguments)
+    for a, b in zip(run(compiled, x, x, None, **arguments), expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -119,7 +119,9 @@ class DotProductAttention(nn.Module):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type = attention_type
         self.layer_number = layer_number
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(self.key_channels)
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(self.key_channels)
+        self.softmax_scale = softmax_scale
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
         self.tp_group = tp_group

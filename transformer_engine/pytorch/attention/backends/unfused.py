@@ -16,18 +16,18 @@ from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax
 
 class _MaskedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, mask: Mask) -> torch.Tensor:
-        probabilities = softmax_forward(
-            scores, mask.hidden, 1.0, mask.left, mask.right, mask.diagonal
-        )
+    def forward(
+        ctx: Any, scores: torch.Tensor, hidden: torch.Tensor | None, *band: int
+    ) -> torch.Tensor:
+        probabilities = softmax_forward(scores, hidden, 1.0, *band)
         ctx.save_for_backward(probabilities)
         return probabilities
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (probabilities,) = ctx.saved_tensors
-        return softmax_backward(grad.contiguous(), probabilities, 1.0), None
+        return softmax_backward(grad.contiguous(), probabilities, 1.0), None, None, None, None
 
 
 def attend(
@@ -56,7 +56,9 @@ def attend(
     ).view(batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias.float()
-    probabilities = _MaskedSoftmax.apply(scores, mask).to(query.dtype)
+    probabilities = _MaskedSoftmax.apply(
+        scores, mask.hidden, mask.left, mask.right, mask.diagonal
+    ).to(query.dtype)
     if dropout > 0.0:
         probabilities = torch.nn.functional.dropout(probabilities, dropout)
     out = torch.bmm(
