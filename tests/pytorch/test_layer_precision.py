@@ -6,6 +6,7 @@ from reference_layer import relative_error
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.kernels.norm import norm_backward
 
 LENGTH, BATCH, HIDDEN, FFN, HEADS = 8, 2, 64, 128, 4
 RECIPES = {
@@ -88,6 +89,30 @@ def test_gradients_accumulate_in_main_grad(device, recipe):
     for name, expected in plain.named_parameters():
         if name in weights:
             torch.testing.assert_close(weights[name].main_grad, 2 * expected.grad.float())
+
+
+def test_residual_gradients_join_inside_the_norms(device, monkeypatch):
+    """No pass over memory of their own: the kernel of the norm's backward adds them."""
+    joined = []
+
+    def spy(*arguments):
+        joined.append(arguments[-1] is not None)
+        return norm_backward(*arguments)
+
+    monkeypatch.setattr("transformer_engine.pytorch.stages.norm.norm_backward", spy)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device)
+    run(make(device), x, x, None)
+    assert joined == [True, True]
+
+
+def test_input_of_a_norm_alone_passes_its_gradient(device):
+    module = te.LayerNormLinear(HIDDEN, HIDDEN, return_input=True, device=device)
+    x = torch.randn(BATCH, HIDDEN, device=device, requires_grad=True)
+    _, same = module(x)
+    assert torch.equal(same, x)
+    (same * 3).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert module.weight.grad is None
 
 
 def test_recomputed_attention_changes_nothing(device, monkeypatch):

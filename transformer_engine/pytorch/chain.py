@@ -16,7 +16,7 @@ class Chain:
     """A fixed list of stages. Calls are `chain(x, parameters, run)`.
 
     `parameters` lists those of all stages in order. The result is `y`, or `(y, tap)` where the
-    first stage is a Norm with its tap on.
+    first stage is a Norm with a tap.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -26,7 +26,7 @@ class Chain:
             stage.slot = slot
             slot += stage.parameter_count
         first = self.stages[0]
-        self.has_tap = isinstance(first, Norm) and first.tap
+        self.has_tap = isinstance(first, Norm) and first.tap is not None
 
     def plan(self, run: Run) -> Sequence[Any]:
         """Let every stage decide what it can for all calls of a run."""
@@ -59,23 +59,21 @@ class Chain:
     def backward(
         self,
         grad: torch.Tensor | None,
-        tap_grad: torch.Tensor | None,
         record: list[Saved],
         run: Run,
     ) -> list[torch.Tensor | None]:
-        """Gradients of the input and of every parameter."""
+        """Gradients of the input and of every parameter; the first record has the tap's."""
         grads: list[torch.Tensor | None] = [None] * len(run.needs)
         value: Value | None = grad
         for i in range(len(self.stages) - 1, -1, -1):
             stage, saved = self.stages[i], record[i]
-            if i == 0 and tap_grad is not None:
-                value = tap_grad if value is None else value + tap_grad  # type: ignore[operator]
-            if value is None:
+            if value is None and saved.tap is None:
                 continue
             wants = None
             if i > 0 and isinstance(value, torch.Tensor):
                 wants = self.stages[i - 1].grad_demand(run.plans[i - 1], value)
-            value, carry = stage.backward_data(value, saved, run.plans[i], wants)
+            # Without a value there is the gradient of a Norm's tap.
+            value, carry = stage.backward_data(value, saved, run.plans[i], wants)  # type: ignore[arg-type]
             own = stage.backward_params(carry, saved, run.plans[i])
             for k, parameter_grad in enumerate(own):
                 if run.needs[stage.slot + k]:
@@ -102,11 +100,12 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None, tap_grad: torch.Tensor | None = None) -> Any:
         tensors, start, record = ctx.saved_tensors, 0, []
         for count, facts in ctx.facts:
-            record.append(Saved(tensors[start : start + count], facts))
+            record.append(Saved(tensors[start : start + count], facts, tap_grad))
             start += count
+            tap_grad = None  # the first stage's alone
         if grad is not None:
             grad = grad.contiguous()
-        grads = ctx.chain.backward(grad, tap_grad, record, ctx.run)
+        grads = ctx.chain.backward(grad, record, ctx.run)
         if ctx.run.ends_backward:
             autocast_stack().end_backward()
         return (None, None, *grads)

@@ -62,6 +62,7 @@ class MultiheadAttention(nn.Module):
         softmax_type: `vanilla`.
         seq_length: without effect.
         micro_batch_size: without effect.
+        return_input: also return the input, see `LayerNormLinear`; needs `input_layernorm`.
         name: name of the layer; its children are `<name>.layernorm_qkv`, `<name>.proj`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
 
@@ -115,6 +116,7 @@ class MultiheadAttention(nn.Module):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         name: str | None = None,
+        return_input: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class MultiheadAttention(nn.Module):
         self.qkv_format = qkv_format
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output and input_layernorm
+        self.has_tap = (return_layernorm_output or return_input) and input_layernorm
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.layout = HeadLayout(
             num_attention_heads,
@@ -158,6 +160,7 @@ class MultiheadAttention(nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
+            "return_input": return_input,
         }
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         self._add_input_projections(
@@ -280,7 +283,7 @@ class MultiheadAttention(nn.Module):
             core: further keywords of `DotProductAttention.forward`.
 
         Returns:
-            `out[, bias][, norm output]`, as `return_bias` and `return_layernorm_output` say.
+            `out[, bias][, norm output or input]`, as the `return_` arguments say.
         """
         if inference_params is not None:
             raise NotImplementedError(
@@ -312,7 +315,7 @@ class MultiheadAttention(nn.Module):
             **core,
         )
         out = self.proj(context, is_first_microbatch)
-        if not self.return_layernorm_output:
+        if not self.has_tap:
             return out
         return (*out, tap) if self.return_bias else (out, tap)
 
@@ -322,12 +325,12 @@ class MultiheadAttention(nn.Module):
         encoder_output: torch.Tensor | None,
         is_first_microbatch: bool | None,
     ) -> tuple[Any, ...]:
-        """Query, key, value, and the output of the norm (None where nobody asks)."""
+        """Query, key, value, and the norm's output or input (None where nobody asks)."""
         out: Any
         if self.attention_type == "self":
             module = self.layernorm_qkv if self.input_layernorm else self.qkv
             out = module(hidden_states, is_first_microbatch)
-            out, tap = out if self.return_layernorm_output else (out, None)
+            out, tap = out if self.has_tap else (out, None)
             return (*split_qkv(out, self.layout), tap)
         if encoder_output is None:
             raise ValueError(
@@ -335,7 +338,7 @@ class MultiheadAttention(nn.Module):
             )
         module = self.layernorm_query if self.input_layernorm else self.query_layer
         out = module(hidden_states, is_first_microbatch)
-        out, tap = out if self.return_layernorm_output else (out, None)
+        out, tap = out if self.has_tap else (out, None)
         query = out.view(*out.shape[:-1], self.layout.heads, self.layout.size)
         key_value = self.key_value(encoder_output, is_first_microbatch)
         return (query, *split_kv(key_value, self.layout), tap)

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.modules.parameters import (
     split_sizes,
 )
 from transformer_engine.pytorch.stages import Matmul, Norm
+from transformer_engine.pytorch.stages.norm import tap_of
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
@@ -41,6 +42,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
         return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_input: also return the input, for a residual connection: the gradient that comes back
+            on it is added inside the norm's backward. Not with `return_layernorm_output`.
         parameters_split: see `Linear`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
@@ -88,6 +91,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
+        return_input: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(1, name)
@@ -101,6 +105,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
+        tap = tap_of(return_layernorm_output, return_input)
         self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
         self.tp_group = tp_group
 
@@ -122,7 +127,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             self.bias = None
         self.chain = Chain(
             [
-                Norm(normalization, eps, zero_centered_gamma, return_layernorm_output),
+                Norm(normalization, eps, zero_centered_gamma, tap),
                 Matmul(0, self.name, fuse_wgrad_accumulation),
             ]
         )
@@ -147,7 +152,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             is_first_microbatch: see `Linear.forward`.
 
         Returns:
-            `out[, bias][, norm output]`, as `return_bias` and `return_layernorm_output` say.
+            `out[, bias][, norm output or input]`, as the `return_` arguments say.
         """
         self._check_features(inp, self.in_features)
         weight, bias = self._split.of(self)
@@ -156,8 +161,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         parameters = (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied)
         run = self._begin(inp, parameters, is_first_microbatch)
         out = self.chain(inp.contiguous(), parameters, run)
-        if not (self.return_bias or self.return_layernorm_output):
+        if not (self.return_bias or self.chain.has_tap):
             return out
-        out, *tap = out if self.return_layernorm_output else (out,)
+        out, *tap = out if self.chain.has_tap else (out,)
         extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
         return (out, *extra, *tap)

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.modules.parameters import (
     params_dtype_of,
 )
 from transformer_engine.pytorch.stages import Activation, Matmul, Norm
+from transformer_engine.pytorch.stages.norm import tap_of
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -44,6 +45,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
         return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_input: also return the input, for a residual connection: the gradient that comes back
+            on it is added inside the norm's backward. Not with `return_layernorm_output`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
         set_parallel_mode: FC1 column parallel, FC2 row parallel, with several ranks.
@@ -95,6 +98,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         name: str | None = None,
+        return_input: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(2, name)
@@ -110,6 +114,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
+        tap = tap_of(return_layernorm_output, return_input)
         self.set_parallel_mode = set_parallel_mode
         self.tp_group = tp_group
         self.fc1_features = ffn_hidden_size * (2 if is_gated(kind) else 1)
@@ -130,7 +135,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.fc1_bias = self.fc2_bias = None
         self.chain = Chain(
             [
-                Norm(normalization, eps, zero_centered_gamma, return_layernorm_output),
+                Norm(normalization, eps, zero_centered_gamma, tap),
                 Matmul(0, f"{self.name}.fc1", fuse_wgrad_accumulation),
                 Activation(kind),
                 Matmul(1, f"{self.name}.fc2", fuse_wgrad_accumulation),
@@ -170,7 +175,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             is_first_microbatch: see `Linear.forward`.
 
         Returns:
-            `out[, fc2_bias][, norm output]`, as `return_bias` and `return_layernorm_output` say.
+            `out[, fc2_bias][, norm output or input]`, as the `return_` arguments say.
         """
         self._check_features(inp, self.hidden_size)
         own = self._parameters
@@ -185,8 +190,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         )
         run = self._begin(inp, parameters, is_first_microbatch)
         out = self.chain(inp.contiguous(), parameters, run)
-        if not (self.return_bias or self.return_layernorm_output):
+        if not (self.return_bias or self.chain.has_tap):
             return out
-        out, *tap = out if self.return_layernorm_output else (out,)
+        out, *tap = out if self.chain.has_tap else (out,)
         extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
         return (out, *extra, *tap)

@@ -164,6 +164,7 @@ class TransformerLayer(nn.Module):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "return_input": not parallel_attention_mlp,
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "bias": bias,
@@ -341,8 +342,8 @@ class TransformerLayer(nn.Module):
     ) -> torch.Tensor:
         """End a block: residual + drop_path(dropout(output)).
 
-        With `apply_residual_connection_post_layernorm` a block is `(output, norm output)`, and the
-        latter is the residual.
+        A block that begins with a norm is `(output, residual)`: the norm's input, or its output
+        with `apply_residual_connection_post_layernorm`.
         """
         out, residual = block if isinstance(block, tuple) else (block, residual)
         p = self.hidden_dropout if self.training else 0.0

@@ -30,7 +30,7 @@ class Saved(NamedTuple):
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
-    tap: torch.Tensor | None = None  # a second result of the chain; not kept for backward
+    tap: torch.Tensor | None = None  # forward: a second result of the chain; backward: its gradient
 
 
 class Run:

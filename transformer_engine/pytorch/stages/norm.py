@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,16 @@ from transformer_engine.pytorch.stages.base import (
     fused_result,
 )
 
+Tap = Literal["output", "input"] | None
+
+
+def tap_of(return_layernorm_output: bool, return_input: bool) -> Tap:
+    """The tap for these arguments of modules; the output goes first."""
+    if return_layernorm_output:
+        return "output"
+    return "input" if return_input else None
+
+
 KINDS = {"LayerNorm": LAYER_NORM, "RMSNorm": RMS_NORM}
 
 
@@ -33,13 +43,14 @@ class Norm(Stage):
         kind: `"LayerNorm"` or `"RMSNorm"`.
         epsilon: added to the variance (or mean square).
         zero_centered: use `1 + gamma`.
-        tap: also return the plain output (the chain's second result).
+        tap: a second result of the chain: the plain "output" of the norm, or its "input". What
+            comes back on the latter is added by the kernel that makes the input's gradient.
     """
 
     parameter_count = 2
 
     def __init__(
-        self, kind: str, epsilon: float, zero_centered: bool = False, tap: bool = False
+        self, kind: str, epsilon: float, zero_centered: bool = False, tap: Tap = None
     ) -> None:
         self.kind = KINDS[kind]
         self.epsilon = epsilon
@@ -49,7 +60,7 @@ class Norm(Stage):
     def forward(
         self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
     ) -> tuple[Value, Saved]:
-        """Normalise; the tap is the plain output."""
+        """Normalise."""
         assert isinstance(x, torch.Tensor)
         gamma, beta = parameters
         assert gamma is not None
@@ -61,22 +72,31 @@ class Norm(Stage):
             self.kind,
             self.epsilon,
             self.zero_centered,
-            plan.dtype if fused.plain or self.tap else None,
+            plan.dtype if fused.plain or self.tap == "output" else None,
             *fused[1:],
         )
         value = fused_result(wants, y, codes, transposed, scales)
         tensors = (x, gamma, mean, rstd) if plan.recording else ()
-        return value, Saved(tensors, None, y if self.tap else None)
+        return value, Saved(tensors, None, x if self.tap == "input" else y)
 
     def backward_data(
-        self, grad: Value, saved: Saved, plan: Run, wants: Demand | None
+        self, grad: Value | None, saved: Saved, plan: Run, wants: Demand | None
     ) -> tuple[Value | None, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
         assert not isinstance(grad, Operands)
+        residual_grad = None
+        if saved.tap is not None:
+            if self.tap == "output":
+                grad = saved.tap if grad is None else grad + saved.tap
+            elif grad is None:
+                return saved.tap, (None, None)
+            else:
+                residual_grad = saved.tap.contiguous()
+        assert grad is not None
         x, gamma, mean, rstd = saved.tensors
         assert x is not None and gamma is not None and rstd is not None
         dx, dgamma, dbeta = norm_backward(
-            grad, x, gamma, mean, rstd, self.kind, self.zero_centered, None
+            grad, x, gamma, mean, rstd, self.kind, self.zero_centered, residual_grad
         )
         return dx, (dgamma, dbeta)
 
