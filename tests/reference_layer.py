@@ -159,6 +159,22 @@ def transformer_layer(
     return norm(x, final["weight"], final.get("bias"), how) if final else x
 
 
+# Relative errors in the norm. GPUs multiply fp32 in TF32, which has 11 bits: a GEMM is wrong by a
+# few 2^-12, and a layer adds a few GEMMs.
+FP32_BOUND = {"cpu": 5e-5, "cuda": 5e-3}
+BF16_BOUND = 4e-2
+
+
+def bound_of(dtype, device):
+    """The largest relative error of a layer's output; twice that for gradients."""
+    return FP32_BOUND[device] if dtype is torch.float32 else BF16_BOUND
+
+
+def assert_near(actual, expected, device):
+    """Equal but for the order of sums, which in TF32 decides how operands round."""
+    assert relative_error(actual, expected) < FP32_BOUND[device] / 10
+
+
 def relative_error(actual, expected):
     actual, expected = actual.detach().cpu().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -113,11 +113,13 @@ def test_in_a_cuda_graph(bias):
     inputs = make_qkv("cuda", torch.bfloat16, (128, 2, 4, 64))
     module = make_module(kv_channels=64)
     arguments = {"core_attention_bias_type": bias}
-    for _ in range(3):
-        _run(module, inputs, **arguments)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            _run(module, inputs, **arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         captured = _run(module, inputs, **arguments)
     graph.replay()
     for a, b in zip(captured, _run(module, inputs, **arguments), strict=True):

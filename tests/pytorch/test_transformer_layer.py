@@ -4,15 +4,20 @@ import pytest
 import reference_attention
 import reference_layer as reference
 import torch
-from reference_layer import Heads, Layer, Norm, assert_same_gradients, relative_error
+from reference_layer import (
+    Heads,
+    Layer,
+    Norm,
+    assert_near,
+    assert_same_gradients,
+    bound_of,
+    relative_error,
+)
 
-from transformer_engine.pytorch.modules.drop_path import DropPath
-from transformer_engine.pytorch.modules.dropout_add import dropout_add
 from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 
 BATCH, LENGTH, HIDDEN, FFN, HEADS = 2, 6, 32, 48, 4
-BOUND = {torch.float32: 5e-5, torch.bfloat16: 4e-2}
 
 CASES = {
     "default": {},
@@ -101,13 +106,13 @@ def test_against_definition(device, case):
     )
     assert out.dtype is dtype
     assert out.shape == given[0].shape
-    assert relative_error(swapped(out, case), expected) < BOUND[dtype]
+    assert relative_error(swapped(out, case), expected) < bound_of(dtype, device)
     upstream = torch.randn(expected.shape).to(dtype)
     expected.backward(upstream.double())
     swapped(out, case).backward(upstream.to(device))
     for a, b in zip(given, exact, strict=True):
-        assert relative_error(swapped(a.grad, case), b.grad) < 2 * BOUND[dtype]
-    assert_same_gradients(layer, parameters, 2 * BOUND[dtype])
+        assert relative_error(swapped(a.grad, case), b.grad) < 2 * bound_of(dtype, device)
+    assert_same_gradients(layer, parameters, 2 * bound_of(dtype, device))
 
 
 def test_positions_and_biases_reach_attention(device):
@@ -132,7 +137,7 @@ def test_positions_and_biases_reach_attention(device):
         angles=angles[:, 0, 0].cpu(),
         post_bias=bias,
     )
-    assert relative_error(out, expected) < BOUND[torch.float32]
+    assert relative_error(out, expected) < bound_of(torch.float32, device)
 
 
 def test_cross_attention_masks(device):
@@ -156,8 +161,8 @@ def test_cross_attention_masks(device):
     by_one = layer(*given, one.to(device))
     by_name = layer(*given, one.to(device), enc_dec_attn_mask_type="arbitrary")
     unmasked = layer(*given, one.to(device), enc_dec_attn_mask_type="no_mask")
-    assert relative_error(by_pair, expected) < BOUND[torch.float32]
-    assert relative_error(by_one, expected) < BOUND[torch.float32]
+    assert relative_error(by_pair, expected) < bound_of(torch.float32, device)
+    assert relative_error(by_one, expected) < bound_of(torch.float32, device)
     assert torch.equal(by_name, by_one)
     assert relative_error(unmasked, expected) > 0.01
 
@@ -167,12 +172,12 @@ def test_formats_agree(device):
     sbhd = make(device)
     bshd = make(device, attn_input_format="bshd")
     bshd.load_state_dict(sbhd.state_dict())
-    torch.testing.assert_close(bshd(x.transpose(0, 1)).transpose(0, 1), sbhd(x))
+    assert_near(bshd(x.transpose(0, 1)).transpose(0, 1), sbhd(x), device)
     thd = make(device, attn_input_format="thd", self_attn_mask_type="padding_causal")
     thd.load_state_dict(sbhd.state_dict())
     ends = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * LENGTH
     packed = thd(x.transpose(0, 1).flatten(0, 1), cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    torch.testing.assert_close(packed.view(BATCH, LENGTH, HIDDEN), sbhd(x).transpose(0, 1))
+    assert_near(packed.view(BATCH, LENGTH, HIDDEN), sbhd(x).transpose(0, 1), device)
 
 
 def test_residual_keeps_its_dtype_in_autocast(device):
@@ -181,7 +186,7 @@ def test_residual_keeps_its_dtype_in_autocast(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         out = layer(x)
     assert out.dtype is torch.float32
-    assert relative_error(out, layer(x)) < BOUND[torch.bfloat16]
+    assert relative_error(out, layer(x)) < bound_of(torch.bfloat16, device)
     out.sum().backward()
     assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 
@@ -193,40 +198,6 @@ def test_no_tokens(device):
     assert out.shape == x.shape
     out.sum().backward()
     assert all(int(p.grad.count_nonzero()) == 0 for p in layer.parameters())
-
-
-# --- the end of a block ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_dropout_add(device, p, with_bias):
-    x, residual = (torch.randn(400, 16, device=device, requires_grad=True) for _ in range(2))
-    bias = torch.randn(16, device=device, requires_grad=True) if with_bias else None
-    out = dropout_add(x, bias, residual, p)
-    whole = x if bias is None else x + bias
-    branch = (out - residual).detach()
-    kept = branch.abs() > 1e-6 if p else torch.ones_like(x, dtype=torch.bool)
-    assert float(kept.float().mean()) == pytest.approx(1 - p, abs=0.03)
-    torch.testing.assert_close(branch, whole * kept / (1 - p), rtol=1e-4, atol=1e-5)
-    upstream = torch.randn_like(out)
-    out.backward(upstream)
-    expected = upstream * kept / (1 - p)
-    torch.testing.assert_close(x.grad, expected)
-    torch.testing.assert_close(residual.grad, upstream)
-    if bias is not None:
-        torch.testing.assert_close(bias.grad, expected.sum(0), rtol=1e-4, atol=1e-4)
-
-
-def test_dropout_add_in_the_dtype_of_the_residual(device):
-    x = torch.randn(8, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
-    residual = torch.randn(8, 16, device=device, requires_grad=True)
-    for p in (0.0, 0.5):
-        out = dropout_add(x, None, residual, p)
-        assert out.dtype is torch.float32
-        x_grad, residual_grad = torch.autograd.grad(out.sum(), (x, residual))
-        assert x_grad.dtype is torch.bfloat16
-        assert residual_grad.dtype is torch.float32
 
 
 def test_hidden_dropout_follows_the_generator_and_the_mode(device):
@@ -242,23 +213,6 @@ def test_hidden_dropout_follows_the_generator_and_the_mode(device):
     assert torch.equal(layer(x), layer(x))
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((40, 3), 0), ((3, 40, 2), 1)], ids=str)
-def test_drop_path_drops_whole_samples(device, shape, dim):
-    module = DropPath(0.25, dim)
-    x = torch.ones(shape, device=device)
-    ratio = module(x).transpose(0, dim).flatten(1)
-    torch.testing.assert_close(ratio.unique().cpu(), torch.tensor([0.0, 1 / 0.75]))
-    assert torch.equal(ratio, ratio[:, :1].expand_as(ratio))
-    assert torch.equal(module.eval()(x), x)
-
-
-def test_drop_path_of_packed_sequences(device):
-    ends = torch.tensor([0, 2, 2, 5, 9], dtype=torch.int32, device=device)
-    ratio = DropPath(0.5)(torch.ones(10, 3, device=device), ends)
-    for start, end in ((0, 2), (2, 5), (5, 9)):
-        assert len(ratio[start:end].unique()) == 1
-
-
 @pytest.mark.parametrize("case", [{}, {"attn_input_format": "bshd"}], ids=["sbhd", "bshd"])
 def test_drop_path_in_the_layer(device, case):
     """A sample is left out of a branch as a whole, whichever dimension it is."""
@@ -268,9 +222,6 @@ def test_drop_path_in_the_layer(device, case):
     untouched = (out == x).flatten(1)
     assert bool(untouched.any()), "both branches of some sample are dropped"
     assert torch.equal(untouched.all(1), untouched.any(1))
-
-
-# --- state and names --------------------------------------------------------------------------
 
 
 def test_state_dict_keys():
@@ -380,16 +331,18 @@ def test_in_a_cuda_graph():
 
     for p in (0.0, 0.5):
         layer.hidden_dropout = p
-        for _ in range(3):
-            step()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             captured = step()
         graph.replay()
         first = [t.clone() for t in captured]
         if p == 0.0:
             for a, b in zip(first, step(), strict=True):
-                torch.testing.assert_close(a, b)
+                assert relative_error(a, b) < 1e-2
         graph.replay()
         assert torch.equal(first[0], captured[0]) == (p == 0.0)
