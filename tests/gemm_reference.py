@@ -62,6 +62,11 @@ def product(a: Operand, b: Operand) -> torch.Tensor:
     return a.values @ b.values.t()
 
 
+def rounding(value: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """cuBLASLt rounds a 16-bit product before it adds D or multiplies by GELU's derivative."""
+    return value.abs() * (torch.finfo(dtype).eps / 2 if device == "cuda" else 0)
+
+
 def slack(a: Operand, b: Operand, device: str, fast: bool = False) -> torch.Tensor:
     """What rounding inside the sum may add up to, element by element.
 

@@ -176,7 +176,7 @@ def assert_near(actual, expected, device):
 
 
 def relative_error(actual, expected):
-    actual, expected = actual.detach().cpu().double(), expected.detach().double()
+    actual, expected = (t.detach().cpu().double() for t in (actual, expected))
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 

@@ -57,8 +57,10 @@ def test_fp8_is_rounded_once_from_fp32(device, kind, shape, dtype):
                 ruler(columnwise, expected.view(-1, shape[-1]).T.contiguous())
             if row and column:
                 assert_bitwise(columnwise, rowwise.view(-1, shape[-1]).T.contiguous())
-            if plain:
-                assert_bitwise(y, case.forward(dtype)[0])
+            if plain:  # on a GPU by another kernel, which adds the statistics up in other order
+                alone = case.forward(dtype)[0]
+                step = 0.0 if device == "cpu" else 2 * torch.finfo(dtype).eps
+                torch.testing.assert_close(y, alone, rtol=step, atol=step)
 
 
 @KINDS

@@ -191,7 +191,7 @@ def test_compiled(device, kind):
 
 def test_library_ops_are_well_formed(device):
     case = Case(LAYER_NORM, (8, 16), (BF16, F32, BF16), device)
-    scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
+    scale, amax = torch.ones(1, device=device), None  # amaxes are written unannounced (adr 3)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.te.norm_forward,
