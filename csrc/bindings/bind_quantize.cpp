@@ -9,12 +9,12 @@ namespace {
 void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
                    int format, const TensorView& dbias, const TensorView& workspace) {
-  quantize({.x = x,
-            .out = quantized_view(rowwise, columnwise, scales, scale, amax,
-                                  static_cast<DType>(format)),
-            .dbias = dbias,
-            .workspace = workspace},
-           bridge::current_stream(x.device));
+  quantize(
+      {.x = x,
+       .out = quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
+       .dbias = dbias,
+       .workspace = workspace},
+      bridge::current_stream(x.device));
 }
 
 }  // namespace

@@ -27,8 +27,7 @@ const TorchNames& names() {
 }
 
 bool is_torch_tensor(py::handle object) {
-  static const auto* tensor_type =
-      new py::object(py::module_::import("torch").attr("Tensor"));
+  static const auto* tensor_type = new py::object(py::module_::import("torch").attr("Tensor"));
   return py::isinstance(object, *tensor_type);
 }
 
@@ -102,8 +101,8 @@ Device device_from_dlpack(dlpack::Device d) {
 }
 
 void set_rank(TensorView& out, int64_t rank) {
-  require(rank <= kMaxRank, Kind::Value, kOp, "expected at most ", kMaxRank,
-          " dimensions, got ", rank);
+  require(rank <= kMaxRank, Kind::Value, kOp, "expected at most ", kMaxRank, " dimensions, got ",
+          rank);
   out.rank = static_cast<int32_t>(rank);
 }
 
@@ -190,8 +189,8 @@ void view_through_attributes(py::handle object, TensorView& out) {
 }
 
 Stream stream_from_torch(Device device) {
-  static const auto* getter = new py::object(
-      py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
+  static const auto* getter =
+      new py::object(py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
   return {reinterpret_cast<void*>(py::cast<uintptr_t>((*getter)(device.index)))};
 }
 
@@ -201,8 +200,7 @@ bool exchange_api_enabled() { return g_exchange_api; }
 void enable_exchange_api(bool enabled) { g_exchange_api = enabled; }
 
 bool view_of(py::handle object, TensorView& out) {
-  const dlpack::ExchangeApi* api =
-      g_exchange_api ? cached_api_of(Py_TYPE(object.ptr())) : nullptr;
+  const dlpack::ExchangeApi* api = g_exchange_api ? cached_api_of(Py_TYPE(object.ptr())) : nullptr;
   if (api != nullptr) {
     view_through_api(*api, object, out);
   } else {

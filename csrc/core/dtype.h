@@ -31,17 +31,13 @@ constexpr int64_t size_of(DType t) {
     case DType::UInt8:
     case DType::Bool:
     case DType::Float8E4M3:
-    case DType::Float8E5M2:
-      return 1;
+    case DType::Float8E5M2: return 1;
     case DType::Float16:
-    case DType::BFloat16:
-      return 2;
+    case DType::BFloat16: return 2;
     case DType::Int32:
-    case DType::Float32:
-      return 4;
+    case DType::Float32: return 4;
     case DType::Int64:
-    case DType::Float64:
-      return 8;
+    case DType::Float64: return 8;
   }
   return 0;
 }

@@ -54,10 +54,10 @@ struct Half {
     const uint32_t u = float_bits(value);
     const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);
     const uint32_t magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return 0x7fffu;                // NaN
-    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;        // rounds to infinity
-    if (magnitude < 0x38800000u) {                              // subnormal result: let fp32 round
-      const float scaled = bits_float(magnitude) + 0.5f;        // ulp of 0.5f is 2^-24
+    if (magnitude > 0x7f800000u) return 0x7fffu;          // NaN
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
+    if (magnitude < 0x38800000u) {                        // subnormal result: let fp32 round
+      const float scaled = bits_float(magnitude) + 0.5f;  // ulp of 0.5f is 2^-24
       return sign | static_cast<uint16_t>(float_bits(scaled) - float_bits(0.5f));
     }
     const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);

@@ -25,7 +25,8 @@ TE_HD uint32_t round_magnitude(uint32_t magnitude) {
     constexpr uint32_t kAnchor = static_cast<uint32_t>(127 + kMinExponent + kDropped) << 23;
     return float_bits(bits_float(magnitude) + bits_float(kAnchor)) - kAnchor;
   }
-  const uint32_t rounded = magnitude + ((1u << (kDropped - 1)) - 1u) + ((magnitude >> kDropped) & 1u);
+  const uint32_t rounded =
+      magnitude + ((1u << (kDropped - 1)) - 1u) + ((magnitude >> kDropped) & 1u);
   return (rounded - kSmallestNormal + (1u << 23)) >> kDropped;
 }
 

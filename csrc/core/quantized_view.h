@@ -1,4 +1,5 @@
-// QuantizedView: where a kernel puts FP8 results, and which scale it uses. Any output may be absent.
+// QuantizedView: where a kernel puts FP8 results, and which scale it uses. Any output may be
+// absent.
 #pragma once
 
 #include "core/tensor_view.h"

@@ -40,18 +40,12 @@ void check(cublasStatus_t status, std::string_view op, std::string_view call) {
 
 cudaDataType_t cuda_type(DType t) {
   switch (t) {
-    case DType::Float32:
-      return CUDA_R_32F;
-    case DType::Float16:
-      return CUDA_R_16F;
-    case DType::BFloat16:
-      return CUDA_R_16BF;
-    case DType::Float8E4M3:
-      return CUDA_R_8F_E4M3;
-    case DType::Float8E5M2:
-      return CUDA_R_8F_E5M2;
-    default:
-      fail(Kind::Internal, kOp, "no matrix type for ", t);
+    case DType::Float32: return CUDA_R_32F;
+    case DType::Float16: return CUDA_R_16F;
+    case DType::BFloat16: return CUDA_R_16BF;
+    case DType::Float8E4M3: return CUDA_R_8F_E4M3;
+    case DType::Float8E5M2: return CUDA_R_8F_E5M2;
+    default: fail(Kind::Internal, kOp, "no matrix type for ", t);
   }
 }
 

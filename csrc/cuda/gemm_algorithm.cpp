@@ -43,18 +43,12 @@ const std::vector<TableRow>& table() {
 // Enumerator of an FP8, half or single type as it is spelled in C++.
 const char* enumerator(DType t) {
   switch (t) {
-    case DType::Float32:
-      return "DType::Float32";
-    case DType::Float16:
-      return "DType::Float16";
-    case DType::BFloat16:
-      return "DType::BFloat16";
-    case DType::Float8E4M3:
-      return "DType::Float8E4M3";
-    case DType::Float8E5M2:
-      return "DType::Float8E5M2";
-    default:
-      return "?";
+    case DType::Float32: return "DType::Float32";
+    case DType::Float16: return "DType::Float16";
+    case DType::BFloat16: return "DType::BFloat16";
+    case DType::Float8E4M3: return "DType::Float8E4M3";
+    case DType::Float8E5M2: return "DType::Float8E5M2";
+    default: return "?";
   }
 }
 

@@ -44,8 +44,7 @@ cublasLtEpilogue_t epilogue_of(const GemmKey& key) {
       return key.has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     case GemmActivation::GeluBackward:
       return key.has_bias_grad ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
-    case GemmActivation::None:
-      break;
+    case GemmActivation::None: break;
   }
   if (key.has_bias_grad) return CUBLASLT_EPILOGUE_BGRADB;  // the library's B is our a
   return key.has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;

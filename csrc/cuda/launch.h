@@ -1,4 +1,5 @@
-// What every host entry of the CUDA backend needs: checked calls, the device guard, the chip's size.
+// What every host entry of the CUDA backend needs: checked calls, the device guard, the chip's
+// size.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -44,8 +44,7 @@ void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
   check::vector(args.scale.scales, 2, DType::Float32, kOp, "scales");
   check::same_device(args.scale.scales, args.amax, kOp, "scales");
   on_device(
-      args.amax, [&] { cpu::scale_from_amax(args); },
-      [&] { cuda::scale_from_amax(args, stream); });
+      args.amax, [&] { cpu::scale_from_amax(args); }, [&] { cuda::scale_from_amax(args, stream); });
 }
 
 }  // namespace te

@@ -16,8 +16,8 @@ void contiguous(const TensorView& t, std::string_view op, std::string_view name)
 
 void high_precision(const TensorView& t, std::string_view op, std::string_view name) {
   defined(t, op, name);
-  require(is_high_precision(t.dtype), Kind::Type, op,
-          "expected float32, float16 or bfloat16 for ", name, ", got ", t.dtype);
+  require(is_high_precision(t.dtype), Kind::Type, op, "expected float32, float16 or bfloat16 for ",
+          name, ", got ", t.dtype);
 }
 
 void dtype(const TensorView& t, DType expected, std::string_view op, std::string_view name) {
@@ -92,8 +92,8 @@ void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t r
   contiguous(t, op, "the workspace");
   same_device(t, like, op, "the workspace");
   const int64_t needed = column_sum_workspace_bytes(rows, cols);
-  require(t.bytes() >= needed, Kind::Value, op, "expected a workspace of ", needed,
-          " bytes, got ", t.bytes());
+  require(t.bytes() >= needed, Kind::Value, op, "expected a workspace of ", needed, " bytes, got ",
+          t.bytes());
 }
 
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {

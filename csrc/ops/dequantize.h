@@ -6,7 +6,7 @@
 namespace te {
 
 struct DequantizeArgs {
-  TensorView q;       // one-byte codes, contiguous
+  TensorView q;  // one-byte codes, contiguous
   DType dtype = DType::Float8E4M3;
   TensorView scales;  // fp32 [1] or [2]; element 0 is 1 / scale
   TensorView x;       // same shape as q, fp32/fp16/bf16

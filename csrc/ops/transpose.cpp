@@ -13,8 +13,8 @@ void transpose(const TransposeArgs& args, Stream stream) {
   require(size_of(x.dtype) == 1, Kind::Type, kOp, "expected one-byte elements, got ", x.dtype);
   check::dtype(out, x.dtype, kOp, "the output");
   check::same_device(out, x, kOp, "the output");
-  require(out.rows() == x.cols() && out.cols() == x.rows(), Kind::Value, kOp, "expected ",
-          x.cols(), " x ", x.rows(), " elements for the output, got shape ", ShapeOf{out});
+  require(out.rows() == x.cols() && out.cols() == x.rows(), Kind::Value, kOp, "expected ", x.cols(),
+          " x ", x.rows(), " elements for the output, got shape ", ShapeOf{out});
   on_device(
       x, [&] { cpu::transpose(args); }, [&] { cuda::transpose(args, stream); });
 }
