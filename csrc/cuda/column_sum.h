@@ -12,4 +12,9 @@ namespace te::cuda {
 void reduce_column_parts(const float* partials, int64_t parts, int64_t pitch, const TensorView& out,
                          cudaStream_t stream);
 
+// The same for two vectors of one size and dtype, whose parts lie behind each other: the pitch is
+// that of both.
+void reduce_column_parts(const float* partials, int64_t parts, const TensorView& first,
+                         const TensorView& second, cudaStream_t stream);
+
 }  // namespace te::cuda

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <string_view>
 
 #include "core/tensor_view.h"
@@ -32,6 +34,21 @@ inline cudaStream_t stream_of(Stream s) { return static_cast<cudaStream_t>(s.han
 
 // Multiprocessors of the device, asked for once.
 int multiprocessors(Device device);
+
+// Something that each device needs once, such as a kernel's attributes. Two threads may both do it.
+class OncePerDevice {
+ public:
+  template <class Do>
+  void operator()(Device device, Do&& act) {
+    auto& done = done_.at(static_cast<size_t>(device.index));
+    if (done) return;
+    act();
+    done = true;
+  }
+
+ private:
+  std::array<std::atomic<bool>, 64> done_{};
+};
 
 // Raises a kernel's dynamic shared memory limit when it needs more than 48 KiB.
 template <class Kernel>

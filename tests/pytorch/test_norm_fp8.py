@@ -11,6 +11,7 @@ from pytorch.cases.norm import (
     F32,
     KINDS,
     Case,
+    same,
 )
 from rulers import assert_bitwise, assert_codes_close
 
@@ -49,7 +50,7 @@ def test_fp8_is_rounded_once_from_fp32(device, kind, shape, dtype):
                 columnwise=bool(column),
             )
             assert_bitwise(scales, torch.stack([1 / scale[0], scale[0]]))
-            torch.testing.assert_close(amax.cpu(), value.abs().max()[None], rtol=1e-6, atol=0)
+            torch.testing.assert_close(amax.cpu(), value.abs().max()[None], rtol=4e-6, atol=0)
             ruler = assert_bitwise if device == "cpu" else assert_codes_close
             if row:
                 ruler(rowwise, expected)
@@ -57,10 +58,8 @@ def test_fp8_is_rounded_once_from_fp32(device, kind, shape, dtype):
                 ruler(columnwise, expected.view(-1, shape[-1]).T.contiguous())
             if row and column:
                 assert_bitwise(columnwise, rowwise.view(-1, shape[-1]).T.contiguous())
-            if plain:  # on a GPU by another kernel, which adds the statistics up in other order
-                alone = case.forward(dtype)[0]
-                step = 0.0 if device == "cpu" else 2 * torch.finfo(dtype).eps
-                torch.testing.assert_close(y, alone, rtol=step, atol=step)
+            if plain:
+                same(y, case.forward(dtype)[0])
 
 
 @KINDS
@@ -68,10 +67,11 @@ def test_fp8_is_rounded_once_from_fp32(device, kind, shape, dtype):
 def test_amax_is_that_of_the_fp32_result(device, kind, shape):
     case = Case(kind, shape, (BF16, BF16, BF16), device)
     scale = torch.ones(1, device=device)
-    for before in (0.0, 1e5):
-        amax = torch.full((1,), before, device=device)
-        y, *_ = case.forward(F32, scale=scale, amax=amax, rowwise=True, columnwise=True)
-        assert amax.item() == max(before, fp8.amax(y))
+    for dtype in (F32, BF16):  # rounding keeps the order
+        for before in (0.0, 1e5):
+            amax = torch.full((1,), before, device=device)
+            y, *_ = case.forward(dtype, scale=scale, amax=amax, rowwise=True, columnwise=True)
+            assert amax.to(dtype).item() == max(torch.tensor(before, dtype=dtype), fp8.amax(y))
 
 
 @KINDS
@@ -86,7 +86,7 @@ def test_current_scaling_sees_the_rounded_result(device, kind, shape, dtypes):
                 case.y_dtype, format=format, amax=amax, current=True, **options
             )
             assert codes == [None, None]
-            assert_bitwise(y, case.forward(case.y_dtype)[0])
+            same(y, case.forward(case.y_dtype)[0])
             assert amax.item() == fp8.amax(y)
             bounded = torch.tensor(max(fp8.amax(y), options.get("amax_epsilon", 0.0)))
             scale = torch.tensor(fp8.LARGEST[format]) / bounded
@@ -102,12 +102,12 @@ def test_nan_stays_in_its_row(device, kind, cols):
     case.x[3, 5] = math.nan
     amax, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
     y, rowwise, columnwise, *_ = case.forward(
-        F32, scale=scale, amax=amax, rowwise=True, columnwise=True
+        BF16, scale=scale, amax=amax, rowwise=True, columnwise=True
     )
     others = torch.arange(16) != 3
     assert bool(y[3].isnan().all()) and not bool(y.cpu()[others].isnan().any())
     assert bool((rowwise[3] == fp8.NAN_CODE).all()) and bool((columnwise[:, 3] == 0x7F).all())
-    assert amax.item() == fp8.amax(y.cpu()[others])
+    assert amax.bfloat16().item() == fp8.amax(y.cpu()[others])
     y, _, _, scales, mean, rstd = case.forward(BF16, format=fp8.E4M3, current=True)
     assert_bitwise(scales[1], torch.tensor(448.0) / fp8.amax(y.cpu()[others]))
     dx, *_ = case.backward(mean, rstd)

@@ -85,15 +85,21 @@ class CodeTile {
 
   __device__ __forceinline__ void put(int row, int col, const CodeBlock& block) const {
     const CodeBlock columns = transposed(block);
+    // Layout::unit(row / 8, col + j), with all but the permuted low bits as constants.
+    const int key = Layout::key(col), part = row / 8;
+    uint2* units = static_cast<uint2*>(memory_) + col * Layout::kUnits;
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      static_cast<uint2*>(memory_)[Layout::unit(row / 8, col + j)] = columns.rows[j];
+    for (int j = 0; j < 8; ++j) {
+      constexpr int kPermuted = 15;
+      const int unit = j * Layout::kUnits;
+      units[(unit & ~kPermuted) + (((unit & kPermuted) + part) ^ key)] = columns.rows[j];
+    }
   }
 
-  // Called by all `kThreads` threads of the block; kRows / 16 neighbours write one column.
+  // Called by `kThreads` threads, numbered from 0; kRows / 16 neighbours write one column.
   template <int kThreads>
-  __device__ __forceinline__ void store(const TileTarget& target) const {
-    const int thread = static_cast<int>(threadIdx.x);
+  __device__ __forceinline__ void store(const TileTarget& target,
+                                        int thread = static_cast<int>(threadIdx.x)) const {
     constexpr int kTurns = kCols * kParts / kThreads;
     static_assert(kTurns * kThreads == kCols * kParts, "every thread writes as many parts");
     if (target.wide) {

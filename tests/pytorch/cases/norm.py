@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rulers import assert_bitwise
 
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
@@ -31,6 +32,17 @@ SHAPES = [
     (2, 32768),
     (2, 40000),
     (4300, 16),
+]
+# Hidden sizes of models, few and many rows.
+BENCHMARK_SHAPES = [
+    (8192, 4096),
+    (16384, 4096),
+    (8192, 8192),
+    (2048, 4096),
+    (1024, 12288),
+    (8192, 768),
+    (16384, 1024),
+    (131072, 128),
 ]
 # x, gamma, y (and dy)
 DTYPES = [
@@ -136,6 +148,14 @@ def close(got, expected, slack=4e-6, terms=0.0):
         rtol=torch.finfo(got.dtype).eps / 2 * 1.01,
         atol=slack * largest + torch.finfo(got.dtype).smallest_normal,
     )
+
+
+def same(got, expected):
+    """Bit for bit on the CPU; kernels that add in another order may round differently."""
+    if got.device.type == "cpu":
+        assert_bitwise(got, expected)
+    else:
+        torch.testing.assert_close(got, expected, rtol=torch.finfo(got.dtype).eps * 1.01, atol=1e-5)
 
 
 def close_sum(got, terms, slack):

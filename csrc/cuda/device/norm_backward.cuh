@@ -1,0 +1,343 @@
+// The work of a block in norm_backward.cu. A group of threads owns one row of each batch, and a
+// thread the same columns of all rows, so that it keeps their dgamma and dbeta in registers. Of a
+// batch
+//   pass 1 adds to dgamma and dbeta and finds the two means that dx needs,
+//   pass 2 reads the values again and writes dx.
+// Batches come into shared memory by bulk copies, a few batches ahead. The sums of a row meet
+// within a block by a barrier, within a cluster by asynchronous stores into each other's shared
+// memory.
+#pragma once
+
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/norm_row.cuh"
+#include "cuda/policy/norm.h"
+#include "ops/norm.h"
+
+namespace te::cuda::norm_batches {
+
+constexpr int kMaxSlots = static_cast<int>(kBackwardThreads / 32 * kMaxCluster);
+
+struct Problem {
+  const void* dy = nullptr;
+  const void* x = nullptr;
+  const void* gamma = nullptr;
+  const void* residual_grad = nullptr;  // null: none
+  void* dx = nullptr;
+  DType gamma_dtype = DType::Float32;
+  float gamma_offset = 0.0f;  // 1 with a zero-centred gamma
+  float inverse_cols = 0.0f;
+  int rows = 0;
+  int cols = 0;
+  int cluster = 0;
+  int width = 0;  // columns of one block
+  int stages = 0;
+  const float* mean = nullptr;
+  const float* rstd = nullptr;
+  float* partials = nullptr;  // [clusters][2][cols]: dgamma, dbeta
+};
+
+// What the groups of a block share besides the stages.
+struct Shared {
+  uint64_t arrived[kBackwardStages];  // bulk copies of a stage
+  uint64_t summed[2];                 // sums of a batch from the whole cluster; taking turns
+  // Of each group, from each warp of each block of the cluster: {sum of g dy xhat, sum of g dy}.
+  // Groups times warps is at most the number of warps of a block.
+  float2 slots[2][kMaxSlots];
+};
+
+template <class In, class Gradient, NormKind kKind, int kPacks>
+class Worker {
+  static constexpr bool kCentered = kKind == NormKind::LayerNorm;
+  static constexpr int kWidth = sizeof(In) + sizeof(Gradient) == 4 ? 8 : 4;  // of a pack
+
+ public:
+  // `memory`: shared; the stages, then gamma in fp32.
+  __device__ __forceinline__ Worker(const Problem& problem, Shared& shared, uint8_t* memory)
+      : p(problem),
+        shared_(shared),
+        stages_(memory),
+        gamma_(reinterpret_cast<float*>(memory + p.stages * stage_bytes())),
+        rank_(static_cast<int>(blockIdx.x % static_cast<unsigned>(p.cluster))),
+        columns_(min(p.cols - rank_ * p.width, p.width)) {}
+
+  __device__ __forceinline__ void run() {
+    start();
+    const int clusters = static_cast<int>(gridDim.x) / p.cluster;
+    const int batches = (p.rows + groups() - 1) / groups();
+    const int first = static_cast<int>(blockIdx.x) / p.cluster;
+    for (int i = 0; i < p.stages; ++i)
+      if (first + i * clusters < batches) fetch(first + i * clusters, i);
+    load_statistics(first);
+    int stage = 0, turn = 0;
+    uint32_t stage_phase = 0, turn_phase = 0;
+    for (int batch = first; batch < batches; batch += clusters) {
+      const float mean = next_mean_, rstd = next_rstd_;
+      load_statistics(batch + clusters);
+      wait_barrier(&shared_.arrived[stage], stage_phase);
+      const bool has_row = batch * groups() + group() < p.rows;
+      float2 sums{0.0f, 0.0f};
+      if (has_row) sums = add_row(stage, mean, rstd);
+      sums = sum_over_cluster(sums, turn, turn_phase);
+      // Everyone is past the batch before this one: its stage takes the next batch to come.
+      const int coming = batch + (p.stages - 1) * clusters;
+      if (batch != first && coming < batches) fetch(coming, stage == 0 ? p.stages - 1 : stage - 1);
+      if (has_row) write_row(stage, batch * groups() + group(), mean, rstd, sums);
+      turn ^= 1;
+      if (turn == 0) turn_phase ^= 1;
+      if (++stage == p.stages) {
+        stage = 0;
+        stage_phase ^= 1;
+      }
+    }
+    __syncthreads();
+    let_next_kernel_start();  // the sum of the partials
+    write_partials(first);
+  }
+
+ private:
+  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ static int row_threads() { return static_cast<int>(blockDim.x); }
+  __device__ __forceinline__ static int group() { return static_cast<int>(threadIdx.y); }
+  __device__ __forceinline__ static int groups() { return static_cast<int>(blockDim.y); }
+
+  // A stage holds `groups` rows of x, then of dy, then of the residual gradient.
+  __device__ __forceinline__ int x_bytes() const {
+    return groups() * p.width * static_cast<int>(sizeof(In));
+  }
+  __device__ __forceinline__ int dy_bytes() const {
+    return groups() * p.width * static_cast<int>(sizeof(Gradient));
+  }
+  __device__ __forceinline__ int stage_bytes() const {
+    return x_bytes() * (p.residual_grad ? 2 : 1) + dy_bytes();
+  }
+  // Columns of pack j of this thread start at column(j) of the block's, if has(j).
+  __device__ __forceinline__ static int column(int j) {
+    return (thread() + j * row_threads()) * kWidth;
+  }
+  __device__ __forceinline__ bool has(int j) const { return column(j) < columns_; }
+
+  template <class T>
+  __device__ __forceinline__ void read(int stage, int offset, int j,
+                                       float (&values)[kWidth]) const {
+    const uint8_t* row =
+        stages_ + stage * stage_bytes() + offset + group() * p.width * static_cast<int>(sizeof(T));
+    load_values<T>(row + column(j) * static_cast<int>(sizeof(T)), values);
+  }
+
+  __device__ __forceinline__ void start() {
+    const bool first = thread() == 0 && group() == 0;
+    if (first) {
+      for (int i = 0; i < p.stages; ++i) init_barrier(&shared_.arrived[i]);
+      for (auto& barrier : shared_.summed) init_barrier(&barrier);
+    }
+    const int threads = row_threads() * groups();
+    for (int col = group() * row_threads() + thread(); col < columns_; col += threads) {
+      with_dtype(p.gamma_dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        const T value = static_cast<const T*>(p.gamma)[rank_ * p.width + col];
+        *gamma_at(col) = static_cast<float>(value) + p.gamma_offset;
+      });
+    }
+    __syncthreads();
+    if (p.cluster == 1) return;
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  // Gamma lies in quads: the first quads of all packs, then the second ones, so that neighbouring
+  // threads read neighbouring quads.
+  __device__ __forceinline__ float* gamma_at(int col) const {
+    const int pack = col / kWidth, quad = col % kWidth / 4;
+    return gamma_ + (quad * (p.width / kWidth) + pack) * 4 + col % 4;
+  }
+  __device__ __forceinline__ void read_gamma(int j, float (&gamma)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 4) {
+      float quad[4];
+      load_values<float>(gamma_at(column(j) + k), quad);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) gamma[k + i] = quad[i];
+    }
+  }
+
+  // Of this thread's row in a batch; rows behind the last are never used.
+  __device__ __forceinline__ void load_statistics(int batch) {
+    const int row = min(batch * groups() + group(), p.rows - 1);
+    if constexpr (kCentered) next_mean_ = p.mean[row];
+    next_rstd_ = p.rstd[row];
+  }
+
+  // One warp starts the copies of a batch into a stage: whole rows lie behind each other and are
+  // one copy a tensor, parts of rows are one each.
+  __device__ __forceinline__ void fetch(int batch, int stage) const {
+    if (group() != 0 || thread() >= 32) return;
+    const int row = batch * groups(), rows = min(p.rows - row, groups());
+    const int pieces = p.cluster == 1 ? 1 : rows, tensors = p.residual_grad ? 3 : 2;
+    const int count = p.cluster == 1 ? rows * columns_ : columns_;
+    uint64_t* barrier = &shared_.arrived[stage];
+    if (thread() == 0) {
+      const auto element = sizeof(Gradient) + sizeof(In) * static_cast<unsigned>(tensors - 1);
+      expect_bytes(barrier, static_cast<uint32_t>(pieces * count * element));
+    }
+    __syncwarp();
+    uint8_t* to = stages_ + stage * stage_bytes();
+#pragma unroll 1
+    for (int i = thread(); i < pieces * tensors; i += 32) {
+      const int tensor = i / pieces, r = i % pieces;
+      const bool is_dy = tensor == 1;
+      const int element = static_cast<int>(is_dy ? sizeof(Gradient) : sizeof(In));
+      const int place = tensor == 0 ? 0 : is_dy ? x_bytes() : x_bytes() + dy_bytes();
+      const void* from = tensor == 0 ? p.x : is_dy ? p.dy : p.residual_grad;
+      const int64_t index = int64_t{row + r} * p.cols + rank_ * p.width;
+      bulk_copy(to + place + r * p.width * element,
+                static_cast<const uint8_t*>(from) + index * element,
+                static_cast<uint32_t>(count * element), barrier);
+    }
+  }
+
+  // x - mean, dy and g of pack j.
+  struct Terms {
+    float x[kWidth], dy[kWidth], gamma[kWidth];
+  };
+  __device__ __forceinline__ Terms terms(int stage, int j, float mean) const {
+    Terms t;
+    read<In>(stage, 0, j, t.x);
+    read<Gradient>(stage, x_bytes(), j, t.dy);
+    read_gamma(j, t.gamma);
+    if constexpr (kCentered) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) t.x[k] -= mean;
+    }
+    return t;
+  }
+
+  __device__ __forceinline__ float2 add_row(int stage, float mean, float rstd) {
+    float2 sums{0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!has(j)) continue;
+      const Terms t = terms(stage, j, mean);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float product = t.dy[k] * (t.x[k] * rstd);
+        dgamma_[j][k] += product;
+        sums.x += product * t.gamma[k];
+        if constexpr (kCentered) {
+          dbeta_[j][k] += t.dy[k];
+          sums.y += t.dy[k] * t.gamma[k];
+        }
+      }
+    }
+    return sums;
+  }
+
+  // Sums over half a warp's lanes at a time: one tree for two values. Lane 0 gets the first, lane
+  // 16 the second; then all get both.
+  __device__ __forceinline__ static float2 finish_sums(float half) {
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2)
+      half += __shfl_xor_sync(0xffffffffu, half, offset);
+    return {__shfl_sync(0xffffffffu, half, 0), __shfl_sync(0xffffffffu, half, 16)};
+  }
+  __device__ __forceinline__ static float2 sum_over_warp(float2 sums) {
+    if constexpr (!kCentered) return {warp_reduce(sums.x, Sum{}), 0.0f};
+    const bool upper = thread() % 32 >= 16;
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? sums.x : sums.y, 16);
+    return finish_sums((upper ? sums.y : sums.x) + other);
+  }
+
+  // Sums over all threads of the group in all blocks of the cluster. Also a barrier: nobody leaves
+  // before everyone has come.
+  __device__ __forceinline__ float2 sum_over_cluster(float2 sums, int turn, uint32_t phase) const {
+    sums = sum_over_warp(sums);
+    const int warps = row_threads() / 32, lane = thread() % 32;
+    const int count = warps * p.cluster;
+    float2* slots = shared_.slots[turn] + group() * count;
+    float2* mine = slots + rank_ * warps + thread() / 32;
+    if (p.cluster == 1) {
+      if (lane == 0) *mine = sums;
+      __syncthreads();
+    } else {
+      if (group() == 0 && thread() == 0)
+        expect_bytes(&shared_.summed[turn],
+                     static_cast<uint32_t>(groups() * count * static_cast<int>(sizeof(float2))));
+      if (lane < p.cluster)
+        store_remote_async(remote_address(mine, static_cast<uint32_t>(lane)), sums,
+                           remote_address(&shared_.summed[turn], static_cast<uint32_t>(lane)));
+      wait_cluster_barrier(&shared_.summed[turn], phase);
+    }
+    float half = 0.0f;
+#pragma unroll 1
+    for (int slot = lane % 16; slot < count; slot += 16)
+      half += lane < 16 ? slots[slot].x : slots[slot].y;
+    return finish_sums(half);
+  }
+
+  // dx = rstd (g dy - mean of g dy - xhat * mean of g dy xhat).
+  __device__ __forceinline__ void write_row(int stage, int row, float mean, float rstd,
+                                            float2 sums) const {
+    const float along = sums.x * p.inverse_cols * rstd * rstd;
+    const float offset = sums.y * p.inverse_cols * rstd;
+    In* dx = static_cast<In*>(p.dx) + int64_t{row} * p.cols + rank_ * p.width;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!has(j)) continue;
+      const Terms t = terms(stage, j, mean);
+      float values[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        values[k] = kCentered ? -offset - t.x[k] * along : -(t.x[k] * along);
+        values[k] += t.dy[k] * t.gamma[k] * rstd;
+      }
+      if (p.residual_grad) {
+        float residual[kWidth];
+        read<In>(stage, x_bytes() + dy_bytes(), j, residual);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) values[k] += residual[k];
+      }
+      store_values<In>(dx + column(j), values);
+    }
+  }
+
+  // The groups add up their sums in order, in what were the stages; the last one writes them out.
+  __device__ __forceinline__ void write_partials(int cluster) {
+    float* totals = reinterpret_cast<float*>(stages_);
+    float* out = p.partials + int64_t{cluster} * 2 * p.cols + rank_ * p.width;
+    for (int turn = 0; turn < groups(); ++turn) {
+      if (turn == group()) {
+        const bool first = turn == 0, last = turn == groups() - 1;
+        add_up(dgamma_, first ? nullptr : totals, last ? out : totals);
+        if constexpr (kCentered)
+          add_up(dbeta_, first ? nullptr : totals + p.width,
+                 last ? out + p.cols : totals + p.width);
+      }
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ void add_up(float (&sums)[kPacks][kWidth], const float* from,
+                                         float* to) const {
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!has(j)) continue;
+      if (from) {
+        float values[kWidth];
+        load_values<float>(from + column(j), values);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sums[j][k] += values[k];
+      }
+      store_values<float>(to + column(j), sums[j]);
+    }
+  }
+
+  const Problem& p;
+  Shared& shared_;
+  uint8_t* stages_;
+  float* gamma_;
+  int rank_, columns_;
+  float next_mean_ = 0.0f, next_rstd_ = 0.0f;
+  float dgamma_[kPacks][kWidth] = {};
+  float dbeta_[kPacks][kWidth] = {};  // stays unused, and in no register, in RMSNorm
+};
+
+}  // namespace te::cuda::norm_batches

@@ -1,0 +1,158 @@
+// Norm backward: dx, and partial sums of dgamma and dbeta, in one pass over x and dy. Blocks stay,
+// one on each multiprocessor, and take batch after batch of rows (device/norm_backward.cuh). Wide
+// rows, and few rows, are shared by the blocks of a cluster: fewer partial sums, and work for every
+// multiprocessor.
+#include "cuda/device/norm_backward.cuh"
+
+#include <array>
+#include <atomic>
+
+#include "cuda/column_sum.h"
+#include "cuda/launch.h"
+#include "cuda/norm.h"
+#include "ops/column_sum.h"
+
+namespace te::cuda {
+namespace {
+
+using norm_batches::Problem;
+using norm_batches::Shared;
+using norm_batches::Worker;
+
+constexpr const char* kOp = "norm_backward";
+
+struct Launch {
+  Device device;
+  cudaStream_t stream;
+  int packs;
+  dim3 block;
+  size_t shared_bytes;
+  int64_t max_clusters;
+};
+
+template <class In, class Gradient, NormKind kKind, int kPacks>
+__global__ void __launch_bounds__(kBackwardThreads)
+    backward_kernel(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ Shared shared;
+  Worker<In, Gradient, kKind, kPacks>(p, shared, memory).run();
+}
+
+// How many clusters of one block a multiprocessor the chip holds: its parts differ in size, so
+// there may be fewer than the quotient. Asked for once per kernel and cluster size.
+template <class Kernel>
+int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int cluster,
+                      std::array<std::atomic<int>, kMaxCluster + 1>& known) {
+  auto& slot = known[static_cast<size_t>(cluster)];
+  if (int clusters = slot; clusters != 0) return clusters;
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), kOp);
+  slot = clusters;
+  return clusters;
+}
+
+// Returns how many clusters ran, and left partial sums.
+template <class In, class Gradient, NormKind kKind, int kPacks>
+int64_t launch(const Problem& p, const Launch& how) {
+  static OncePerDevice once;
+  static std::array<std::atomic<int>, kMaxCluster + 1> known{};
+  const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
+  once(how.device, [&] { allow_shared_memory(kernel, kBackwardSharedBytes, kOp); });
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(how.max_clusters * p.cluster));
+  config.blockDim = how.block;
+  config.dynamicSmemBytes = kBackwardSharedBytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  config.stream = how.stream;
+  const int64_t clusters =
+      std::min<int64_t>(how.max_clusters, resident_clusters(kernel, config, p.cluster, known));
+  config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
+  config.dynamicSmemBytes = how.shared_bytes;
+  check(cudaLaunchKernelEx(&config, kernel, p), kOp);
+  return clusters;
+}
+
+template <class In, class Gradient>
+int64_t launch(const NormBackwardArgs& args, const Problem& p, const Launch& how) {
+  return dispatch_bool(args.kind == NormKind::LayerNorm, [&](auto layer) {
+    constexpr auto kKind = layer() ? NormKind::LayerNorm : NormKind::RMSNorm;
+    if (how.packs == 4) return launch<In, Gradient, kKind, 4>(p, how);
+    return launch<In, Gradient, kKind, 2>(p, how);
+  });
+}
+
+// The search takes microseconds; a model asks for the same few shapes again and again.
+const NormBackwardPolicy& policy_of(const NormBackwardShape& shape) {
+  struct Known {
+    NormBackwardShape shape;
+    NormBackwardPolicy policy;
+  };
+  thread_local std::array<Known, 8> cache{};
+  Known& known = cache[static_cast<size_t>(shape.rows + shape.cols / 8 + shape.read_bytes) % 8];
+  if (!(known.shape == shape)) known = {shape, norm_backward_policy(shape)};
+  return known.policy;
+}
+
+bool fits(const NormBackwardArgs& args) {
+  for (const TensorView* t : {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace})
+    if (!is_aligned(t->data, 16)) return false;
+  const bool usual = args.dy.dtype == args.x.dtype || args.x.dtype == DType::Float32;
+  const int64_t rows = args.x.rows(), cols = args.x.cols();
+  return usual && cols % 8 == 0 && rows > 0 && rows < (1 << 30) && cols < (1 << 20);
+}
+
+}  // namespace
+
+bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
+  if (!fits(args)) return false;
+  const int64_t rows = args.x.rows(), cols = args.x.cols();
+  const int64_t x_bytes = size_of(args.x.dtype), dy_bytes = size_of(args.dy.dtype);
+  const NormBackwardShape shape{.rows = rows,
+                                .cols = cols,
+                                .pack = x_bytes + dy_bytes == 4 ? 8 : 4,
+                                .read_bytes = x_bytes * (args.residual_grad ? 2 : 1) + dy_bytes,
+                                .write_bytes = x_bytes,
+                                .max_parts = ceil_div(rows, kRowsPerColumnPart),
+                                .multiprocessors = multiprocessors(args.x.device)};
+  const NormBackwardPolicy policy = policy_of(shape);
+  if (policy.cluster == 0) return false;
+  const Problem p{.dy = args.dy.data,
+                  .x = args.x.data,
+                  .gamma = args.gamma.data,
+                  .residual_grad = args.residual_grad.data,
+                  .dx = args.dx.data,
+                  .gamma_dtype = args.gamma.dtype,
+                  .gamma_offset = args.zero_centered ? 1.0f : 0.0f,
+                  .inverse_cols = 1.0f / static_cast<float>(cols),
+                  .rows = static_cast<int>(rows),
+                  .cols = static_cast<int>(cols),
+                  .cluster = policy.cluster,
+                  .width = policy.width,
+                  .stages = policy.stages,
+                  .mean = args.mean.ptr<float>(),
+                  .rstd = args.rstd.ptr<float>(),
+                  .partials = args.workspace.ptr<float>()};
+  const auto stage_bytes = static_cast<size_t>(policy.groups * policy.width * shape.read_bytes);
+  const Launch how{
+      .device = args.x.device,
+      .stream = stream,
+      .packs = policy.packs,
+      .block = dim3(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.groups)),
+      .shared_bytes = static_cast<size_t>(policy.stages) * stage_bytes +
+                      static_cast<size_t>(policy.width) * sizeof(float),
+      .max_clusters = norm_backward_clusters(shape, policy)};
+  const int64_t parts = dispatch_high_precision(args.x.dtype, kOp, [&](auto tag) {
+    using In = typename decltype(tag)::type;
+    if (args.dy.dtype == args.x.dtype) return launch<In, In>(args, p, how);
+    if (args.dy.dtype == DType::BFloat16) return launch<float, BFloat16>(args, p, how);
+    return launch<float, Half>(args, p, how);
+  });
+  reduce_column_parts(p.partials, parts, args.dgamma, args.dbeta, stream);
+  return true;
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,307 @@
+// Norm forward with one result, plain or row-wise FP8. A row lies in the registers of one warp or
+// of one block, read from memory once. Blocks stay and take row after row: each pack of x is
+// replaced by that of the next row as soon as its result is computed, so that loads are always in
+// flight.
+#include <array>
+#include <atomic>
+
+#include "cuda/device/float8.cuh"
+#include "cuda/device/norm_row.cuh"
+#include "cuda/device/quantized_sink.cuh"
+#include "cuda/launch.h"
+#include "cuda/norm.h"
+#include "cuda/policy/norm.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr const char* kOp = "norm_forward";
+constexpr int kMaxThreads = 1024;
+
+struct Codes {};  // the result type of FP8
+
+struct Problem {
+  const void* x = nullptr;
+  const void* gamma = nullptr;
+  const void* beta = nullptr;
+  float gamma_offset = 0.0f;  // 1 with a zero-centred gamma
+  float epsilon = 0.0f;
+  float inverse_cols = 0.0f;
+  int64_t rows = 0;
+  int cols = 0;
+  void* y = nullptr;
+  bool e5m2 = false;
+  QuantizedSink fp8;         // with Codes
+  CurrentScaleSink current;  // without; no scratch: none
+  float* mean = nullptr;
+  float* rstd = nullptr;
+};
+
+// x - mean is taken as (x - mean) - rest: what one fp32 cannot hold of the mean of fp32 values.
+struct Statistics {
+  float mean, rest, rstd;
+};
+
+// The part of one row that a thread holds: pack j lies blockDim.x packs behind pack j - 1.
+template <class In, class Gamma, NormKind kKind, int kPacks>
+struct Row {
+  static constexpr int kWidth = 16 / sizeof(In);
+  static constexpr bool kCentered = kKind == NormKind::LayerNorm;
+
+  Packed<In, kWidth> x[kPacks];
+
+  __device__ __forceinline__ static bool has(int j, int packs) {
+    return static_cast<int>(threadIdx.x) + j * static_cast<int>(blockDim.x) < packs;
+  }
+
+  // Pack j of a row of T whose first pack of this thread is at `base`.
+  template <class T>
+  __device__ __forceinline__ static const char* at(const char* base, int j) {
+    const auto distance = blockDim.x * static_cast<unsigned>(kWidth * sizeof(T));
+    return base + uint64_t{distance} * static_cast<unsigned>(j);
+  }
+
+  // Adds term(value) of all values of this thread.
+  template <class Term>
+  __device__ __forceinline__ float sum(int packs, Term&& term) const {
+    float total = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!has(j, packs)) continue;
+      float values[kWidth];
+      x[j].convert(values);
+      total += sum_of(values, term);
+    }
+    return total;
+  }
+
+  __device__ __forceinline__ Statistics statistics(const Problem& p, int packs, RowSum<1>& row_sum,
+                                                   RowSum<2>& row_sums) const {
+    float total[1];
+    if constexpr (!kCentered) {
+      total[0] = sum(packs, [](float value) { return value * value; });
+      row_sum(total);
+      return {0.0f, 0.0f, rsqrtf(total[0] * p.inverse_cols + p.epsilon)};
+    }
+    total[0] = sum(packs, [](float value) { return value; });
+    row_sum(total);
+    const float mean = __fmul_rn(total[0], p.inverse_cols);  // never fused into what uses it
+    const auto square = [=](float value) { return (value - mean) * (value - mean); };
+    if constexpr (sizeof(In) == 2) {
+      total[0] = sum(packs, square);
+      row_sum(total);
+      return {mean, 0.0f, rsqrtf(total[0] * p.inverse_cols + p.epsilon)};
+    } else {
+      float totals[2] = {sum(packs, [=](float value) { return value - mean; }), sum(packs, square)};
+      row_sums(totals);
+      const float rest = __fmul_rn(totals[0], p.inverse_cols);
+      const float variance = fmaxf(totals[1] * p.inverse_cols - rest * rest, 0.0f);
+      return {mean, rest, rsqrtf(variance + p.epsilon)};
+    }
+  }
+
+  __device__ __forceinline__ void result(const Problem& p, const Statistics& s, int j,
+                                         float (&y)[kWidth]) const {
+    const int offset = static_cast<int>(threadIdx.x) * kWidth * static_cast<int>(sizeof(Gamma));
+    Packed<Gamma, kWidth> packed_gamma, packed_beta;
+    packed_gamma.load(at<Gamma>(static_cast<const char*>(p.gamma) + offset, j));
+    if constexpr (kCentered)
+      packed_beta.load(at<Gamma>(static_cast<const char*>(p.beta) + offset, j));
+    float gamma[kWidth], beta[kWidth];
+    packed_gamma.convert(gamma);
+    if constexpr (kCentered) packed_beta.convert(beta);
+    x[j].convert(y);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if constexpr (kCentered) y[k] -= s.mean;
+      if constexpr (kCentered && sizeof(In) == 4) y[k] -= s.rest;
+      y[k] = y[k] * s.rstd * (gamma[k] + p.gamma_offset);
+      if constexpr (kCentered) y[k] += beta[k];
+    }
+  }
+};
+
+template <class Fp8, int N>
+__device__ __forceinline__ void store_codes(void* to, const float (&y)[N], float scale) {
+  Pack<uint32_t, N / 4> codes;
+#pragma unroll
+  for (int k = 0; k < N; k += 4)
+    codes.at[k / 4] =
+        encode4<Fp8>(y[k] * scale, y[k + 1] * scale, y[k + 2] * scale, y[k + 3] * scale);
+  store_pack(static_cast<uint32_t*>(to), codes);
+}
+
+template <class Out, int N>
+__device__ __forceinline__ void store(const Problem& p, void* to, const float (&y)[N],
+                                      float scale) {
+  if constexpr (!std::is_same_v<Out, Codes>)
+    store_values<Out>(to, y);
+  else if (p.e5m2)
+    store_codes<E5M2>(to, y, scale);
+  else
+    store_codes<E4M3>(to, y, scale);
+}
+
+// The amax of the block's results; with current scaling, of their roundings, which keep the order.
+template <class Out>
+__device__ __forceinline__ void finish(const Problem& p, float amax) {
+  __shared__ float slots[32];
+  amax = warp_reduce(amax, Max{});
+  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+  const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
+  if (thread % 32 == 0) slots[thread / 32] = amax;
+  __syncthreads();
+  if (thread != 0) return;
+  for (int warp = 1; warp < warps; ++warp) amax = fmaxf(amax, slots[warp]);
+  if constexpr (std::is_same_v<Out, Codes>)
+    atomic_max(p.fp8.amax, amax);
+  else
+    p.current.finish(static_cast<float>(Out(amax)), gridDim.x);
+}
+
+// kTracked: an amax may be asked for; a null pointer says that it is not.
+template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
+__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_constant__ Problem p) {
+  using R = Row<In, Gamma, kKind, kPacks>;
+  constexpr bool kCodes = std::is_same_v<Out, Codes>;
+  using Stored = std::conditional_t<kCodes, uint8_t, Out>;
+  const int packs = p.cols / R::kWidth;
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const bool tracked = kCodes ? p.fp8.amax != nullptr : p.current.scratch != nullptr;
+  float scale = 1.0f, amax = 0.0f;
+  if constexpr (kCodes)
+    scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0);
+
+  const int64_t first = row * p.cols + static_cast<int64_t>(threadIdx.x) * R::kWidth;
+  const char* from = static_cast<const char*>(p.x) + first * static_cast<int64_t>(sizeof(In));
+  char* to = reinterpret_cast<char*>(kCodes ? p.fp8.rowwise : static_cast<uint8_t*>(p.y)) +
+             first * static_cast<int64_t>(sizeof(Stored));
+  int64_t from_step = step * p.cols * static_cast<int64_t>(sizeof(In));
+  int64_t to_step = step * p.cols * static_cast<int64_t>(sizeof(Stored));
+  asm("" : "+l"(from_step), "+l"(to_step));  // kept, not computed again for every pack
+  R current;
+#pragma unroll
+  for (int j = 0; j < kPacks; ++j)
+    current.x[j].load_streaming(R::template at<In>(from, j), row < p.rows && R::has(j, packs));
+
+  RowSum<1> row_sum;
+  RowSum<2> row_sums;
+  for (; row < p.rows; row += step) {
+    const Statistics s = current.statistics(p, packs, row_sum, row_sums);
+    if (threadIdx.x == 0) {
+      if constexpr (R::kCentered) p.mean[row] = s.mean + s.rest;
+      p.rstd[row] = s.rstd;
+    }
+    const bool more = row + step < p.rows;
+    from += from_step;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!R::has(j, packs)) continue;
+      if constexpr (sizeof(In) == 2) current.x[j].stay_packed();
+      float y[R::kWidth];
+      current.result(p, s, j, y);
+      current.x[j].load_streaming(R::template at<In>(from, j), more);
+      if constexpr (kTracked) {
+        if (tracked) {
+#pragma unroll
+          for (int k = 0; k < R::kWidth; ++k) amax = fmaxf(amax, fabsf(y[k]));
+        }
+      }
+      store<Out>(p, const_cast<char*>(R::template at<Stored>(to, j)), y, scale);
+    }
+    to += to_step;
+  }
+  if constexpr (kTracked) {
+    if (tracked) finish<Out>(p, amax);
+  }
+}
+
+// Blocks of a kernel that a multiprocessor holds; asked for once per kernel and block size.
+template <class Kernel>
+int resident_blocks(Kernel* kernel, int threads, std::atomic<int>& known) {
+  int blocks = known;
+  if (blocks != 0) return blocks;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), kOp);
+  known = blocks;
+  return blocks;
+}
+
+template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
+void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaStream_t stream) {
+  static std::array<std::atomic<int>, kMaxThreads / 32 + 1> known{};
+  const auto kernel = forward_kernel<In, Gamma, Out, kKind, kPacks, kTracked>;
+  const int threads = policy.threads * policy.rows;
+  const int resident = resident_blocks(kernel, threads, known[static_cast<size_t>(threads / 32)]);
+  const int64_t grid =
+      balanced_grid(ceil_div(p.rows, policy.rows), int64_t{resident} * multiprocessors(device));
+  const dim3 block(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.rows));
+  kernel<<<static_cast<unsigned>(grid), block, 0, stream>>>(p);
+  check_launch(kOp);
+}
+
+template <class In, class Gamma, class Out>
+bool launch(const NormForwardArgs& args, const Problem& p, cudaStream_t stream) {
+  const auto policy = norm_rows_policy(p.cols * static_cast<int64_t>(sizeof(In)) / 16);
+  const Device device = args.x.device;
+  dispatch_bool(args.kind == NormKind::LayerNorm, [&](auto layer) {
+    constexpr auto kKind = layer() ? NormKind::LayerNorm : NormKind::RMSNorm;
+    if (policy.packs == 1)
+      launch<In, Gamma, Out, kKind, 1, true>(p, policy, device, stream);
+    else if (args.current || args.quantized)
+      launch<In, Gamma, Out, kKind, 4, true>(p, policy, device, stream);
+    else if constexpr (!std::is_same_v<Out, Codes>)
+      launch<In, Gamma, Out, kKind, 4, false>(p, policy, device, stream);
+  });
+  return true;
+}
+
+// The sets of dtypes that training meets: x in fp32 gives any result, x in 16 bits its own dtype;
+// gamma is as x or fp32.
+template <class In, class Gamma>
+bool launch(const NormForwardArgs& args, const Problem& p, cudaStream_t stream) {
+  if (!args.y) return launch<In, Gamma, Codes>(args, p, stream);
+  if (args.y.dtype == args.x.dtype) return launch<In, Gamma, In>(args, p, stream);
+  if constexpr (std::is_same_v<In, float>) {
+    if (args.y.dtype == DType::BFloat16) return launch<In, Gamma, BFloat16>(args, p, stream);
+    return launch<In, Gamma, Half>(args, p, stream);
+  }
+  return false;
+}
+
+bool fits(const NormForwardArgs& args) {
+  const int64_t row_bytes = args.x.cols() * size_of(args.x.dtype);
+  const TensorView& out = args.y ? args.y : args.quantized.rowwise;
+  for (const TensorView* t : {&args.x, &args.gamma, &args.beta, &out})
+    if (!is_aligned(t->data, 16)) return false;
+  return row_bytes % 16 == 0 && norm_rows_policy(row_bytes / 16).threads != 0;
+}
+
+}  // namespace
+
+bool norm_forward_rows(const NormForwardArgs& args, cudaStream_t stream) {
+  const bool one_result = args.y ? !args.quantized : !args.quantized.columnwise;
+  if (!one_result || !fits(args)) return false;
+  const Problem p{.x = args.x.data,
+                  .gamma = args.gamma.data,
+                  .beta = args.beta.data,
+                  .gamma_offset = args.zero_centered ? 1.0f : 0.0f,
+                  .epsilon = args.epsilon,
+                  .inverse_cols = 1.0f / static_cast<float>(args.x.cols()),
+                  .rows = args.x.rows(),
+                  .cols = static_cast<int>(args.x.cols()),
+                  .y = args.y.data,
+                  .e5m2 = args.quantized.dtype == DType::Float8E5M2,
+                  .fp8 = sink_of(args.quantized),
+                  .current = sink_of(args.current),
+                  .mean = args.mean.ptr<float>(),
+                  .rstd = args.rstd.ptr<float>()};
+  return dispatch_high_precision(args.x.dtype, kOp, [&](auto tag) {
+    using In = typename decltype(tag)::type;
+    if (args.gamma.dtype == args.x.dtype) return launch<In, In>(args, p, stream);
+    if (args.gamma.dtype == DType::Float32) return launch<In, float>(args, p, stream);
+    return false;
+  });
+}
+
+}  // namespace te::cuda

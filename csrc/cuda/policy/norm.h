@@ -1,0 +1,149 @@
+// Launch knobs of the norm kernels, as data: plain arithmetic without CUDA (norm_policy_test.cpp).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace te::cuda {
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Forward with a row in registers. A pack is 16 bytes of x; a thread holds up to `packs` of them:
+// enough loads in flight, and few enough threads a row that summing over them stays cheap.
+struct NormRowsPolicy {
+  int threads = 0;  // per row; 0: the row does not fit
+  int rows = 1;     // per block
+  int packs = 4;    // per thread
+};
+
+constexpr NormRowsPolicy norm_rows_policy(int64_t packs_per_row) {
+  if (packs_per_row <= 32) return {.threads = 32, .rows = 4, .packs = 1};
+  if (packs_per_row <= 128) return {.threads = 32, .rows = 4, .packs = 4};
+  const int64_t threads = round_up((packs_per_row + 3) / 4, 32);
+  if (threads > 1024) return {};
+  return {.threads = static_cast<int>(threads), .rows = 1, .packs = 4};
+}
+
+// Forward to FP8 with a transposed result: a cluster of blocks shares `rows` rows, each block holds
+// `steps` steps of 64 Ki / rows columns. 64 rows make the transposed stores half lines, 32 rows
+// whole sectors.
+struct NormTilesPolicy {
+  int rows = 0;  // 0: the row does not fit
+  int steps = 0;
+  int cluster = 0;
+};
+
+inline constexpr int64_t kStepElements = 16384;
+inline constexpr int64_t kMaxCluster = 8;  // what every Hopper chip launches
+
+constexpr NormTilesPolicy norm_tiles_policy(int64_t rows, int64_t cols, int64_t element_size,
+                                            int multiprocessors) {
+  // Three blocks of 64 KiB on a multiprocessor hide each other's waits; wide rows take more.
+  const int64_t small = (64 << 10) / (kStepElements * element_size);
+  const int64_t large = (192 << 10) / (kStepElements * element_size);
+  for (const int64_t tile_rows : {64, 32}) {
+    const int64_t units = (cols + kStepElements / tile_rows - 1) / (kStepElements / tile_rows);
+    int64_t steps = std::max<int64_t>((units + kMaxCluster - 1) / kMaxCluster, 1);
+    if (steps > (tile_rows == 64 ? small : large)) continue;
+    // Where there is enough to do, larger pieces of rows and fewer of them.
+    const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+    while (steps < small && tiles * ((units + steps) / (steps + 1)) >= multiprocessors) ++steps;
+    const int64_t cluster = (units + steps - 1) / steps;
+    return {static_cast<int>(tile_rows), static_cast<int>((units + cluster - 1) / cluster),
+            static_cast<int>(cluster)};
+  }
+  return {};
+}
+
+// Backward: clusters of blocks stay and take batch after batch of rows. A block holds `width`
+// columns of `groups` rows; `threads` threads hold up to `packs` packs of one row each. Batches
+// come into shared memory `stages` deep. Each cluster leaves one row of partial dgamma and dbeta.
+struct NormBackwardPolicy {
+  int cluster = 0;  // 0: the row does not fit
+  int width = 0;
+  int threads = 0;
+  int groups = 0;
+  int packs = 0;
+  int stages = 0;
+};
+
+struct NormBackwardShape {
+  int64_t rows = 0, cols = 0;
+  int64_t pack = 0;        // values that a thread handles at a time
+  int64_t read_bytes = 0;  // per element: x, dy and the residual gradient
+  int64_t write_bytes = 0;
+  int64_t max_parts = 0;  // rows of partial sums that there is room for
+  int multiprocessors = 0;
+
+  bool operator==(const NormBackwardShape&) const = default;
+};
+
+inline constexpr int64_t kBackwardThreads = 512;
+inline constexpr int64_t kBackwardGroups = 16;
+inline constexpr int64_t kBackwardStages = 3;  // with fewer the memory waits for the sums
+inline constexpr int64_t kBackwardSharedBytes = 216 << 10;
+
+constexpr NormBackwardPolicy norm_backward_candidate(const NormBackwardShape& s, int64_t cluster,
+                                                     int64_t packs) {
+  const int64_t width = round_up((s.cols + cluster - 1) / cluster, 8);
+  const int64_t threads = round_up((width + s.pack * packs - 1) / (s.pack * packs), 32);
+  if ((cluster - 1) * width >= s.cols || threads > kBackwardThreads) return {};
+  const int64_t room = (kBackwardSharedBytes - 4 * width) / (width * s.read_bytes);
+  const int64_t groups =
+      std::min({kBackwardThreads / threads, kBackwardGroups, room / kBackwardStages});
+  if (groups == 0) return {};
+  return {static_cast<int>(cluster), static_cast<int>(width), static_cast<int>(threads),
+          static_cast<int>(groups),  static_cast<int>(packs), static_cast<int>(kBackwardStages)};
+}
+
+constexpr int64_t norm_backward_clusters(const NormBackwardShape& s, const NormBackwardPolicy& p) {
+  const int64_t batches = (s.rows + p.groups - 1) / p.groups;
+  // The processing clusters of a Hopper chip have 16 or 18 multiprocessors.
+  const int64_t usable = p.cluster == 1 ? s.multiprocessors : s.multiprocessors / 16 * 16;
+  return std::max<int64_t>(std::min({batches, s.max_parts, usable / p.cluster}), 1);
+}
+
+// Clocks by a rough model: a round takes as long as its bytes take at a multiprocessor's share of
+// the bandwidth (18 bytes a clock), or as its instructions (18 per value and 90 per thread, so many
+// a clock as that many warps keep going) and the meeting of the sums take. Partial sums go out and
+// come back through L2.
+constexpr int64_t norm_backward_clocks(const NormBackwardShape& s, const NormBackwardPolicy& p) {
+  const int64_t clusters = norm_backward_clusters(s, p);
+  const int64_t batches = (s.rows + p.groups - 1) / p.groups;
+  const int64_t rounds = (batches + clusters - 1) / clusters;
+  const int64_t memory = int64_t{p.groups} * p.width * (s.read_bytes + s.write_bytes) / 18;
+  const int64_t warps = int64_t{p.groups} * p.threads / 32;
+  const int64_t row_values = (p.width + p.threads * s.pack - 1) / (p.threads * s.pack) * s.pack;
+  const int64_t instructions = warps * (row_values * 18 + 90);
+  const int64_t issued_per_10_clocks = std::min<int64_t>(3 * warps / 2 + 1, 22);
+  const int64_t meeting = p.cluster == 1 ? 400 : 800 + 100 * p.cluster;
+  const int64_t round = std::max(memory, instructions * 10 / issued_per_10_clocks + meeting);
+  return rounds * round + clusters * s.cols * 16 / (20 * int64_t{s.multiprocessors});
+}
+
+constexpr NormBackwardPolicy norm_backward_policy(const NormBackwardShape& s) {
+  NormBackwardPolicy best;
+  for (const int64_t cluster : {1, 2, 4, 8}) {
+    for (const int64_t packs : {4, 2}) {
+      auto candidate = norm_backward_candidate(s, cluster, packs);
+      // Fewer groups may divide the rows better.
+      for (const int fewest = (candidate.groups + 1) / 2;
+           candidate.groups > 0 && candidate.groups >= fewest; --candidate.groups)
+        if (best.cluster == 0 || norm_backward_clocks(s, candidate) < norm_backward_clocks(s, best))
+          best = candidate;
+    }
+  }
+  return best;
+}
+
+// Blocks of a grid whose blocks loop over `items`: at most `resident`, all with the same number of
+// rounds, so that none runs alone at the end.
+constexpr int64_t balanced_grid(int64_t items, int64_t resident) {
+  if (items <= resident) return std::max<int64_t>(items, 1);
+  const int64_t rounds = (items + resident - 1) / resident;
+  return (items + rounds - 1) / rounds;
+}
+
+}  // namespace te::cuda

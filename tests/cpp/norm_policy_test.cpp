@@ -1,0 +1,89 @@
+// Every row is covered by its threads, and every block has room for what it holds.
+#include "cuda/policy/norm.h"
+
+#include <gtest/gtest.h>
+
+namespace te::cuda {
+namespace {
+
+constexpr int kMultiprocessors = 132;
+constexpr int64_t kSharedBytes = 227 << 10;
+
+TEST(NormRowsPolicy, CoversEveryRow) {
+  for (int64_t packs = 1; packs <= 4096; ++packs) {
+    const auto policy = norm_rows_policy(packs);
+    ASSERT_GE(int64_t{policy.threads} * policy.packs, packs);
+    ASSERT_EQ(policy.threads % 32, 0);
+    ASSERT_LE(policy.threads * policy.rows, 1024);
+    ASSERT_TRUE(policy.rows == 1 || policy.threads == 32);
+  }
+  EXPECT_EQ(norm_rows_policy(4097).threads, 0);
+}
+
+TEST(NormTilesPolicy, CoversEveryRowWithinTheSharedMemory) {
+  for (const int64_t size : {2, 4}) {
+    for (const int64_t rows : {1, 64, 2048, 100000}) {
+      for (int64_t cols = 8; cols <= 12288; cols += 8) {
+        const auto policy = norm_tiles_policy(rows, cols, size, kMultiprocessors);
+        ASSERT_TRUE(policy.rows == 64 || policy.rows == 32);
+        const int64_t width = policy.steps * (kStepElements / policy.rows);
+        ASSERT_GE(policy.cluster * width, cols);
+        ASSERT_LT((policy.cluster - 1) * width, cols) << "a block without columns";
+        ASSERT_LE(policy.cluster, kMaxCluster);
+        const int64_t parts = 64 * policy.cluster * 16;
+        ASSERT_LE(policy.steps * kStepElements * size + parts, 208 << 10);
+      }
+    }
+  }
+}
+
+void expect_room(const NormBackwardShape& shape, const NormBackwardPolicy& policy) {
+  ASSERT_EQ(policy.width % 8, 0);
+  ASSERT_GE(int64_t{policy.cluster} * policy.width, shape.cols);
+  ASSERT_LT(int64_t{policy.cluster - 1} * policy.width, shape.cols) << "a block without columns";
+  ASSERT_GE(policy.threads * policy.packs * shape.pack, policy.width);
+  ASSERT_EQ(policy.threads % 32, 0);
+  ASSERT_LE(policy.threads * policy.groups, kBackwardThreads);
+  ASSERT_GE(policy.groups, 1);
+  ASSERT_LE(policy.stages, kBackwardStages);
+  const int64_t stage = policy.groups * policy.width * shape.read_bytes;
+  ASSERT_LE(policy.stages * stage + 4 * policy.width, kBackwardSharedBytes);
+  // The partial sums of all groups meet in what were the stages.
+  ASSERT_GE(policy.stages * stage, 8 * policy.width);
+  const int64_t clusters = norm_backward_clusters(shape, policy);
+  ASSERT_LE(clusters, std::max<int64_t>(shape.max_parts, 1));
+  ASSERT_LE(clusters * policy.cluster, kMultiprocessors);
+}
+
+TEST(NormBackwardPolicy, CoversEveryRowWithinTheSharedMemory) {
+  static_assert(kBackwardSharedBytes < kSharedBytes);
+  for (const auto& [pack, read, write] :
+       {std::tuple{8, 4, 2}, {8, 6, 2}, {4, 8, 4}, {4, 12, 4}, {4, 6, 4}, {4, 10, 4}}) {
+    for (const int64_t rows : {1, 33, 1024, 8192, 200000}) {
+      for (int64_t cols = 8; cols <= 16384; cols += cols < 2048 ? 8 : 472) {
+        const NormBackwardShape shape{
+            rows, cols, pack, read, write, (rows + 31) / 32, kMultiprocessors};
+        expect_room(shape, norm_backward_policy(shape));
+      }
+    }
+  }
+}
+
+TEST(NormBackwardPolicy, SharesWideAndFewRows) {
+  const auto cluster_of = [](int64_t rows, int64_t cols) {
+    return norm_backward_policy({rows, cols, 8, 4, 2, (rows + 31) / 32, kMultiprocessors}).cluster;
+  };
+  EXPECT_EQ(cluster_of(8192, 4096), 1);
+  EXPECT_GT(cluster_of(2048, 4096), 1);
+  EXPECT_GT(cluster_of(1024, 12288), 2);
+}
+
+TEST(BalancedGrid, GivesAllBlocksTheSameRounds) {
+  EXPECT_EQ(balanced_grid(0, 1056), 1);
+  EXPECT_EQ(balanced_grid(1056, 1056), 1056);
+  EXPECT_EQ(balanced_grid(2048, 1056), 1024);
+  EXPECT_EQ(balanced_grid(8192, 1056), 1024);
+}
+
+}  // namespace
+}  // namespace te::cuda
