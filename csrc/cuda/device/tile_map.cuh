@@ -113,36 +113,31 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
   }
 }
 
-// The loads of the next rows are in flight while these are computed.
+// All loads of some rows are issued before the first value is used.
 template <bool kWide, class In, class Function>
 __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlace at,
                                           const TileBlock& block,
                                           MapResults<Function::kOutputs>& results) {
   constexpr int kInputs = Function::kInputs;
   constexpr int kLoads = tile_map_policy<Function>(kWide).loads_in_flight;
-  constexpr int kRows = kWide ? kLoads / (2 * kInputs * Octet<In>::kWords) : 1;
+  constexpr int kRows = kLoads / (kInputs * Octet<In>::kWords);
   static_assert(kRows > 0 && 8 % kRows == 0);
-  Octet<In> octets[2][kRows][kInputs];
-  const auto load = [&](int first) {
+  float scale = 1.0f;
+#pragma unroll
+  for (int first = 0; first < 8; first += kRows) {
+    Octet<In> octets[kRows][kInputs];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         const TileBlock source(at, map.rows, map.cols, Function::kPitch(k) * map.cols);
-        octets[first / kRows % 2][i][k] =
-            read_octet<kWide>(static_cast<const In*>(map.inputs[k]), source, first + i);
+        octets[i][k] = read_octet<kWide>(static_cast<const In*>(map.inputs[k]), source, first + i);
       }
-  };
-  float scale = 1.0f;
-  load(0);
-#pragma unroll
-  for (int first = 0; first < 8; first += kRows) {
-    if (first + kRows < 8) load(first + kRows);
     if (first == 0 && map.quantized)
       scale = map.quantized.scale_used(at.row == 0 && at.col == 0 && threadIdx.x == 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      map_row<kWide>(map, block, first + i, scale, octets[first / kRows % 2][i], results);
+      map_row<kWide>(map, block, first + i, scale, octets[i], results);
   }
 }
 

@@ -5,16 +5,16 @@ namespace te::cuda {
 
 struct TileMapPolicy {
   int blocks_per_multiprocessor;  // the register budget: 65536 / (256 * blocks) a thread
-  int loads_in_flight;            // 16-byte loads of a thread, half of them while it computes
+  int loads_in_flight;            // 16-byte loads that a thread issues before it uses the first
 };
 
 // Two aims: enough loads in flight to hide memory (32 KiB on each multiprocessor would do, this is
 // 96 KiB and more), and enough blocks that some load while others compute and store.
 template <class Function>
 constexpr TileMapPolicy tile_map_policy(bool wide) {
-  if (!wide) return {1, 0};                     // a row at a time; registers go into addresses
+  if (!wide) return {1, 8};                     // the general path spends registers on addresses
   if (Function::kOutputs == 2) return {2, 12};  // two blocks of codes, two sets of sums
-  if (Function::kInputs == 2) return {3, 8};
+  if (Function::kInputs == 2 || Function::kColumnSums) return {3, 8};
   return {4, 8};
 }
 
