@@ -19,6 +19,8 @@ from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuant
 from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
 
+_MOST_RUNS = 64
+
 
 class TransformerEngineBaseModule(nn.Module):
     """Base of Linear, LayerNormLinear, LayerNormMLP and DotProductAttention.
@@ -73,6 +75,8 @@ class TransformerEngineBaseModule(nn.Module):
             found = self._runs.get(key)
             if found is None:
                 found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+                if len(self._runs) >= _MOST_RUNS:  # a recipe per step would pile them up
+                    self._runs.clear()
                 self._runs[key] = found
             run = found
         if run.recording and stack.first_pending and self._updates(stack.scope):
