@@ -59,16 +59,14 @@ struct ForwardProblem {
 
 // Sum of term(j) over the columns; all threads of the block get it.
 template <class Term>
-__device__ float sum_over_row(int64_t cols, RowSum<1>& row_sum, Term&& term) {
-  float sum[1] = {0.0f};
-  for (int64_t j = threadIdx.x; j < cols; j += kThreads) sum[0] += term(j);
-  row_sum(sum);
-  return sum[0];
+__device__ float sum_over_row(int64_t cols, RowSum& row_sum, Term&& term) {
+  float sum = 0.0f;
+  for (int64_t j = threadIdx.x; j < cols; j += kThreads) sum += term(j);
+  return row_sum(sum);
 }
 
 // Writes one row; returns the amax of what this thread wrote.
-__device__ float forward_row(const ForwardProblem& p, int64_t row, float scale,
-                             RowSum<1>& row_sum) {
+__device__ float forward_row(const ForwardProblem& p, int64_t row, float scale, RowSum& row_sum) {
   const int64_t start = row * p.cols;
   const auto count = static_cast<float>(p.cols);
   float mean = 0.0f, rest = 0.0f;
@@ -104,7 +102,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float slots[kThreads / 32];
   float scale = 1.0f, amax = 0.0f;
   if (p.fp8.scale) scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0);
-  RowSum<1> row_sum;
+  __shared__ RowSum::Slots row_slots;
+  RowSum row_sum(row_slots);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x)
     amax = fmaxf(amax, forward_row(p, row, scale, row_sum));
   amax = block_reduce(amax, Max{}, 0.0f, slots);
@@ -129,8 +128,10 @@ struct BackwardProblem {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) data_kernel(const __grid_constant__ BackwardProblem p) {
-  RowSum<1> row_sum;
+__global__ void __launch_bounds__(kThreads, 1)
+    data_kernel(const __grid_constant__ BackwardProblem p) {
+  __shared__ RowSum::Slots row_slots;
+  RowSum row_sum(row_slots);
   const auto count = static_cast<float>(p.cols);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const int64_t start = row * p.cols;

@@ -31,7 +31,7 @@ struct Launch {
 };
 
 template <class In, class Gradient, NormKind kKind, int kPacks>
-__global__ void __launch_bounds__(kBackwardThreads)
+__global__ void __launch_bounds__(kBackwardThreads, 1)
     backward_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;

@@ -42,7 +42,8 @@ struct Statistics {
   float mean, rest, rstd;
 };
 
-// The part of one row that a thread holds: pack j lies blockDim.x packs behind pack j - 1.
+// The part of one row that a thread holds. A warp has kPacks times 32 neighbouring packs, so that
+// the distance from a thread's pack to its next is a constant.
 template <class In, class Gamma, NormKind kKind, int kPacks>
 struct Row {
   static constexpr int kWidth = 16 / sizeof(In);
@@ -50,24 +51,25 @@ struct Row {
 
   Packed<In, kWidth> x[kPacks];
 
-  __device__ __forceinline__ static bool has(int j, int packs) {
-    return static_cast<int>(threadIdx.x) + j * static_cast<int>(blockDim.x) < packs;
+  __device__ __forceinline__ static int first_pack() {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    return warp * 32 * kPacks + lane;
   }
+  // `packs`: of the row, behind first_pack().
+  __device__ __forceinline__ static bool has(int j, int packs) { return 32 * j < packs; }
 
   // Pack j of a row of T whose first pack of this thread is at `base`.
   template <class T>
   __device__ __forceinline__ static const char* at(const char* base, int j) {
-    const auto distance = blockDim.x * static_cast<unsigned>(kWidth * sizeof(T));
-    return base + uint64_t{distance} * static_cast<unsigned>(j);
+    return base + j * 32 * kWidth * static_cast<int>(sizeof(T));
   }
 
-  // Adds term(value) of all values of this thread.
+  // Adds term(value) of all values of this thread; packs that do not exist hold zeros.
   template <class Term>
-  __device__ __forceinline__ float sum(int packs, Term&& term) const {
+  __device__ __forceinline__ float sum(Term&& term) const {
     float total = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      if (!has(j, packs)) continue;
       float values[kWidth];
       x[j].convert(values);
       total += sum_of(values, term);
@@ -75,47 +77,83 @@ struct Row {
     return total;
   }
 
-  __device__ __forceinline__ Statistics statistics(const Problem& p, int packs, RowSum<1>& row_sum,
-                                                   RowSum<2>& row_sums) const {
-    float total[1];
+  __device__ __forceinline__ Statistics statistics(const Problem& p, int packs,
+                                                   RowSum& row_sum) const {
     if constexpr (!kCentered) {
-      total[0] = sum(packs, [](float value) { return value * value; });
-      row_sum(total);
-      return {0.0f, 0.0f, rsqrtf(total[0] * p.inverse_cols + p.epsilon)};
-    }
-    total[0] = sum(packs, [](float value) { return value; });
-    row_sum(total);
-    const float mean = __fmul_rn(total[0], p.inverse_cols);  // never fused into what uses it
-    const auto square = [=](float value) { return (value - mean) * (value - mean); };
-    if constexpr (sizeof(In) == 2) {
-      total[0] = sum(packs, square);
-      row_sum(total);
-      return {mean, 0.0f, rsqrtf(total[0] * p.inverse_cols + p.epsilon)};
+      const float squares = row_sum(sum([](float value) { return value * value; }));
+      return {0.0f, 0.0f, rsqrtf(squares * p.inverse_cols + p.epsilon)};
+    } else if constexpr (sizeof(In) == 2) {
+      return by_packs(p, packs, row_sum);
     } else {
-      float totals[2] = {sum(packs, [=](float value) { return value - mean; }), sum(packs, square)};
-      row_sums(totals);
-      const float rest = __fmul_rn(totals[0], p.inverse_cols);
-      const float variance = fmaxf(totals[1] * p.inverse_cols - rest * rest, 0.0f);
-      return {mean, rest, rsqrtf(variance + p.epsilon)};
+      return twice(p, packs, row_sum);
     }
   }
 
-  __device__ __forceinline__ void result(const Problem& p, const Statistics& s, int j,
+  // Squares around the mean of each pack, then those of the packs' means around the row's: the
+  // values are converted once.
+  __device__ __forceinline__ Statistics by_packs(const Problem& p, int packs,
+                                                 RowSum& row_sum) const {
+    float total = 0.0f, squares = 0.0f, means[kPacks];
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      float values[kWidth];
+      x[j].convert(values);
+      const float sum = sum_of(values, [](float value) { return value; });
+      total += sum;
+      means[j] = sum / kWidth;
+      squares += sum_of(values, [&](float value) {
+        const float distance = value - means[j];
+        return distance * distance;
+      });
+    }
+    const float mean = __fmul_rn(row_sum(total), p.inverse_cols);  // never fused into its uses
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      const float distance = means[j] - mean;
+      if (has(j, packs)) squares += kWidth * distance * distance;
+    }
+    return {mean, 0.0f, rsqrtf(row_sum(squares) * p.inverse_cols + p.epsilon)};
+  }
+
+  // In fp32 the mean itself has an error that counts; the second pass finds it.
+  __device__ __forceinline__ Statistics twice(const Problem& p, int packs, RowSum& row_sum) const {
+    const float total = row_sum(sum([](float value) { return value; }));
+    const float mean = __fmul_rn(total, p.inverse_cols);
+    float distances = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      if (!has(j, packs)) continue;
+      float values[kWidth];
+      x[j].convert(values);
+      distances += sum_of(values, [=](float value) { return value - mean; });
+      squares += sum_of(values, [=](float value) { return (value - mean) * (value - mean); });
+    }
+    const float rest = __fmul_rn(row_sum(distances), p.inverse_cols);
+    const float variance = fmaxf(row_sum(squares) * p.inverse_cols - rest * rest, 0.0f);
+    return {mean, rest, rsqrtf(variance + p.epsilon)};
+  }
+
+  // `gamma_row` and `beta_row`: where the first pack of this thread is.
+  __device__ __forceinline__ void result(const Problem& p, const Statistics& s,
+                                         const char* gamma_row, const char* beta_row, int j,
                                          float (&y)[kWidth]) const {
-    const int offset = static_cast<int>(threadIdx.x) * kWidth * static_cast<int>(sizeof(Gamma));
     Packed<Gamma, kWidth> packed_gamma, packed_beta;
-    packed_gamma.load(at<Gamma>(static_cast<const char*>(p.gamma) + offset, j));
-    if constexpr (kCentered)
-      packed_beta.load(at<Gamma>(static_cast<const char*>(p.beta) + offset, j));
+    packed_gamma.load_global(at<Gamma>(gamma_row, j));
+    if constexpr (kCentered) packed_beta.load_global(at<Gamma>(beta_row, j));
     float gamma[kWidth], beta[kWidth];
     packed_gamma.convert(gamma);
     if constexpr (kCentered) packed_beta.convert(beta);
     x[j].convert(y);
+    const Standardised standardised(s.mean, s.rstd);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      if constexpr (kCentered) y[k] -= s.mean;
-      if constexpr (kCentered && sizeof(In) == 4) y[k] -= s.rest;
-      y[k] = y[k] * s.rstd * (gamma[k] + p.gamma_offset);
+      if constexpr (!kCentered)
+        y[k] *= s.rstd;
+      else if constexpr (sizeof(In) == 2)
+        y[k] = standardised(y[k]);
+      else
+        y[k] = ((y[k] - s.mean) - s.rest) * s.rstd;
+      y[k] *= gamma[k] + p.gamma_offset;
       if constexpr (kCentered) y[k] += beta[k];
     }
   }
@@ -128,7 +166,7 @@ __device__ __forceinline__ void store_codes(void* to, const float (&y)[N], float
   for (int k = 0; k < N; k += 4)
     codes.at[k / 4] =
         encode4<Fp8>(y[k] * scale, y[k + 1] * scale, y[k + 2] * scale, y[k + 3] * scale);
-  store_pack(static_cast<uint32_t*>(to), codes);
+  store_pack_global(static_cast<uint32_t*>(to), codes);
 }
 
 template <class Out, int N>
@@ -161,11 +199,13 @@ __device__ __forceinline__ void finish(const Problem& p, float amax) {
 
 // kTracked: an amax may be asked for; a null pointer says that it is not.
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
-__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
+    forward_kernel(const __grid_constant__ Problem p) {
   using R = Row<In, Gamma, kKind, kPacks>;
   constexpr bool kCodes = std::is_same_v<Out, Codes>;
   using Stored = std::conditional_t<kCodes, uint8_t, Out>;
-  const int packs = p.cols / R::kWidth;
+  __shared__ RowSum::Slots slots;
+  const int packs = p.cols / R::kWidth - R::first_pack();
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   const bool tracked = kCodes ? p.fp8.amax != nullptr : p.current.scratch != nullptr;
@@ -173,34 +213,37 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_const
   if constexpr (kCodes)
     scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0);
 
-  const int64_t first = row * p.cols + static_cast<int64_t>(threadIdx.x) * R::kWidth;
+  const int64_t first = row * p.cols + R::first_pack() * R::kWidth;
   const char* from = static_cast<const char*>(p.x) + first * static_cast<int64_t>(sizeof(In));
   char* to = reinterpret_cast<char*>(kCodes ? p.fp8.rowwise : static_cast<uint8_t*>(p.y)) +
              first * static_cast<int64_t>(sizeof(Stored));
-  int64_t from_step = step * p.cols * static_cast<int64_t>(sizeof(In));
-  int64_t to_step = step * p.cols * static_cast<int64_t>(sizeof(Stored));
-  asm("" : "+l"(from_step), "+l"(to_step));  // kept, not computed again for every pack
+  const int64_t from_step = step * p.cols * static_cast<int64_t>(sizeof(In));
+  const int64_t to_step = step * p.cols * static_cast<int64_t>(sizeof(Stored));
+  const int gamma_first = R::first_pack() * R::kWidth * static_cast<int>(sizeof(Gamma));
+  const char* gamma = static_cast<const char*>(p.gamma) + gamma_first;
+  const char* beta = static_cast<const char*>(p.beta) + gamma_first;
   R current;
 #pragma unroll
   for (int j = 0; j < kPacks; ++j)
     current.x[j].load_streaming(R::template at<In>(from, j), row < p.rows && R::has(j, packs));
 
-  RowSum<1> row_sum;
-  RowSum<2> row_sums;
+  RowSum row_sum(slots);
   for (; row < p.rows; row += step) {
-    const Statistics s = current.statistics(p, packs, row_sum, row_sums);
+    const Statistics s = current.statistics(p, packs, row_sum);
     if (threadIdx.x == 0) {
       if constexpr (R::kCentered) p.mean[row] = s.mean + s.rest;
       p.rstd[row] = s.rstd;
     }
     const bool more = row + step < p.rows;
     from += from_step;
+    // Kept in registers, not computed again for every pack.
+    asm volatile("" : "+l"(from), "+l"(to), "+l"(gamma), "+l"(beta));
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       if (!R::has(j, packs)) continue;
       if constexpr (sizeof(In) == 2) current.x[j].stay_packed();
       float y[R::kWidth];
-      current.result(p, s, j, y);
+      current.result(p, s, gamma, beta, j, y);
       current.x[j].load_streaming(R::template at<In>(from, j), more);
       if constexpr (kTracked) {
         if (tracked) {

@@ -315,6 +315,7 @@ class Worker {
       __syncthreads();
     }
   }
+  // `to` is in shared or in global memory.
   __device__ __forceinline__ void add_up(float (&sums)[kPacks][kWidth], const float* from,
                                          float* to) const {
 #pragma unroll
@@ -326,7 +327,10 @@ class Worker {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) sums[j][k] += values[k];
       }
-      store_values<float>(to + column(j), sums[j]);
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4)
+        store_pack(to + column(j) + k,
+                   Pack<float, 4>{sums[j][k], sums[j][k + 1], sums[j][k + 2], sums[j][k + 3]});
     }
   }
 

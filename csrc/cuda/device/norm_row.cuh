@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
+#include "cuda/device/pack_io.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/vector.cuh"
 
@@ -36,6 +37,18 @@ struct Packed {
       const auto pack = load_pack<uint32_t, kWide>(static_cast<const uint32_t*>(from) + first);
 #pragma unroll
       for (int i = 0; i < kWide; ++i) words[first + i] = pack.at[i];
+    }
+  }
+
+  // The same from global memory where the compiler cannot see that it is.
+  __device__ __forceinline__ void load_global(const void* from) {
+    using Bits = AccessOf<uint32_t, kWide>;
+#pragma unroll
+    for (int first = 0; first < kWords; first += kWide) {
+      const Bits bits = __ldg(static_cast<const Bits*>(from) + first / kWide);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i)
+        words[first + i] = reinterpret_cast<const uint32_t*>(&bits)[i];
     }
   }
 
@@ -80,15 +93,16 @@ __device__ __forceinline__ void load_values(const void* from, float (&values)[N]
   packed.convert(values);
 }
 
+// To global memory.
 template <class T, int N>
 __device__ __forceinline__ void store_values(void* to, const float (&values)[N]) {
   constexpr int kWidth = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
 #pragma unroll
   for (int first = 0; first < N; first += kWidth) {
-    Pack<T, kWidth> pack;
+    float part[kWidth];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) pack.at[k] = T(values[first + k]);
-    store_pack(static_cast<T*>(to) + first, pack);
+    for (int k = 0; k < kWidth; ++k) part[k] = values[first + k];
+    store_pack_global(static_cast<T*>(to) + first, narrow<T>(part));
   }
 }
 
@@ -111,30 +125,54 @@ __device__ __forceinline__ float sum_of(const float (&values)[N], Term&& term) {
   return sum;
 }
 
+// (x - mean) * rstd in one instruction. What it loses to a large mean is below the rounding of
+// 16-bit values; fp32 values are centred first.
+struct Standardised {
+  float rstd, shift;
+  __device__ __forceinline__ Standardised(float mean, float scale)
+      : rstd(scale), shift(-mean * scale) {}
+  __device__ __forceinline__ float operator()(float x) const { return fmaf(x, rstd, shift); }
+};
+
 // Sums over the threads of one row: a warp, or a whole block of them (then all threads of the block
 // call). Two sets of slots take turns, so that one barrier a sum is enough.
-template <int kValues>
 class RowSum {
  public:
-  __device__ __forceinline__ void operator()(float (&values)[kValues]) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = warp_reduce(values[i], Sum{});
-    const int warps = static_cast<int>(blockDim.x) / 32;
-    if (warps == 1) return;
-    __shared__ float slots[2][kValues][32];
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i)
-      if (lane == 0) slots[turn_][i][warp] = values[i];
+  static constexpr int kQuads = 9;  // four warps each, and room for the zeros behind 32 warps
+  using Slots = float4[2][kQuads];
+
+  __device__ __forceinline__ explicit RowSum(Slots& slots)
+      : quads_(slots[0]),
+        mine_(reinterpret_cast<float*>(slots[0]) + threadIdx.x / 32),
+        warps_(static_cast<int>(blockDim.x) / 32) {
+    if (warps_ == 1) return;
+    // The last quad may lack warps. The barrier of the first sum comes before anyone reads.
+    if (threadIdx.x < 6) {
+      auto* turn = reinterpret_cast<float*>(slots[threadIdx.x / 3]);
+      turn[warps_ + static_cast<int>(threadIdx.x) % 3] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ float operator()(float value) {
+    value = warp_reduce(value, Sum{});
+    if (warps_ == 1) return value;
+    if (threadIdx.x % 32 == 0) mine_[turn_ * 4] = value;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kValues; ++i)
-      values[i] = warp_reduce(lane < warps ? slots[turn_][i][lane] : 0.0f, Sum{});
-    turn_ ^= 1;
+    value = 0.0f;
+#pragma unroll 1
+    for (int quad = 0; 4 * quad < warps_; ++quad) {
+      const float4 part = quads_[turn_ + quad];
+      value += (part.x + part.y) + (part.z + part.w);
+    }
+    turn_ ^= kQuads;
+    return value;
   }
 
  private:
-  int turn_ = 0;
+  const float4* quads_;
+  float* mine_;
+  int warps_;
+  int turn_ = 0;  // counted in quads
 };
 
 }  // namespace te::cuda

@@ -236,10 +236,16 @@ class Worker {
                                             const float (&beta)[8], float (&y)[8]) const {
     const float2 statistics = row_statistics_[r];
     load_values<In>(unit(step) + r * kUnitCols + lane_ * 8, y);
+    const Standardised standardised(statistics.x, statistics.y);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      if constexpr (kCentered) y[k] -= statistics.x;
-      y[k] = y[k] * statistics.y * gamma[k];
+      if constexpr (!kCentered)
+        y[k] *= statistics.y;
+      else if constexpr (sizeof(In) == 2)
+        y[k] = standardised(y[k]);
+      else
+        y[k] = (y[k] - statistics.x) * statistics.y;
+      y[k] *= gamma[k];
       if constexpr (kCentered) y[k] += beta[k];
     }
   }
