@@ -1,0 +1,27 @@
+"""What each rank of distributed/test_amax_reduction.py runs; here, where a spawned process finds it."""
+
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
+
+
+def _scales(rank: int, recipe: DelayedScaling, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Of input and gradient after one step with amaxes that differ between the ranks."""
+    layer = te.Linear(16, 16, device="cpu", init_method=torch.nn.init.ones_)
+    x = torch.zeros(16, 16)
+    x[0, 0] = float(rank + 1)
+    with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
+        y = layer(x)
+    y.backward(torch.full_like(y, float(2 - rank)))
+    return layer.scaling[FORWARD].scale[0].item(), layer.scaling[BACKWARD].scale[0].item()
+
+
+def run_rank(rank: int, store: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+    recipes = [DelayedScaling(amax_history_len=4, reduce_amax=reduce) for reduce in (True, False)]
+    torch.save([_scales(rank, recipe, group) for recipe in recipes], f"{results}.{rank}")
+    dist.destroy_process_group()
