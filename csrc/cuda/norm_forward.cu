@@ -180,6 +180,14 @@ __device__ __forceinline__ void store(const Problem& p, void* to, const float (&
     store_codes<E4M3>(to, y, scale);
 }
 
+template <int N>
+__device__ __forceinline__ float amax_of(const float (&y)[N]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int k = 0; k < N; ++k) amax = fmaxf(amax, fabsf(y[k]));
+  return amax;
+}
+
 // The amax of the block's results; with current scaling, of their roundings, which keep the order.
 template <class Out>
 __device__ __forceinline__ void finish(const Problem& p, float amax) {
@@ -246,10 +254,7 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
       current.result(p, s, gamma, beta, j, y);
       current.x[j].load_streaming(R::template at<In>(from, j), more);
       if constexpr (kTracked) {
-        if (tracked) {
-#pragma unroll
-          for (int k = 0; k < R::kWidth; ++k) amax = fmaxf(amax, fabsf(y[k]));
-        }
+        if (tracked) amax = fmaxf(amax, amax_of(y));
       }
       store<Out>(p, const_cast<char*>(R::template at<Stored>(to, j)), y, scale);
     }
