@@ -1,4 +1,4 @@
-"""What each rank of distributed/test_amax_reduction.py runs; here, where a spawned process finds it."""
+"""What each rank of test_amax_reduction runs, in a module that a spawned process can import."""
 
 import torch
 import torch.distributed as dist
