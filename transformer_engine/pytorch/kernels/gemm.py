@@ -13,6 +13,8 @@ An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from transformer_engine import _C
@@ -299,9 +301,20 @@ def _define(
 
 def _matrix(operand: torch.Tensor, format: int, transposed: bool) -> torch.Tensor:
     """The operand as fp32 `[m or n, k]`."""
-    codes = operand if format == PLAIN else operand.view(_FP8_TYPES[format])
-    matrix = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1]).to(torch.float32)
+    rows, columns = operand.shape[:-1].numel(), operand.shape[-1]
+    if format == PLAIN:
+        matrix = operand.reshape(rows, columns).to(torch.float32)
+    else:
+        values = _values(format, operand.device)
+        matrix = values.index_select(0, operand.reshape(-1).int()).view(rows, columns)
     return matrix.t() if transposed else matrix
+
+
+@functools.cache
+def _values(format: int, device: torch.device) -> torch.Tensor:
+    """What each of the 256 codes means: a look-up takes a seventh of the time of torch's cast."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    return codes.view(_FP8_TYPES[format]).to(torch.float32)
 
 
 def _value(
