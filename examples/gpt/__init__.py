@@ -1,0 +1,1 @@
+"""The parts of `train_gpt.py`: settings, text, model, training, report."""

@@ -1,0 +1,112 @@
+"""Text as bytes: where it comes from, how it is split, and what a bigram model makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpt.settings import Settings, UsageError
+
+VOCABULARY = 256  # a token is a byte
+VALIDATION_SHARE = 10  # one file in ten, or the last tenth of a single file
+VALIDATION_WINDOWS = 128
+# Not part of the standard library, or (encodings) tables of character codes rather than text.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Training and validation text, uint8 `[bytes]` each."""
+
+    name: str
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def load_text(path: str | None) -> Text:
+    """Read one file, or the sources of Python's standard library.
+
+    The library's files are split as a whole, so that no function is in both parts; their order
+    comes from a hash of their names, so that neighbours (a package) do not end up together.
+    """
+    if path is not None:
+        text = _read_file(Path(path))
+        cut = len(text) - len(text) // VALIDATION_SHARE
+        return Text(path, _tensor(text[:cut]), _tensor(text[cut:]))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = (file.relative_to(root) for file in root.rglob("*.py"))
+    kept = [name for name in names if SKIPPED_FOLDERS.isdisjoint(name.parts)]
+    if len(kept) < VALIDATION_SHARE:
+        raise UsageError(f"{root} has no sources of the standard library; name a text with --data")
+    kept.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, name in enumerate(kept):
+        parts[i % VALIDATION_SHARE == 0].append((root / name).read_bytes())
+    train, validation = (_tensor(b"".join(part)) for part in parts)
+    return Text("the Python standard library's sources", train, validation)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--data {path}: {error.strerror}") from error
+
+
+def _tensor(text: bytes) -> torch.Tensor:
+    if not text:  # which frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class Batches:
+    """The windows that a run sees, on the model's device.
+
+    All offsets are drawn at once from the seed: the number of a step is its place in the data.
+    """
+
+    def __init__(self, text: Text, settings: Settings) -> None:
+        self.batch, seq = settings.batch, settings.seq
+        shortest = min(len(text.train), len(text.validation))
+        if shortest <= seq:
+            raise UsageError(
+                f"{text.name}: the training part has {len(text.train)} bytes and the validation "
+                f"part {len(text.validation)}; each needs more than --seq {seq}"
+            )
+        generator = torch.Generator().manual_seed(settings.seed)
+        shape = (settings.steps, self.batch)
+        offsets = torch.randint(len(text.train) - seq, shape, generator=generator)
+        windows = min(VALIDATION_WINDOWS, (len(text.validation) - 1) // seq)
+        starts = torch.linspace(0, len(text.validation) - seq - 1, windows).long()
+        self._text = text.train.to(settings.device)
+        self._offsets = offsets.to(settings.device)
+        # A window is one byte longer than the input: the target of each byte is the next one.
+        self._within = torch.arange(seq + 1, device=settings.device)
+        validation = text.validation[starts[:, None] + torch.arange(seq + 1)]
+        self.validation = validation.to(settings.device).long().split(self.batch)
+
+    def training(self, step: int) -> torch.Tensor:
+        """Windows of a step, int64 `[batch, seq + 1]`."""
+        return self._text[self._offsets[step][:, None] + self._within].long()
+
+
+def bigram_loss(train: torch.Tensor, windows: torch.Tensor) -> float:
+    """Nats per byte that a table of byte pairs in `train` needs for the bytes of `windows`.
+
+    It is what can be known from the last byte alone: a model with a loss below it uses context.
+    """
+    counts = _pairs(train[:-1], train[1:]) + 0.01  # pairs never seen are unlikely, not impossible
+    log_probability = (counts / counts.sum(1, keepdim=True)).log()
+    seen = _pairs(windows[:, :-1].flatten(), windows[:, 1:].flatten())
+    return -float((seen * log_probability).sum() / seen.sum())
+
+
+def _pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """How often each pair of bytes occurs, fp64 `[256, 256]`."""
+    codes = first.long() * VOCABULARY + second.long()
+    counts = torch.bincount(codes.cpu(), minlength=VOCABULARY**2)
+    return counts.view(VOCABULARY, VOCABULARY).double()

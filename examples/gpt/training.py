@@ -1,0 +1,195 @@
+"""One training run: steps, validation, sampling, and a checkpoint from which it goes on exactly."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import transformer_engine.pytorch as te
+from gpt.data import Batches, Text
+from gpt.model import build_model
+from gpt.settings import Settings, UsageError
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+
+WARM_UP_SHARE = 0.1  # of the steps: the learning rate rises
+FINAL_RATE = 0.1  # of the peak learning rate: where the cosine ends
+WEIGHT_DECAY = 0.1  # of matrices; biases and norms are left alone
+LARGEST_GRADIENT_NORM = 1.0
+
+
+class Pace(NamedTuple):
+    """What some steps in a row showed."""
+
+    loss: float
+    tokens_per_second: float
+
+
+def recipe_of(settings: Settings) -> Recipe:
+    """How FP8 scales are found: E4M3 forward, E5M2 for gradients."""
+    if settings.recipe == "delayed":
+        return DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
+    return Float8CurrentScaling(fp8_format=Format.HYBRID)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear warm-up, then half a cosine."""
+    warm_up = max(1, round(WARM_UP_SHARE * settings.steps))
+    if step < warm_up:
+        return settings.lr * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, settings.steps - warm_up)
+    return settings.lr * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW in one fused launch."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+class Training:
+    """A model on its way.
+
+    Attributes:
+        done: steps taken; it is also the place in the data and in the schedule.
+        losses: training loss of every step, nats per byte, on the device; valid up to `done`.
+        validation: `(steps taken, loss)` of every validation.
+    """
+
+    def __init__(self, settings: Settings, text: Text) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.batches = Batches(text, settings)
+        self.model = build_model(settings)
+        self.optimizer = make_optimizer(self.model, settings.lr)
+        self.losses = torch.zeros(settings.steps, device=settings.device)
+        self.validation: list[tuple[int, float]] = []
+        self.done = 0
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The precision of a forward pass.
+
+        Parameters are fp32 everywhere: AdamW needs them, and FP8 casts read them directly, so that
+        no copy is made on the way. On a GPU, activations between FP8 GEMMs are bf16: half the
+        bytes. On a CPU they are fp32, which is faster there.
+        """
+        settings = self.settings
+        fp8 = settings.precision == "fp8"
+        bf16 = settings.precision == "bf16" or (fp8 and settings.device == "cuda")
+        with (
+            torch.autocast(settings.device, torch.bfloat16, enabled=bf16),
+            te.fp8_autocast(enabled=fp8, fp8_recipe=recipe_of(settings)),
+        ):
+            yield
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the next byte, in nats."""
+        with self.arithmetic():
+            logits = self.model(windows[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+    def step(self) -> None:
+        """One optimizer step; it does not wait for the device."""
+        rate = learning_rate(self.done, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.loss(self.batches.training(self.done))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses[self.done] = loss.detach()
+        self.done += 1
+
+    def advance(self, until: int) -> Pace:
+        """Steps up to `until`, and how they went."""
+        began, start = time.perf_counter(), self.done
+        while self.done < until:
+            self.step()
+        loss = self.losses[start : self.done].mean().item()  # waits for the device
+        tokens = (self.done - start) * self.settings.batch * self.settings.seq
+        return Pace(loss, tokens / (time.perf_counter() - began))
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss on the validation windows, noted in `validation`."""
+        self.model.eval()
+        total = sum(self.loss(windows) * len(windows) for windows in self.batches.validation)
+        self.model.train()
+        loss = float(total) / sum(map(len, self.batches.validation))
+        self.validation.append((self.done, loss))
+        return loss
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
+        """The prompt and `length` bytes that the model makes of it."""
+        self.model.eval()
+        seq, text = self.settings.seq, bytearray(prompt)
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        for _ in range(length):
+            # Always a full window, so that every call has one shape: what fills it comes after
+            # the text, where a causal model cannot see it.
+            context = text[-seq:]
+            window = torch.tensor([*context, *bytes(seq - len(context))])
+            with self.arithmetic():
+                logits = self.model(window[None].to(self.settings.device))
+            chances = (logits[0, len(context) - 1].float().cpu() / temperature).softmax(-1)
+            text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        self.model.train()
+        return bytes(text)
+
+    def save(self, path: Path) -> None:
+        """Write everything that the next step depends on.
+
+        The model's state holds FP8's scales and amax histories as `_extra_state`.
+        """
+        state = {
+            "settings": asdict(self.settings),
+            "done": self.done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": _random_states(self.settings.device),
+            "losses": self.losses,
+            "validation": self.validation,
+        }
+        partial = path.with_name(path.name + ".partial")
+        torch.save(state, partial)
+        partial.replace(path)  # a run that dies while writing leaves the last good file
+
+    def load(self, path: Path) -> None:
+        """Go on where the run that wrote `path` was."""
+        if not path.exists():
+            raise UsageError(f"--resume: there is no checkpoint {path}")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        different = self.settings.differences(Settings(**state["settings"]))
+        if different:
+            raise UsageError(f"--resume: {path} is of a run with {', '.join(different)}")
+        self.done = state["done"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses.copy_(state["losses"])
+        self.validation = state["validation"]
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.settings.device == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"])
+
+
+def _random_states(device: str) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

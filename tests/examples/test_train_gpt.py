@@ -1,0 +1,271 @@
+"""train_gpt.py as a user runs it, on a text and a model small enough for a test."""
+
+import importlib.util
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+from gpt import report
+from gpt.data import bigram_loss, load_text
+from gpt.model import Gpt
+from gpt.settings import Settings
+from gpt.torch_model import TorchGpt
+
+LAYERS, STEPS, VALIDATIONS, VALIDATION_BATCHES = 1, 24, 4, 12
+FORWARD_GEMMS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
+SIZE = f"--layers {LAYERS} --hidden 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --lr 1e-2"
+TINY = [*SIZE.split(), "--validate-every", str(STEPS // VALIDATIONS)]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs where there is a text; files are written there."""
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(0).choices(["scale", "amax", "history", "of", "the", "tensor"], k=3000)
+    text = " ".join(words).encode()
+    windows = VALIDATION_BATCHES * 4 * 32
+    Path("text").write_bytes(text[: 10 * (windows + 1)])
+
+
+def run(*arguments: str, device: str = "cpu") -> int:
+    return train_gpt.main([*TINY, "--data", "text", "--device", device, *arguments])
+
+
+def settings_of(*arguments: str) -> Settings:
+    parsed = train_gpt.make_parser().parse_args([*TINY, "--device", "cpu", *arguments])
+    return train_gpt.settings_of(parsed)
+
+
+def validation_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+, validation loss ([\d.]+)", output)]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_loss_falls_and_every_gemm_is_fp8(
+    device: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--recipe", recipe, "--sample", "8", "--prompt", "the ", device=device) == 0
+    output = capsys.readouterr().out
+    losses = validation_losses(output)
+    assert len(losses) == VALIDATIONS
+    assert losses[-1] < losses[0] - 0.3
+    gemms = FORWARD_GEMMS * (3 * STEPS + VALIDATIONS * VALIDATION_BATCHES)
+    assert f"GEMMs: {gemms:,} fp8, 0 bf16, 0 fp32" in output
+    assert "--- sample\nthe " in output
+    assert re.search(r"bigram entropy +[\d.]+ nats/byte \([\d.]+ bits\)", output)
+    if importlib.util.find_spec("matplotlib"):
+        assert Path("train_gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_resumed_run_equals_uninterrupted_run(recipe: str) -> None:
+    options = ["--recipe", recipe, "--dropout", "0.1", "--sample", "0"]
+    run(*options, "--checkpoint", "whole.pt")
+    run(*options, "--checkpoint", "parts.pt", "--stop-after", "7")
+    run(*options, "--checkpoint", "parts.pt", "--stop-after", "16", "--resume")
+    run(*options, "--checkpoint", "parts.pt", "--resume")
+    whole, parts = (torch.load(name, weights_only=True) for name in ("whole.pt", "parts.pt"))
+    assert whole["done"] == parts["done"] == STEPS
+    assert whole["validation"] == parts["validation"]
+    assert torch.equal(whole["losses"], parts["losses"])
+    assert whole["model"].keys() == parts["model"].keys()
+    for name, tensor in whole["model"].items():
+        assert torch.equal(tensor, parts["model"][name]), name
+    scaling = whole["model"]["head._extra_state"]
+    assert (scaling.numel() > 0) == (recipe == "delayed")
+
+
+def test_resume_after_the_end_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--checkpoint", "run.pt", "--sample", "0"]
+    run(*options)
+    losses = validation_losses(capsys.readouterr().out)
+    run(*options, "--resume")
+    assert f"validation loss {losses[-1]:.4f} nats/byte" in capsys.readouterr().out
+
+
+def test_compare_prints_table_and_verdict(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--compare", "--seeds", "2", device=device) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    gemms = f"{2 * FORWARD_GEMMS * (3 * STEPS + VALIDATIONS * VALIDATION_BATCHES):,}"
+    ends = {"bf16": ["0", gemms, "0"], "fp8 delayed": [gemms, "0", "0"]}
+    ends["fp8 current"] = ends["fp8 delayed"]
+    for label, counts in ends.items():
+        assert any(line.startswith(label) and line.split()[-3:] == counts for line in lines), label
+    assert re.match(r"verdict, allowed [\d.]+ .*: fp8 delayed .*; fp8 current ", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("fp8", "kept_up", "verdict"),
+    [
+        ([2.018, 2.02], True, "fp8 delayed keeps up (+0.95%)"),
+        ([2.03, 2.02], False, "fp8 delayed FALLS BEHIND (+1.25%)"),
+        ([1.5, 1.5], True, "fp8 delayed keeps up (-25.00%)"),
+    ],
+)
+def test_verdict_allows_one_percent(fp8: list[float], kept_up: bool, verdict: str) -> None:
+    table, result = report.comparison([*outcomes("bf16", [2, 2]), *outcomes("fp8 delayed", fp8)], 3)
+    assert result is kept_up
+    assert table.endswith(f"verdict, allowed 0.0200 (1% of bf16): {verdict}")
+
+
+def test_verdict_allows_the_spread_of_the_seeds() -> None:
+    runs = [*outcomes("bf16", [1.9, 2.1]), *outcomes("fp8 current", [2.1, 2.2])]
+    table, kept_up = report.comparison(runs, bigram=3)
+    assert kept_up
+    assert "allowed 0.2000 (the spread of the bf16 seeds)" in table
+
+
+def test_verdict_does_not_take_fp8_on_trust() -> None:
+    runs = [*outcomes("bf16", [2]), *outcomes("fp8 delayed", [2], fp32=1)]
+    table, kept_up = report.comparison(runs, bigram=3)
+    assert not kept_up
+    assert "fp8 delayed RAN GEMMS IN HIGHER PRECISION" in table
+
+
+def outcomes(label: str, finals: list[float], fp32: int = 0) -> list[report.Outcome]:
+    gemms = {"fp8": 0, "bf16": 0, "fp32": fp32}
+    return [report.Outcome(label, [], [(1, final)], 0.0, gemms) for final in finals]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data nowhere", "--data nowhere: No such file or directory"),
+        ("--data short", "the training part has 27 bytes .* each needs more than --seq 32"),
+        ("--hidden 30 --heads 4", "--hidden must be a multiple of --heads, got 30 and 4"),
+        ("--hidden 40 --heads 4", "--hidden must be a multiple of 16 for FP8, got 40"),
+        ("--hidden 48 --heads 16", "--hidden / --heads must be even, got 48 / 16 = 3"),
+        ("--steps 0", "--steps must be above 0, got 0"),
+        ("--lr -1", "--lr must be above 0, got -1.0"),
+        ("--lr 1e30", r"the loss is nan at step \d+; lower --lr"),
+        ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
+        ("--validate-every 0", "--validate-every must be above 0, got 0"),
+        ("--precision int8", "invalid choice: 'int8'"),
+        ("--model torch", "--model torch has no FP8; choose --precision fp32 or bf16"),
+        ("--resume", "--resume needs --checkpoint PATH"),
+        ("--resume --checkpoint no.pt", "--resume: there is no checkpoint no.pt"),
+        ("--stop-after 3", "--stop-after needs a step above 0, and --checkpoint PATH"),
+        ("--seeds 0", "--seeds must be above 0, got 0"),
+        ("--prompt=", "--sample must not be negative, and --prompt not empty"),
+        ("--checkpoint no/run.pt", "--checkpoint no/run.pt: there is no folder no"),
+        ("--plot no/plot.png", "--plot no/plot.png: there is no folder no"),
+        ("--compare --model torch", "--compare goes with neither --checkpoint nor --model torch"),
+    ],
+)
+def test_bad_arguments_say_what_is_wrong(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("short").write_bytes(b"thirty bytes are not enough...")
+    with pytest.raises(SystemExit) as error:
+        run(*arguments.split())
+    assert error.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_an_absent_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(device="cuda")
+    assert "this machine has no CUDA GPU that torch can use" in capsys.readouterr().err
+
+
+def test_resume_with_other_settings_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--checkpoint", "run.pt", "--stop-after", "1")
+    with pytest.raises(SystemExit):
+        run("--checkpoint", "run.pt", "--resume", "--lr", "0.5", "--hidden", "64")
+    assert "of a run with --hidden 32 (now 64), --lr 0.01 (now 0.5)" in capsys.readouterr().err
+
+
+def test_plain_torch_model_is_the_same_function() -> None:
+    settings = settings_of("--layers", "2", "--precision", "fp32")
+    ours, plain = Gpt(settings), TorchGpt(replace(settings, model="torch"))
+    weights = dict(ours.named_parameters())
+    names = {
+        "layers.{}.self_attention.layernorm_qkv.layer_norm_": "layers.{}.attention_norm.",
+        "layers.{}.self_attention.layernorm_qkv.": "layers.{}.qkv.",
+        "layers.{}.self_attention.proj.": "layers.{}.projection.",
+        "layers.{}.layernorm_mlp.layer_norm_": "layers.{}.mlp_norm.",
+        "layers.{}.layernorm_mlp.fc1_": "layers.{}.up.",
+        "layers.{}.layernorm_mlp.fc2_": "layers.{}.down.",
+        "head.layer_norm_": "norm.",
+    }
+    with torch.no_grad():
+        for te_name, parameter in weights.items():
+            torch.nn.init.normal_(parameter, std=0.2)
+            name = te_name
+            for theirs, mine in names.items():
+                for i in range(2):
+                    name = name.replace(theirs.format(i), mine.format(i))
+            plain.get_parameter(name).copy_(parameter)
+    tokens = torch.randint(256, (2, 32))
+    torch.testing.assert_close(ours(tokens), plain(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_plain_torch_model_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "torch", "--precision", "bf16", "--sample", "0") == 0
+    losses = validation_losses(capsys.readouterr().out)
+    assert losses[-1] < losses[0]
+
+
+def test_bigram_loss_is_what_the_last_byte_leaves_open() -> None:
+    train = torch.tensor([0, 1, 0, 2] * 1000, dtype=torch.uint8)
+    known = torch.tensor([[1, 0], [2, 0]])  # 1 and 2 are always followed by 0
+    open_ = torch.tensor([[0, 1], [0, 2]])  # 0 is followed by either
+    assert bigram_loss(train, known) == pytest.approx(0, abs=0.01)
+    assert bigram_loss(train, open_) == pytest.approx(0.6931, abs=0.01)
+
+
+def test_library_text_is_the_same_every_time_and_split_by_file() -> None:
+    text = load_text(None)
+    again = load_text(None)
+    assert torch.equal(text.train, again.train)
+    assert torch.equal(text.validation, again.validation)
+    assert len(text.train) > 5 * len(text.validation) > 100_000
+    assert bytes(text.validation[:2000].tolist()) not in bytes(text.train.tolist())
+
+
+class Terminal:
+    """Standard error as a terminal that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.written += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tqdm"), reason="tqdm is not installed")
+def test_bar_stays_out_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    run("--sample", "0")
+    assert "loss " in terminal.written
+    assert "tokens/s" in terminal.written
+    output = capsys.readouterr().out
+    assert len(validation_losses(output)) == VALIDATIONS
+    assert "\r" not in output
+
+
+def test_optional_packages_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run("--sample", "0") == 0
+    output = capsys.readouterr().out
+    assert "no loss curve: matplotlib is not installed (pip install matplotlib)" in output
+    assert re.search(rf"step {STEPS}/{STEPS}, loss [\d.]+, [\d,]+ tokens/s, 0 s left", output)
