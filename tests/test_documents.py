@@ -1,0 +1,20 @@
+"""The Python listings of the documents run, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import transformer_engine.pytorch as te
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+def test_listings_run(document: str) -> None:
+    listings = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    assert listings
+    te.gemm_report(reset=True)  # a fresh process, as far as a reader can see
+    names: dict[str, object] = {}
+    for listing in listings:
+        exec(compile(listing, document, "exec"), names)
