@@ -13,7 +13,7 @@ namespace te::cpu {
 namespace {
 
 constexpr int64_t kRowsPerBlock = 64;
-constexpr int64_t kElementsPerThread = 1 << 14;
+constexpr int64_t kElementsPerThread = 1 << 16;
 
 template <class In, class Unit>
 void forward_row(const Unit& unit, bool gated, const In* x, std::vector<float>& y) {

@@ -9,7 +9,7 @@
 namespace te::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 16;
+constexpr int64_t kElementsPerThread = 1 << 17;
 
 void write_scales(const CurrentScale& rule, float amax) {
   const float scale = current_scale(amax, max_of(rule.dtype), rule.epsilon, rule.power_of_2);

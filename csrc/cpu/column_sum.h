@@ -12,7 +12,7 @@ namespace te::cpu {
 // out[j] = sum over i of value(i, j), for a [rows, cols] reading. Threads share out the columns.
 template <class Value>
 void column_sum(const TensorView& out, int64_t rows, int64_t cols, Value&& value) {
-  const int64_t grain = std::max<int64_t>(16, (1 << 15) / std::max<int64_t>(1, rows));
+  const int64_t grain = std::max<int64_t>(16, (1 << 17) / std::max<int64_t>(1, rows));
   parallel_for(cols, grain, [&](int64_t first, int64_t last) {
     std::vector<double> sums(static_cast<size_t>(last - first), 0.0);
     for (int64_t i = 0; i < rows; ++i)

@@ -6,7 +6,7 @@
 namespace te::cpu {
 
 void dequantize(const DequantizeArgs& args) {
-  constexpr int64_t kElementsPerThread = 1 << 15;
+  constexpr int64_t kElementsPerThread = 1 << 17;
   const float scale_inverse = args.scales.ptr<float>()[0];
   const uint8_t* codes = args.q.ptr<uint8_t>();
   dispatch_fp8(args.dtype, "dequantize", [&](auto in) {

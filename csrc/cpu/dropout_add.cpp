@@ -11,7 +11,7 @@
 namespace te::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 14;
+constexpr int64_t kElementsPerThread = 1 << 16;
 
 // Dropout of neighbouring elements, which share a draw of four words. With p == 0 nothing is drawn,
 // and the seed may be absent.

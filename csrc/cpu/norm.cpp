@@ -15,7 +15,7 @@
 namespace te::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 15;
+constexpr int64_t kElementsPerThread = 1 << 17;
 
 using Row = std::vector<float>;
 

@@ -12,7 +12,7 @@
 namespace te::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 15;
+constexpr int64_t kElementsPerThread = 1 << 17;
 
 float scale_used(const QuantizedView& out) {
   if (!out.scale) return out.scales.ptr<float>()[1];

@@ -11,7 +11,7 @@
 namespace te::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 13;
+constexpr int64_t kElementsPerThread = 1 << 15;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int64_t grain_of(int64_t keys) { return kElementsPerThread / keys + 1; }

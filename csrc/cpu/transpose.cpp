@@ -8,7 +8,7 @@
 namespace te::cpu {
 
 void transpose(const TransposeArgs& args) {
-  constexpr int64_t kTile = 64, kElementsPerThread = 1 << 16;
+  constexpr int64_t kTile = 64, kElementsPerThread = 1 << 17;
   const int64_t rows = args.x.rows(), cols = args.x.cols();
   const uint8_t* x = args.x.ptr<uint8_t>();
   uint8_t* out = args.out.ptr<uint8_t>();
