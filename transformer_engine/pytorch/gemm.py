@@ -55,19 +55,7 @@ def fprop(
 ) -> torch.Tensor:
     """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`."""
     _count(layer, "fprop", x, weight)
-    a, a_scales, a_format = _unpack(x)
-    b, b_scales, b_format = _unpack(weight)
-    return kernel.gemm(
-        a,
-        b,
-        dtype,
-        a_scales,
-        b_scales,
-        a_format,
-        b_format,
-        fast_accumulation=fast_accumulation,
-        bias=bias,
-    )[0]
+    return _product(x, weight, dtype, False, fast_accumulation, bias)
 
 
 def dgrad(
@@ -79,8 +67,19 @@ def dgrad(
 ) -> torch.Tensor:
     """`dx[M, K] = dy[M, N] . weight[N, K]`, in `dtype`; an FP8 weight is its transpose `[K, N]`."""
     fp8 = _count(layer, "dgrad", grad_output, weight)
-    a, a_scales, a_format = _unpack(grad_output)
-    b, b_scales, b_format = _unpack(weight)
+    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None)
+
+
+def _product(
+    a_side: Side | None,
+    b_side: Side | None,
+    dtype: torch.dtype,
+    b_transposed: bool,
+    fast_accumulation: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    a, a_scales, a_format = _unpack(a_side)
+    b, b_scales, b_format = _unpack(b_side)
     return kernel.gemm(
         a,
         b,
@@ -89,8 +88,9 @@ def dgrad(
         b_scales,
         a_format,
         b_format,
-        b_transposed=not fp8,
+        b_transposed=b_transposed,
         fast_accumulation=fast_accumulation,
+        bias=bias,
     )[0]
 
 

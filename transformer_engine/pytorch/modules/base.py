@@ -14,6 +14,7 @@ from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.modules.parameters import ParameterSet
 from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT, build_quantizers
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
 from transformer_engine.pytorch.scaling_state import ScalingState
@@ -30,6 +31,7 @@ class TransformerEngineBaseModule(nn.Module):
     """
 
     chain: Chain
+    _parameter_set: ParameterSet
 
     def __init__(self, gemms: int, name: str | None) -> None:
         super().__init__()
@@ -50,6 +52,15 @@ class TransformerEngineBaseModule(nn.Module):
         """
         refuse_parallelism("tp_group", tp_group)
         self.tp_group = tp_group
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset()
 
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
         """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""

@@ -132,15 +132,6 @@ class LayerNormLinear(TransformerEngineBaseModule):
             ]
         )
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
-        if not defer_init:
-            self._parameter_set.reset()
-
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
 

@@ -155,15 +155,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
             specs.append(ParameterSpec("fc2_bias", (out2,), zeros))
         return specs
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise anew; parameters on meta get memory first.
-
-        Args:
-            defer_init: do nothing.
-        """
-        if not defer_init:
-            self._parameter_set.reset()
-
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)]
 
