@@ -22,7 +22,6 @@ class DType(IntEnum):
 E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)
 
-FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
 FP8_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
 TORCH_FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 

@@ -65,13 +65,14 @@ class Fp8Quantizer(Quantizer):
             raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
         self.format = format
 
-    def _pack(
+    def pack(
         self,
         codes: torch.Tensor | None,
         transposed: torch.Tensor | None,
         scales: torch.Tensor,
         bias_grad: torch.Tensor | None = None,
     ) -> Operands:
+        """Wrap codes that a kernel has written."""
         rowwise = None if codes is None else Fp8Matrix(codes, scales, self.format)
         columnwise = None if transposed is None else Fp8Matrix(transposed, scales, self.format)
         return Operands(rowwise, columnwise, bias_grad)
@@ -106,17 +107,7 @@ class DelayedQuantizer(Fp8Quantizer):
             demand.bias_grad,
         )
         assert scales is not None
-        return self._pack(codes, transposed, scales, bias_grad)
-
-    def pack(
-        self,
-        codes: torch.Tensor | None,
-        transposed: torch.Tensor | None,
-        scales: torch.Tensor,
-        bias_grad: torch.Tensor | None = None,
-    ) -> Operands:
-        """Wrap codes that a fused kernel has written."""
-        return self._pack(codes, transposed, scales, bias_grad)
+        return self.pack(codes, transposed, scales, bias_grad)
 
     def __repr__(self) -> str:
         return f"DelayedQuantizer({FP8_NAMES[self.format]})"
@@ -154,7 +145,7 @@ class CurrentQuantizer(Fp8Quantizer):
             demand.columnwise,
             demand.bias_grad,
         )
-        return self._pack(codes, transposed, scales, bias_grad)
+        return self.pack(codes, transposed, scales, bias_grad)
 
     def __repr__(self) -> str:
         return f"CurrentQuantizer({FP8_NAMES[self.format]})"

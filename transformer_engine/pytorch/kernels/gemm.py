@@ -18,6 +18,7 @@ import functools
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.kernels.library import library_op
 
 PLAIN = -1
@@ -25,8 +26,6 @@ NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
 
 # What cuBLASLt's Hopper algorithms expect to find.
 _WORKSPACE_BYTES = 32 * 1024 * 1024
-
-_FP8_TYPES = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
 
 
 @library_op(
@@ -314,7 +313,7 @@ def _matrix(operand: torch.Tensor, format: int, transposed: bool) -> torch.Tenso
 def _values(format: int, device: torch.device) -> torch.Tensor:
     """What each of the 256 codes means: a look-up takes a seventh of the time of torch's cast."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
-    return codes.view(_FP8_TYPES[format]).to(torch.float32)
+    return codes.view(TORCH_FP8[format]).to(torch.float32)
 
 
 def _value(

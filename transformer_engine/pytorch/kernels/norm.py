@@ -6,15 +6,11 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
 
 LAYER_NORM = 0
 RMS_NORM = 1
-
-
-def _rows(x: torch.Tensor) -> int:
-    cols = x.shape[-1]
-    return x.numel() // cols if cols else 0
 
 
 @library_op(
@@ -73,7 +69,7 @@ def norm_forward(
         `(y, rowwise, columnwise, scales, mean, rstd)`, None where not asked for (`mean`: where
         there is none). `scales` is {1/scale, scale}; `mean` and `rstd` are fp32 `[rows]`.
     """
-    rows = _rows(x)
+    rows = rows_of(x)
     delayed = rowwise or columnwise
     y = None if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
     codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
@@ -153,6 +149,6 @@ def norm_backward(
             dx,
             dgamma,
             dbeta,
-            column_sum_workspace(x, _rows(x), 2 * x.shape[-1]),
+            column_sum_workspace(x, rows_of(x), 2 * x.shape[-1]),
         )
     return dx, dgamma, dbeta

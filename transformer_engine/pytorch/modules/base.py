@@ -31,6 +31,7 @@ class TransformerEngineBaseModule(nn.Module):
     """
 
     chain: Chain
+    return_bias: bool
     _parameter_set: ParameterSet
 
     def __init__(self, gemms: int, name: str | None) -> None:
@@ -137,6 +138,14 @@ class TransformerEngineBaseModule(nn.Module):
                 self._announce_fallback(shape)
                 quantizers[i] = HIGH_PRECISION_GEMM
         return quantizers
+
+    def _results(self, out: Any, bias: torch.Tensor | None, run: Run) -> Any:
+        """`out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm."""
+        if not (self.return_bias or self.chain.has_tap):
+            return out
+        out, *tap = out if self.chain.has_tap else (out,)
+        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
+        return (out, *extra, *tap)
 
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
         if shape in self._announced:

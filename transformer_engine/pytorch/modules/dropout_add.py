@@ -28,7 +28,6 @@ class _DropoutAdd(torch.autograd.Function):
         ctx.p = p
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.residual_dtype = None if residual is None else residual.dtype
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         return dropout_add_forward(x, bias, residual, seed, p)

@@ -20,7 +20,6 @@ from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     Split,
     SplitLinearParameters,
-    default_device,
     default_init_method,
     params_dtype_of,
     split_sizes,
@@ -117,10 +116,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         )
         init = init_method or default_init_method
         linear = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
-        for spec in norm + linear:
-            self._parameter_set.add(
-                spec, params_dtype_of(params_dtype, dtype), default_device(device)
-            )
+        self._parameter_set.create(norm + linear, params_dtype_of(params_dtype, dtype), device)
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
         if not bias:
@@ -151,9 +147,4 @@ class LayerNormLinear(TransformerEngineBaseModule):
         own = self._parameters
         parameters = (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied)
         run = self._begin(inp, parameters, is_first_microbatch)
-        out = self.chain(inp.contiguous(), parameters, run)
-        if not (self.return_bias or self.chain.has_tap):
-            return out
-        out, *tap = out if self.chain.has_tap else (out,)
-        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
-        return (out, *extra, *tap)
+        return self._results(self.chain(inp.contiguous(), parameters, run), bias, run)

@@ -21,7 +21,6 @@ from transformer_engine.pytorch.modules.parameters import (
     InitMethod,
     ParameterSet,
     ParameterSpec,
-    default_device,
     default_init_method,
     params_dtype_of,
 )
@@ -125,10 +124,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self._parameter_set = ParameterSet(self, get_rng_state_tracker)
         first = init_method or default_init_method
         second = output_layer_init_method or default_init_method
-        for spec in norm + self._linear_specs(first, second):
-            self._parameter_set.add(
-                spec, params_dtype_of(params_dtype, dtype), default_device(device)
-            )
+        specs = norm + self._linear_specs(first, second)
+        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
         if not bias:
@@ -180,9 +177,4 @@ class LayerNormMLP(TransformerEngineBaseModule):
             None if self.return_bias else bias,
         )
         run = self._begin(inp, parameters, is_first_microbatch)
-        out = self.chain(inp.contiguous(), parameters, run)
-        if not (self.return_bias or self.chain.has_tap):
-            return out
-        out, *tap = out if self.chain.has_tap else (out,)
-        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
-        return (out, *extra, *tap)
+        return self._results(self.chain(inp.contiguous(), parameters, run), bias, run)

@@ -18,7 +18,6 @@ from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     Split,
     SplitLinearParameters,
-    default_device,
     default_init_method,
     params_dtype_of,
     split_sizes,
@@ -112,10 +111,8 @@ class Linear(TransformerEngineBaseModule):
         self._split = SplitLinearParameters(sizes, out_features, bias)
         self._parameter_set = ParameterSet(self, get_rng_state_tracker)
         init = init_method or default_init_method
-        for spec in self._split.specs(in_features, init, weight_attributes(self.parallel_mode)):
-            self._parameter_set.add(
-                spec, params_dtype_of(params_dtype, dtype), default_device(device)
-            )
+        specs = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
+        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
         if not bias:
             self.bias = None
         self.chain = Chain([Matmul(0, self.name, fuse_wgrad_accumulation)])
@@ -123,9 +120,7 @@ class Linear(TransformerEngineBaseModule):
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
 
-    def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the linear transformation.
 
         Args:
@@ -140,7 +135,4 @@ class Linear(TransformerEngineBaseModule):
         weight, bias = self._split.of(self)
         applied = None if self.return_bias else bias
         run = self._begin(inp, (weight, applied), is_first_microbatch)
-        out = self.chain(inp.contiguous(), (weight, applied), run)
-        if not self.return_bias:
-            return out
-        return out, None if bias is None else bias.to(run.dtype)
+        return self._results(self.chain(inp.contiguous(), (weight, applied), run), bias, run)

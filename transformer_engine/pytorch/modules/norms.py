@@ -12,7 +12,6 @@ from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
-    default_device,
     params_dtype_of,
 )
 from transformer_engine.pytorch.stages import Norm, Run
@@ -64,10 +63,7 @@ class NormModule(nn.Module):
         self.zero_centered_gamma = zero_centered_gamma
         self._parameter_set = ParameterSet(self, None)
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
-        for spec in specs:
-            self._parameter_set.add(
-                spec, params_dtype_of(params_dtype, dtype), default_device(device)
-            )
+        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
         self.chain = Chain([Norm(self.kind, eps, zero_centered_gamma)])
 
     def reset_parameters(self, defer_init: bool = False) -> None:

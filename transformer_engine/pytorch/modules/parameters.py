@@ -57,10 +57,17 @@ class ParameterSet:
         self._tracker = get_rng_state_tracker
         self._specs: list[ParameterSpec] = []
 
-    def add(self, spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> None:
-        """Register a parameter and, unless it is on meta, initialise it."""
-        self._specs.append(spec)
-        self._register(spec, torch.empty(spec.shape, dtype=dtype, device=device))
+    def create(
+        self,
+        specs: Sequence[ParameterSpec],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        """Register parameters in order and, unless they are on meta, initialise them."""
+        on = default_device(device)
+        for spec in specs:
+            self._specs.append(spec)
+            self._register(spec, torch.empty(spec.shape, dtype=dtype, device=on))
 
     def _register(self, spec: ParameterSpec, data: torch.Tensor) -> None:
         parameter = nn.Parameter(data)

@@ -8,6 +8,7 @@ import torch
 
 from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.quantizers import GemmQuantizers, Scaling
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
@@ -107,11 +108,11 @@ class Matmul(Stage):
 
     def demand(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
         """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
-        return None if plan.fp8 and _rows(x) % TOKEN_ALIGNMENT else plan.demand
+        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.demand
 
     def grad_demand(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
-        return None if plan.fp8 and _rows(grad) % TOKEN_ALIGNMENT else plan.grad_demand
+        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_demand
 
     def forward(
         self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
@@ -125,7 +126,7 @@ class Matmul(Stage):
         if isinstance(x, Operands):
             operands = x
         else:
-            padding = -_rows(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
+            padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
             operands = plan.quantizers.input.operands(_pad(x, padding), plan.demand)
         w = self._weight_operands(weight, plan)
         y = gemm.fprop(
@@ -133,7 +134,7 @@ class Matmul(Stage):
         )
         if padding:
             assert isinstance(x, torch.Tensor)
-            y = y[: _rows(x)].view(*x.shape[:-1], y.shape[-1])
+            y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
         if not plan.recording:
             return y, _NOTHING
         x_data, x_scales, x_format = _flatten(operands.columnwise if plan.needs_weight else None)
@@ -206,7 +207,7 @@ class Matmul(Stage):
         dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
-            dx = dx[: _rows(grad)].view(*grad.shape[:-1], dx.shape[-1])
+            dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
         return dx, operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
@@ -233,10 +234,6 @@ class Matmul(Stage):
 
 def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
     return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
-
-
-def _rows(x: torch.Tensor) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
 def _pad(x: torch.Tensor, padding: int) -> torch.Tensor:
