@@ -1,6 +1,7 @@
 """What Linear, LayerNormLinear, LayerNormMLP and the norms promise beside their arithmetic."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from module_reference import sqnr
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch import gemm
+from transformer_engine.pytorch.stages import norm as norm_stage
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -283,3 +286,26 @@ def test_gemm_report_names_layers(device: str) -> None:
         for gemm in ("fprop", "dgrad", "wgrad")
     }
     assert "GEMMs: 6 fp8" in str(report)
+
+
+@pytest.mark.parametrize("tapped", [False, True])
+def test_current_scaling_drops_the_plain_norm_once_it_is_cast(monkeypatch, tapped) -> None:
+    """Before the GEMM runs, that is: the two together would set the peak of memory."""
+    plain, alive = [], []
+    norm_forward, fprop = norm_stage.norm_forward, gemm.fprop
+
+    def watched_norm(*arguments):
+        results = norm_forward(*arguments)
+        plain.append(weakref.ref(results[0]))
+        return results
+
+    def watched_fprop(*arguments):
+        alive.append(plain[0]() is not None)
+        return fprop(*arguments)
+
+    monkeypatch.setattr(norm_stage, "norm_forward", watched_norm)
+    monkeypatch.setattr(gemm, "fprop", watched_fprop)
+    layer = te.LayerNormLinear(32, 48, return_layernorm_output=tapped, device="cpu")
+    with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+        layer(torch.randn(16, 32))
+    assert alive == [tapped]

@@ -77,7 +77,9 @@ class Norm(Stage):
         )
         value = fused_result(wants, y, codes, transposed, scales)
         tensors = (x, gamma, mean, rstd) if plan.recording else ()
-        return value, Saved(tensors, None, x if self.tap == "input" else y)
+        # Without a tap nothing holds the plain result once it is cast.
+        tap = None if self.tap is None else x if self.tap == "input" else y
+        return value, Saved(tensors, None, tap)
 
     def backward_data(
         self, grad: Value | None, saved: Saved, plan: Run, wants: Demand | None
