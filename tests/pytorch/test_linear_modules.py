@@ -10,6 +10,8 @@ from module_reference import sqnr
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import gemm
+from transformer_engine.pytorch.quantizers import CurrentQuantizer
+from transformer_engine.pytorch.stages import activation as activation_stage
 from transformer_engine.pytorch.stages import norm as norm_stage
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -309,3 +311,24 @@ def test_current_scaling_drops_the_plain_norm_once_it_is_cast(monkeypatch, tappe
     with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
         layer(torch.randn(16, 32))
     assert alive == [tapped]
+
+
+def test_current_scaling_drops_the_gradient_of_an_activation_before_the_cast(monkeypatch) -> None:
+    gradients, alive = [], []
+    activation_backward, cast = activation_stage.activation_backward, CurrentQuantizer.cast
+
+    def watched_backward(grad, *arguments, **named):
+        gradients.append(weakref.ref(grad))
+        return activation_backward(grad, *arguments, **named)
+
+    def watched_cast(*arguments):
+        alive.extend(gradient() is not None for gradient in gradients)
+        return cast(*arguments)
+
+    monkeypatch.setattr(activation_stage, "activation_backward", watched_backward)
+    monkeypatch.setattr(CurrentQuantizer, "cast", watched_cast)
+    module = te.LayerNormMLP(32, 64, device="cpu")
+    with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+        y = module(torch.randn(16, 32))
+    y.sum().backward()
+    assert alive == [False]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
+from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Uncast
 from transformer_engine.pytorch.stages.norm import Norm
 
 
@@ -41,7 +41,7 @@ class Chain:
 
     def forward(self, x: torch.Tensor, parameters: Parameters, run: Run) -> tuple[Any, list[Saved]]:
         """The result, and what each stage saved."""
-        value: Value = x
+        value: Any = x
         record: list[Saved] = []
         tap = None
         stages = self.stages
@@ -52,6 +52,8 @@ class Chain:
                 wants = stages[i + 1].demand(plans[i + 1], value)
             own = parameters[stage.slot - 1 : stage.slot - 1 + stage.parameter_count]
             value, saved = stage.forward(value, own, plans[i], wants)
+            if isinstance(value, Uncast):
+                value = value.cast()
             tap = saved.tap if i == 0 else tap
             record.append(saved)
         return ((value, tap) if self.has_tap else value), record
@@ -64,7 +66,7 @@ class Chain:
     ) -> list[torch.Tensor | None]:
         """Gradients of the input and of every parameter; the first record has the tap's."""
         grads: list[torch.Tensor | None] = [None] * len(run.needs)
-        value: Value | None = grad
+        value: Any = grad
         for i in range(len(self.stages) - 1, -1, -1):
             stage, saved = self.stages[i], record[i]
             if value is None and saved.tap is None:
@@ -73,13 +75,15 @@ class Chain:
             if i > 0 and isinstance(value, torch.Tensor):
                 wants = self.stages[i - 1].grad_demand(run.plans[i - 1], value)
             # Without a value there is the gradient of a Norm's tap.
-            value, carry = stage.backward_data(value, saved, run.plans[i], wants)  # type: ignore[arg-type]
+            value, carry = stage.backward_data(value, saved, run.plans[i], wants)
+            if isinstance(value, Uncast):
+                value = value.cast()
             own = stage.backward_params(carry, saved, run.plans[i])
             for k, parameter_grad in enumerate(own):
                 if run.needs[stage.slot + k]:
                     grads[stage.slot + k] = parameter_grad
         if run.needs[0]:
-            grads[0] = value  # type: ignore[assignment]
+            grads[0] = value
         return grads
 
 

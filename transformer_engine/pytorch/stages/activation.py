@@ -10,6 +10,7 @@ from transformer_engine.pytorch.kernels.activation import activation_backward, a
 from transformer_engine.pytorch.operands import Demand, Operands
 from transformer_engine.pytorch.stages.base import (
     Parameters,
+    Result,
     Run,
     Saved,
     Stage,
@@ -27,7 +28,7 @@ class Activation(Stage):
 
     def forward(
         self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
-    ) -> tuple[Value, Saved]:
+    ) -> tuple[Result, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
         assert isinstance(x, torch.Tensor)
         fused = fused_arguments(wants)
@@ -37,7 +38,7 @@ class Activation(Stage):
 
     def backward_data(
         self, grad: Value, saved: Saved, plan: Run, wants: Demand | None
-    ) -> tuple[Value | None, Any]:
+    ) -> tuple[Result | None, Any]:
         """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
         assert not isinstance(grad, Operands)
         (x,) = saved.tensors

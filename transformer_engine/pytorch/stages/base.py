@@ -21,8 +21,33 @@ from transformer_engine.pytorch.quantizers import (
     Quantizer,
 )
 
-Value: TypeAlias = torch.Tensor | Operands
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class Uncast(NamedTuple):
+    """A result whose current scales are known.
+
+    The chain casts it once the stage has returned and nothing holds what the stage took: that and
+    the codes together would set the peak of memory.
+    """
+
+    plain: torch.Tensor
+    scales: torch.Tensor
+    wants: Demand
+    bias_grad: torch.Tensor | None
+
+    def cast(self) -> Operands:
+        """The operands; the column sums have been taken already."""
+        wants = self.wants
+        quantizer: CurrentQuantizer = wants.quantizer  # type: ignore[assignment]
+        sides = Demand(quantizer, wants.rowwise, wants.columnwise)
+        operands = quantizer.cast(self.plain, self.scales, sides)
+        operands.bias_grad = self.bias_grad
+        return operands
+
+
+Value: TypeAlias = torch.Tensor | Operands  # what a stage takes
+Result: TypeAlias = Value | Uncast  # what it returns
 
 
 class Saved(NamedTuple):
@@ -94,13 +119,13 @@ class Stage:
 
     def forward(
         self, x: Value, parameters: Parameters, plan: Any, wants: Demand | None
-    ) -> tuple[Value, Saved]:
+    ) -> tuple[Result, Saved]:
         """The output, and what backward needs."""
         raise NotImplementedError
 
     def backward_data(
         self, grad: Value, saved: Saved, plan: Any, wants: Demand | None
-    ) -> tuple[Value | None, Any]:
+    ) -> tuple[Result | None, Any]:
         """The gradient of the input, and what `backward_params` carries on with."""
         raise NotImplementedError
 
@@ -159,8 +184,8 @@ def fused_result(
     transposed: torch.Tensor | None,
     scales: torch.Tensor | None,
     bias_grad: torch.Tensor | None = None,
-) -> Value:
-    """What a fused kernel returned, as the value that the next stage takes."""
+) -> Result:
+    """What a fused kernel returned, as the result of its stage."""
     quantizer = quantizer_of(wants)
     if isinstance(quantizer, DelayedQuantizer):
         assert scales is not None
@@ -168,7 +193,5 @@ def fused_result(
     assert plain is not None
     if isinstance(quantizer, CurrentQuantizer):
         assert wants is not None and scales is not None
-        operands = quantizer.cast(plain, scales, Demand(quantizer, wants.rowwise, wants.columnwise))
-        operands.bias_grad = bias_grad
-        return operands
+        return Uncast(plain, scales, wants, bias_grad)
     return plain if bias_grad is None else Operands(plain, plain, bias_grad)

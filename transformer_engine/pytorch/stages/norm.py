@@ -15,6 +15,7 @@ from transformer_engine.pytorch.kernels.norm import (
 from transformer_engine.pytorch.operands import Demand, Operands
 from transformer_engine.pytorch.stages.base import (
     Parameters,
+    Result,
     Run,
     Saved,
     Stage,
@@ -59,7 +60,7 @@ class Norm(Stage):
 
     def forward(
         self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
-    ) -> tuple[Value, Saved]:
+    ) -> tuple[Result, Saved]:
         """Normalise."""
         assert isinstance(x, torch.Tensor)
         gamma, beta = parameters
@@ -83,7 +84,7 @@ class Norm(Stage):
 
     def backward_data(
         self, grad: Value | None, saved: Saved, plan: Run, wants: Demand | None
-    ) -> tuple[Value | None, Any]:
+    ) -> tuple[Result | None, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
         assert not isinstance(grad, Operands)
         residual_grad = None
