@@ -53,6 +53,7 @@ class AutocastStack:
         self.registry = ScalingRegistry()
         self.known: dict[Scope, Scope] = {}
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
+        self.inspector: Any = None  # of the debugger's session, see transformer_engine/debug
 
     def intern(self, scope: Scope) -> Scope:
         """The first scope made that equals this one, so that scopes compare by their number."""
@@ -101,8 +102,10 @@ class AutocastStack:
             self.end_backward()
 
     def reset(self) -> None:
-        """Forget every scope and registration (tests, notebooks)."""
+        """Forget every scope and registration (tests, notebooks); the debugger's session stays."""
+        inspector = self.inspector
         self.__init__()  # type: ignore[misc]
+        self.inspector = inspector
 
 
 _STACK = AutocastStack()

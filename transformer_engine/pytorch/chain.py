@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Uncast
+from transformer_engine.pytorch.stages.matmul import Matmul
 from transformer_engine.pytorch.stages.norm import Norm
 
 
@@ -27,6 +28,16 @@ class Chain:
             slot += stage.parameter_count
         first = self.stages[0]
         self.has_tap = isinstance(first, Norm) and first.tap is not None
+        self.gemm_names = self._gemm_names()
+
+    def _gemm_names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages if isinstance(stage, Matmul))
+
+    def rename(self, layer: str) -> None:
+        """Let every stage follow the name of the module."""
+        for stage in self.stages:
+            stage.rename(layer)
+        self.gemm_names = self._gemm_names()
 
     def plan(self, run: Run) -> Sequence[Any]:
         """Let every stage decide what it can for all calls of a run."""

@@ -7,6 +7,7 @@ that go with it. The identity quantizer leaves a tensor as it is.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 import torch
@@ -32,8 +33,46 @@ class Quantizer:
     scaling = Scaling.NONE
     format = -1
 
+    @property
+    def cache_key(self) -> Hashable:
+        """Cached weights of equal keys can stand for each other."""
+        return self.scaling
+
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Quantise `x` `[rows, cols]` (fp32, fp16 or bf16, contiguous)."""
+        raise NotImplementedError
+
+    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+        """Quantise `x` with so many zero rows added; they change no result."""
+        return self.operands(pad(x, padding), demand)
+
+    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+        """Quantise `x`; what is cached of it has an equal `cache_key` and may be written to."""
+        return self.operands(x, demand)
+
+    def note(self, x: torch.Tensor) -> None:
+        """`x` goes by without a cast: take down what would have been taken down with it."""
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the result of a GEMM (of output, dgrad and wgrad quantizers)."""
+        return x
+
+
+class WrappingQuantizer(Quantizer):
+    """Base of quantizers that add something to another one's work (the debugger does).
+
+    Kernels that produce a tensor serve `inner_demand`, always with a plain result beside, and
+    `finish` makes of both what the GEMMs will take.
+    """
+
+    inner: Quantizer
+
+    def inner_demand(self, demand: Demand) -> Demand:
+        """The part of a demand that the wrapped quantizer serves."""
+        raise NotImplementedError
+
+    def finish(self, x: torch.Tensor, cast: torch.Tensor | Operands, demand: Demand) -> Operands:
+        """The operands of `x`; `cast` is what a kernel made of `inner_demand`."""
         raise NotImplementedError
 
 
@@ -53,8 +92,12 @@ class CalibratingQuantizer(IdentityQuantizer):
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Both sides are `x`; its amax replaces the running one."""
-        self.amax.copy_(amax_of(x))
+        self.note(x)
         return Operands(x, x)
+
+    def note(self, x: torch.Tensor) -> None:
+        """The amax."""
+        self.amax.copy_(amax_of(x))
 
 
 class Fp8Quantizer(Quantizer):
@@ -154,6 +197,13 @@ class CurrentQuantizer(Fp8Quantizer):
 IDENTITY = IdentityQuantizer()
 
 
+def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """Add zero tokens; they change no result, and their own are cut off again."""
+    if not padding:
+        return x
+    return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
+
+
 class GemmQuantizers:
     """The six quantizers of one Matmul: three before its GEMMs, three after them.
 
@@ -170,6 +220,7 @@ class GemmQuantizers:
         "plain",
         "weight",
         "wgrad",
+        "wrapped",
     )
 
     def __init__(
@@ -188,6 +239,7 @@ class GemmQuantizers:
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
         self.fp8 = isinstance(input, Fp8Quantizer)
+        self.wrapped = False  # somebody looks at these GEMMs
         self.plain = all(q is None for q in (input, weight, grad_output, output, dgrad, wgrad))
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.attention.projections import HeadLayout, split_k
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
+from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import InitMethod
 from transformer_engine.pytorch.rope import apply_rotary_pos_emb
 
@@ -130,7 +131,7 @@ class MultiheadAttention(nn.Module):
                 "[MultiheadAttention] expected fuse_qkv_params=True with"
                 " fuse_wgrad_accumulation=True, got False"
             )
-        self.name = name or type(self).__name__
+        self.name = layer_name(name)
         self.hidden_size = hidden_size
         self.layer_number = _checked_layer_number(layer_number)
         self.attention_type = attention_type

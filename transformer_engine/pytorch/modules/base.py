@@ -14,6 +14,7 @@ from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
 from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT, build_quantizers
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
@@ -36,7 +37,7 @@ class TransformerEngineBaseModule(nn.Module):
 
     def __init__(self, gemms: int, name: str | None) -> None:
         super().__init__()
-        self.name = name or type(self).__name__
+        self.name = layer_name(name)
         self.gemm_count = gemms
         self.tp_group: Any = None
         self.tp_size = 1
@@ -44,6 +45,18 @@ class TransformerEngineBaseModule(nn.Module):
         self.scaling: dict[str, ScalingState] = {}
         self._runs: dict[Any, Run] = {}
         self._announced: set[tuple[int, ...]] = set()
+
+    @property
+    def name(self) -> str:
+        """The layer's name, for messages, reports and the debugger. It may be set at any time."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        if "chain" in self.__dict__:
+            self.chain.rename(name)
+            self._runs.clear()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group before the first forward.
@@ -82,6 +95,8 @@ class TransformerEngineBaseModule(nn.Module):
             autocast_dtype = torch.get_autocast_dtype(device.type)
         if torch.compiler.is_compiling():
             run = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+            if stack.inspector is not None:  # a session is a new object, so this is traced again
+                _check_compiled(self.chain.gemm_names, stack.inspector.session)
         else:
             key = (stack.scope.number, x.dtype, autocast_dtype, needs, device, first_microbatch)
             found = self._runs.get(key)
@@ -91,6 +106,9 @@ class TransformerEngineBaseModule(nn.Module):
                     self._runs.clear()
                 self._runs[key] = found
             run = found
+            inspector = stack.inspector
+            if inspector is not None and inspector.tick >= run.inspect_at:
+                run = inspector.run_for(self, run)
         if run.recording and stack.first_pending and self._updates(stack.scope):
             return self._first_run(run)
         return run
@@ -209,6 +227,14 @@ class TransformerEngineBaseModule(nn.Module):
     def extra_repr(self) -> str:
         """The layer's name."""
         return f"name={self.name!r}"
+
+
+@torch.compiler.assume_constant_result
+def _check_compiled(layers: tuple[str, ...], session: int) -> None:
+    """Refuse to trace layers that a session of the debugger must enter in every call."""
+    reason = autocast_stack().inspector.refusal(layers, "a compiled graph")
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def refuse_parallelism(argument: str, group: Any) -> None:

@@ -133,9 +133,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.chain = Chain(
             [
                 Norm(normalization, eps, zero_centered_gamma, tap),
-                Matmul(0, f"{self.name}.fc1", fuse_wgrad_accumulation),
+                Matmul(0, self.name, fuse_wgrad_accumulation, "fc1"),
                 Activation(kind),
-                Matmul(1, f"{self.name}.fc2", fuse_wgrad_accumulation),
+                Matmul(1, self.name, fuse_wgrad_accumulation, "fc2"),
             ]
         )
 

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.modules.dropout_add import dropout_add
 from transformer_engine.pytorch.modules.layer_checks import BATCH_DIM, check_layer, check_mask
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import InitMethod
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
 
@@ -150,7 +151,7 @@ class TransformerLayer(nn.Module):
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         self.attn_input_format = attn_input_format
-        self.name = name or type(self).__name__
+        self.name = layer_name(name)
         check_layer(self, fuse_wgrad_accumulation and not fuse_qkv_params)
         shared: dict[str, Any] = {
             "init_method": init_method,

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.quantizers import (
     DelayedQuantizer,
     GemmQuantizers,
     Quantizer,
+    WrappingQuantizer,
 )
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
@@ -73,6 +74,8 @@ class Run:
         "dtype",
         "ends_backward",
         "first_microbatch",
+        "inspect_at",
+        "inspection",
         "needs",
         "plans",
         "quantizers",
@@ -94,6 +97,8 @@ class Run:
         self.ends_backward = ends_backward
         self.recording = any(needs)  # autograd will call backward
         self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
+        self.inspect_at = 0  # the tick of the inspector from which it may want to look
+        self.inspection: Any = None  # what it decided last
 
 
 class Stage:
@@ -104,6 +109,9 @@ class Stage:
 
     parameter_count = 0
     slot = 0
+
+    def rename(self, layer: str) -> None:
+        """The module that this stage is part of has another name now."""
 
     def prepare(self, run: Run) -> Any:
         """The plan; the run itself where there is nothing to decide."""
@@ -155,11 +163,15 @@ class FusedArguments(NamedTuple):
 
 def fused_arguments(wants: Demand | None) -> FusedArguments:
     """How a producing kernel serves a demand in its own pass."""
-    quantizer = quantizer_of(wants)
+    quantizer, plain = quantizer_of(wants), False
+    if isinstance(quantizer, WrappingQuantizer):
+        assert wants is not None
+        wants, plain = quantizer.inner_demand(wants), True
+        quantizer = quantizer_of(wants)
     if isinstance(quantizer, DelayedQuantizer):
         assert wants is not None
         return FusedArguments(
-            False,
+            plain,
             quantizer.format,
             quantizer.scale,
             quantizer.amax,
@@ -187,6 +199,11 @@ def fused_result(
 ) -> Result:
     """What a fused kernel returned, as the result of its stage."""
     quantizer = quantizer_of(wants)
+    if isinstance(quantizer, WrappingQuantizer):
+        assert wants is not None and plain is not None
+        inner = quantizer.inner_demand(wants)
+        cast = fused_result(inner, plain, codes, transposed, scales, bias_grad)
+        return quantizer.finish(plain, cast.cast() if isinstance(cast, Uncast) else cast, wants)
     if isinstance(quantizer, DelayedQuantizer):
         assert scales is not None
         return quantizer.pack(codes, transposed, scales, bias_grad)

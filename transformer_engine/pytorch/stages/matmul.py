@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.quantizers import GemmQuantizers, Scaling
+from transformer_engine.pytorch.quantizers import GemmQuantizers
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
@@ -63,6 +64,7 @@ class _Plan:
         "quantizers",
         "recording",
         "weight_demand",
+        "wrapped",
     )
 
     def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
@@ -72,6 +74,7 @@ class _Plan:
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
         self.plain = quantizers.plain
+        self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
         self.needs_input = any(run.needs[:slot])
         self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
@@ -90,17 +93,23 @@ class Matmul(Stage):
 
     Args:
         index: which of the chain's Matmuls this is (the quantizers of a run are in that order).
-        name: layer name, for errors and reports.
+        layer: name of the module, for errors and reports.
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
+        part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
     """
 
     parameter_count = 2
 
-    def __init__(self, index: int, name: str, fuse_wgrad: bool = False) -> None:
+    def __init__(self, index: int, layer: str, fuse_wgrad: bool = False, part: str = "") -> None:
         self.index = index
-        self.name = name
+        self.part = part
         self.fuse_wgrad = fuse_wgrad
-        self.cached_weight: tuple[Scaling, Operands] | None = None
+        self.cached_weight: tuple[Hashable, Operands] | None = None
+        self.rename(layer)
+
+    def rename(self, layer: str) -> None:
+        """Follow the name of the module."""
+        self.name = f"{layer}.{self.part}" if self.part else layer
 
     def prepare(self, run: Run) -> _Plan:
         """Which operands are wanted, and of which quantizers."""
@@ -127,7 +136,7 @@ class Matmul(Stage):
             operands = x
         else:
             padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
-            operands = plan.quantizers.input.operands(_pad(x, padding), plan.demand)
+            operands = plan.quantizers.input.padded(x, padding, plan.demand)
         w = self._weight_operands(weight, plan)
         y = gemm.fprop(
             operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
@@ -135,6 +144,8 @@ class Matmul(Stage):
         if padding:
             assert isinstance(x, torch.Tensor)
             y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+        if plan.wrapped:
+            y = plan.quantizers.output.result(y)
         if not plan.recording:
             return y, _NOTHING
         x_data, x_scales, x_format = _flatten(operands.columnwise if plan.needs_weight else None)
@@ -161,19 +172,19 @@ class Matmul(Stage):
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
         quantizer = plan.quantizers.weight
-        if not plan.fp8:
-            if weight.dtype is not plan.dtype:
-                weight = weight.to(plan.dtype)
+        if not plan.fp8 and weight.dtype is not plan.dtype:
+            weight = weight.to(plan.dtype)
+        if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
             return quantizer.operands(weight, plan.weight_demand)
-        if plan.first_microbatch is False and self.cached_weight is not None:
-            scaling, cached = self.cached_weight
-            complete = cached.columnwise is not None or not plan.needs_input
-            if scaling is quantizer.scaling and complete:
-                return cached
-        operands = quantizer.operands(weight, plan.weight_demand)
-        if plan.first_microbatch is not None:
-            self.cached_weight = (quantizer.scaling, operands)
-        return operands
+        cached = None
+        if self.cached_weight is not None:
+            key, operands = self.cached_weight
+            complete = operands.columnwise is not None or not plan.needs_input
+            cached = operands if key == quantizer.cache_key and complete else None
+        if plan.first_microbatch or cached is None:
+            cached = quantizer.refreshed(weight, plan.weight_demand, cached)
+            self.cached_weight = (quantizer.cache_key, cached)
+        return cached
 
     def _wgrad_target(self, weight: torch.Tensor, plan: _Plan) -> gemm.WgradTarget:
         if not (self.fuse_wgrad and plan.needs_weight):
@@ -199,8 +210,8 @@ class Matmul(Stage):
         elif plan.grad_demand is None:
             return None, Operands(grad, None)
         else:
-            padded = _pad(grad, facts.padding)
-            operands = plan.quantizers.grad_output.operands(padded, plan.grad_demand)
+            quantizer = plan.quantizers.grad_output
+            operands = quantizer.padded(grad, facts.padding, plan.grad_demand)
         if not plan.needs_input:
             return None, operands
         weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
@@ -208,7 +219,7 @@ class Matmul(Stage):
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
             dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
-        return dx, operands
+        return plan.quantizers.dgrad.result(dx) if plan.wrapped else dx, operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The weight gradient and the bias gradient."""
@@ -227,8 +238,13 @@ class Matmul(Stage):
             return None, bias_grad
         facts = saved.facts
         x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-        fast = plan.fast_accumulation[2]
-        dw, summed = gemm.wgrad(grad.columnwise, x, facts.target, fast, missing_bias, self.name)
+        target, fast = facts.target, plan.fast_accumulation[2]
+        if plan.wrapped and target.main_grad is not None:
+            target = gemm.WgradTarget(target.main_grad.dtype)  # to be seen before it is added
+        dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
+        if plan.wrapped:
+            assert dw is not None
+            dw = _delivered(plan.quantizers.wgrad.result(dw), facts.target)
         return dw, summed if bias_grad is None else bias_grad
 
 
@@ -236,8 +252,11 @@ def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
     return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
 
 
-def _pad(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """Add zero tokens; they change no result, and their own are cut off again."""
-    if not padding:
-        return x
-    return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
+def _delivered(dw: torch.Tensor, target: gemm.WgradTarget) -> torch.Tensor | None:
+    if target.main_grad is None:
+        return dw
+    if target.accumulate:
+        target.main_grad.add_(dw)
+    else:
+        target.main_grad.copy_(dw)
+    return None
