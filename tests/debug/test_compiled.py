@@ -1,0 +1,51 @@
+"""Sessions of the debugger and graphs: nothing selected changes nothing, features are refused."""
+
+import pytest
+import torch
+from debug.fake_manager import session
+from debug.test_hooks import RECIPES, HighPrecision, Modifier, build
+
+import transformer_engine.pytorch as te
+
+
+def compiled(module):
+    traced = torch.compile(module, backend="aot_eager", fullgraph=True)
+
+    def step(x):
+        with te.fp8_autocast(fp8_recipe=RECIPES["current"]):
+            return traced(x)
+
+    return step
+
+
+def test_nothing_selected_traces_once() -> None:
+    torch._dynamo.reset()
+    module = build("norm linear", "cpu")
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    step = compiled(module)
+    expected = step(x)
+    with session(("elsewhere", Modifier(), {})) as s:
+        step(x)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):
+                s.step()
+                assert torch.equal(step(x), expected)
+
+
+@pytest.mark.parametrize("feature", [Modifier(), HighPrecision()], ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize("before", [False, True], ids=["compiled", "compiled before"])
+def test_a_feature_on_a_compiled_layer_is_refused(feature, before: bool) -> None:
+    torch._dynamo.reset()
+    step = compiled(build("mlp", "cpu"))
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    if before:
+        step(x)
+    name = type(feature).__name__
+    with (
+        session(("fc2", feature, {"gemms": ["fprop"]})),
+        pytest.raises(
+            Exception,
+            match=rf"in a compiled graph, got feature {name} on layer layer\.fc2",
+        ),
+    ):
+        step(x)

@@ -1,0 +1,1 @@
+"""The precision debugger's side of `transformer_engine`: what it does inside layers."""

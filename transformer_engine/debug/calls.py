@@ -1,0 +1,138 @@
+"""The calls that features get while a layer runs, with their documented arguments."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine.debug.names import NAMESPACE, GemmTensor
+from transformer_engine.pytorch.tensor import Quantizer
+
+
+@dataclass(frozen=True)
+class FeatureCalls:
+    """Calls about one tensor of a layer.
+
+    Args:
+        manager: of the session.
+        layer: its name.
+        tensor: which of its tensors.
+        iteration: when this forward ran.
+        tp_group: tensor parallel group of the layer.
+        tp_size: its size.
+        repeated: this forward recomputes one that was inspected already.
+    """
+
+    manager: Any
+    layer: str
+    tensor: GemmTensor
+    iteration: int
+    tp_group: Any
+    tp_size: int
+    repeated: bool = False
+
+    def modify(
+        self,
+        gemm: str,
+        x: torch.Tensor,
+        quantizer: Quantizer | None,
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the feature makes of `x` for a GEMM.
+
+        Args:
+            gemm: which.
+            x: in high precision.
+            quantizer: what would have cast it; None in high precision.
+            dtype: that a plain result must have; None for the results of GEMMs and with `out`.
+            out: what an earlier call made, to be written again.
+        """
+        more: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
+        if out is not None:
+            more = {"out": out}
+        made = self._call(
+            "modify_tensor",
+            gemm=gemm,
+            tensor=x,
+            default_quantizer=quantizer,
+            iteration=self.iteration,
+            **more,
+        )
+        if out is not None and made is None:
+            return out
+        if out is not None and self._takes_out(gemm):
+            raise RuntimeError(
+                f"[modify_tensor] expected None where out is given, got {type(made).__name__} "
+                f"({self._where(gemm)})"
+            )
+        return self._checked(made, x, gemm)
+
+    def inspect(
+        self,
+        x: torch.Tensor,
+        rowwise: torch.Tensor | None = None,
+        columnwise: torch.Tensor | None = None,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        """Show `x`, and what its GEMMs take."""
+        self._show(
+            "inspect_tensor",
+            x,
+            rowwise_quantized_tensor=rowwise,
+            columnwise_quantized_tensor=columnwise,
+            quantizer=quantizer,
+        )
+
+    def inspect_after(self, gemm: str, x: torch.Tensor, rowwise: bool) -> None:
+        """Show what a GEMM takes after a cast or `modify_tensor`."""
+        self._show("inspect_tensor_postquantize", x, gemm=gemm, rowwise=rowwise)
+
+    def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:
+        if not self.repeated:
+            iteration = self.manager.iteration
+            more |= {"tp_group": self.tp_group, "tp_size": self.tp_size}
+            self._call(call, tensor=x, iteration=iteration, **more)
+
+    def _call(self, call: str, **arguments: Any) -> Any:
+        return self.manager.call(
+            NAMESPACE, call, layer_name=self.layer, tensor_name=self.tensor.name, **arguments
+        )
+
+    def _takes_out(self, gemm: str) -> bool:
+        """Whether the feature knows the argument; one that does not always makes a new tensor."""
+        routed = self.manager.route(NAMESPACE, self.layer, "modify_tensor", self.tensor.name, gemm)
+        return any("out" in inspect.signature(r.feature.modify_tensor).parameters for r in routed)
+
+    def _where(self, gemm: str) -> str:
+        return f"layer {self.layer}, tensor {self.tensor.name}, gemm {gemm}"
+
+    def _checked(self, made: Any, x: torch.Tensor, gemm: str) -> torch.Tensor:
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(
+                "[modify_tensor] expected a torch.Tensor or a QuantizedTensor, got "
+                f"{type(made).__name__} ({self._where(gemm)})"
+            )
+        if made.shape != x.shape:
+            raise ValueError(
+                f"[modify_tensor] expected a tensor of shape {tuple(x.shape)}, got "
+                f"{tuple(made.shape)} ({self._where(gemm)})"
+            )
+        return made
+
+    def check_dtype(self, made: torch.Tensor, dtype: torch.dtype, gemm: str) -> torch.Tensor:
+        """`made`, if it is plain and has the dtype."""
+        if type(made) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"[modify_tensor] expected a torch.Tensor or a Float8Tensor, got "
+                f"{type(made).__name__} ({self._where(gemm)})"
+            )
+        if made.dtype is not dtype:
+            raise ValueError(
+                f"[modify_tensor] Dtype does not match: expected {dtype}, got {made.dtype} "
+                f"({self._where(gemm)})"
+            )
+        return made

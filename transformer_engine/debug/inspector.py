@@ -1,0 +1,234 @@
+"""`Inspector`: what the modules of `transformer_engine.pytorch` see of the debugger's session."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from transformer_engine.debug.calls import FeatureCalls
+from transformer_engine.debug.names import GemmTensor
+from transformer_engine.debug.plans import (
+    LayerPlan,
+    Plan,
+    Planner,
+    TensorPlan,
+    feature_that_needs_python,
+)
+from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
+from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Quantizer
+from transformer_engine.pytorch.stages.base import Run
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+
+_ITERATIONS = 1 << 40
+_SESSIONS = itertools.count(1)
+
+
+class StatisticsProvider(Protocol):
+    """Takes statistics without calling features."""
+
+    def attach(
+        self,
+        layer: str,
+        tensor: GemmTensor,
+        features: Sequence[Any],
+        inner: Quantizer,
+        iteration: int,
+    ) -> tuple[Quantizer | None, int | None]:
+        """Let kernels take what `features` (routed, statistics all) want of a tensor.
+
+        Returns:
+            A copy of `inner` that does so, or None where nothing is due in this iteration; and the
+            next iteration in which the answer may differ, None for never.
+        """
+
+
+@dataclass
+class Inspection:
+    """What was decided about a run, for the ticks in `[begin, end)`."""
+
+    begin: int
+    end: int
+    first: Run | None  # None: the run stays as it is
+    repeated: Run | None  # the same for a forward that is computed again in a backward
+
+
+class Inspector:
+    """One session.
+
+    A tick counts sessions and iterations. Each `Run` of a module keeps the tick from which it may
+    be of interest: all that a layer without features pays is one comparison.
+
+    Args:
+        manager: of the session; see `nvdlfw_inspect.debug_manager`.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.statistics: StatisticsProvider | None = None
+        self._plans_logged: dict[tuple[str, str, str], Plan] = {}
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        self.session = next(_SESSIONS)
+        self.iteration = int(self.manager.iteration)
+        self.tick = self.session * _ITERATIONS + self.iteration
+
+    def stepped(self) -> None:
+        """Follow the manager's count of iterations."""
+        iteration = int(self.manager.iteration)
+        if iteration < self.iteration:  # set back by hand: what was decided holds no more
+            self._begin_session()
+        self.iteration = iteration
+        self.tick = self.session * _ITERATIONS + iteration
+
+    def run_for(self, module: TransformerEngineBaseModule, run: Run) -> Run:
+        """The run to use for this call; called when `tick >= run.inspect_at`."""
+        found: Inspection | None = run.inspection
+        if found is None or not found.begin <= self.tick < found.end:
+            found = run.inspection = self._inspect(module, run)
+            run.inspect_at = found.end if found.first is None else found.begin
+        if found.first is None:
+            return run
+        self._refuse_capture(module)
+        if torch._C._current_graph_task_id() == -1:
+            return found.first
+        return found.repeated or run  # inside a backward: a recomputed forward
+
+    def _inspect(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
+        """Ask the features of every layer of the module."""
+        plans = [
+            Planner(self.manager, name, quantizers.fp8, self.iteration).plan()
+            for name, quantizers in zip(module.chain.gemm_names, run.quantizers, strict=True)
+        ]
+        for plan in plans:
+            self._log(plan)
+        following = [p.next_iteration for p in plans if p.next_iteration is not None]
+        attached = [
+            self._attach(p, q, following) for p, q in zip(plans, run.quantizers, strict=True)
+        ]
+        active = any(p.active for p in plans)
+        end = (self.session + 1) * _ITERATIONS
+        if following:
+            end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
+        if not active and attached == list(run.quantizers):
+            return Inspection(self.tick, end, None, None)
+        if active:
+            end = self.tick + 1  # features are told the iteration
+        first, repeated = (
+            self._wrapped(module, run, plans, attached, again) for again in (False, True)
+        )
+        return Inspection(self.tick, end, first, repeated)
+
+    def _attach(
+        self, plan: LayerPlan, quantizers: GemmQuantizers, following: list[int]
+    ) -> GemmQuantizers:
+        """The quantizers, with statistics where they alone are wanted."""
+        changed: dict[str, Quantizer] = {}
+        for tensor in plan.tensors.values():
+            if not tensor.statistics or self.statistics is None:
+                continue
+            name = tensor.tensor.quantizer
+            quantizer, next_iteration = self.statistics.attach(
+                plan.layer,
+                tensor.tensor,
+                tensor.statistics,
+                getattr(quantizers, name),
+                self.iteration,
+            )
+            if quantizer is not None:
+                changed[name] = quantizer
+            if next_iteration is not None:
+                following.append(next_iteration)
+        return _with(quantizers, changed)
+
+    def _wrapped(
+        self,
+        module: TransformerEngineBaseModule,
+        run: Run,
+        plans: list[LayerPlan],
+        attached: list[GemmQuantizers],
+        repeated: bool,
+    ) -> Run:
+        """The run with inspected quantizers; one that is repeated shows nothing a second time."""
+        quantizers = []
+        for plan, normal, seen in zip(plans, run.quantizers, attached, strict=True):
+            changed: dict[str, Quantizer] = {}
+            modifies = False
+            for tensor in plan.tensors.values():
+                about = tensor.tensor
+                again = repeated and about.name in ("activation", "weight", "output")
+                inner = getattr(normal if again else seen, about.quantizer)
+                calls = FeatureCalls(
+                    self.manager,
+                    plan.layer,
+                    about,
+                    self.iteration,
+                    module.tp_group,
+                    module.tp_size,
+                    again,
+                )
+                changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, run.dtype)
+                modifies |= about.is_operand and tensor.modifies
+            gemms = _with(normal, changed)
+            gemms.fp8 = normal.fp8 or modifies  # tokens are padded where a feature may make FP8
+            quantizers.append(gemms)
+        result = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
+        module.chain.plan(result)
+        return result
+
+    def _log(self, plan: LayerPlan) -> None:
+        """One line for every side of an operand, again where its plan has changed."""
+        for tensor, gemm, how in plan.lines():
+            key = (plan.layer, tensor, gemm)
+            if self._plans_logged.get(key) is not how:
+                self._plans_logged[key] = how
+                self.manager.log_message(
+                    f"{plan.layer}: Tensor: {tensor}, gemm {gemm} - {how.value}"
+                )
+
+    def refusal(self, layers: Sequence[str], how: str) -> str | None:
+        """Why these layers cannot be compiled or captured; None where they can."""
+        for layer in layers:
+            feature = feature_that_needs_python(self.manager, layer)
+            if feature is not None:
+                return (
+                    f"[inspect] expected a layer without features in {how}, got feature {feature}"
+                    f" on layer {layer}: it needs Python in every call; run this layer eagerly"
+                )
+        return None
+
+    def _refuse_capture(self, module: TransformerEngineBaseModule) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture")
+            if reason is not None:
+                raise RuntimeError(reason)
+
+
+def _wrapping(
+    inner: Quantizer, plan: TensorPlan, fp8: bool, calls: FeatureCalls, dtype: torch.dtype
+) -> Quantizer:
+    if not plan.active(fp8):
+        return inner
+    if plan.tensor.is_operand:
+        return InspectedQuantizer(inner, plan, calls, dtype)
+    return InspectedResult(inner, plan, calls)
+
+
+def _with(quantizers: GemmQuantizers, changed: dict[str, Quantizer]) -> GemmQuantizers:
+    """The same quantizers, or a copy in which some are replaced."""
+    names = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
+    changed = {n: q for n, q in changed.items() if q is not getattr(quantizers, n)}
+    if not changed:
+        return quantizers
+    own = {name: getattr(quantizers, name) for name in names}
+    copy = GemmQuantizers(**{**own, **changed})
+    copy.fp8 = quantizers.fp8
+    copy.fast_accumulation = quantizers.fast_accumulation
+    copy.wrapped = quantizers.wrapped or any(q is not IDENTITY for q in changed.values())
+    return copy

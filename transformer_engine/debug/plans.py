@@ -1,0 +1,166 @@
+"""What features want of a layer: the routing calls, asked in their documented order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from transformer_engine.debug.names import NAMESPACE, ROUTING_CALLS, TENSORS, GemmTensor
+
+
+class Plan(Enum):
+    """How one side of a tensor is made ready for its GEMM; the value is what the log says."""
+
+    FP8 = "FP8 quantization"
+    HIGH_PRECISION = "High precision"
+    MODIFY = "modify_tensor()"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What happens to one tensor of a layer."""
+
+    tensor: GemmTensor
+    rowwise: Plan
+    columnwise: Plan
+    inspect: bool
+    inspect_rowwise: bool
+    inspect_columnwise: bool
+    statistics: tuple[Any, ...] = ()  # the features, where nothing but statistics looks at it
+
+    @property
+    def modifies(self) -> bool:
+        """Whether a feature replaces either side."""
+        return Plan.MODIFY in (self.rowwise, self.columnwise)
+
+    def active(self, fp8: bool) -> bool:
+        """Whether anything differs from a run without the debugger."""
+        if self.inspect or self.inspect_rowwise or self.inspect_columnwise or self.modifies:
+            return True
+        return (
+            self.tensor.is_operand
+            and fp8
+            and Plan.HIGH_PRECISION in (self.rowwise, self.columnwise)
+        )
+
+
+@dataclass
+class LayerPlan:
+    """What happens to the tensors of one layer (a GEMM triple), until the next decision."""
+
+    layer: str
+    fp8: bool  # the recipe casts operands to FP8
+    tensors: dict[str, TensorPlan] = field(default_factory=dict)
+    next_iteration: int | None = None  # the first at which a decision may differ
+
+    @property
+    def active(self) -> bool:
+        """Whether anything differs from a run without the debugger."""
+        return any(plan.active(self.fp8) for plan in self.tensors.values())
+
+    def lines(self) -> Iterator[tuple[str, str, Plan]]:
+        """`(tensor, gemm, plan)` of every operand, in the order of the log."""
+        for plan in self.tensors.values():
+            if plan.tensor.columnwise is not None:
+                yield plan.tensor.name, plan.tensor.rowwise, plan.rowwise
+                yield plan.tensor.name, plan.tensor.columnwise, plan.columnwise
+
+
+class Planner:
+    """Asks the features of one layer in one iteration."""
+
+    def __init__(self, manager: Any, layer: str, fp8: bool, iteration: int) -> None:
+        self._manager = manager
+        self._iteration = iteration
+        self._plan = LayerPlan(layer, fp8)
+
+    def plan(self) -> LayerPlan:
+        """Ask about every tensor."""
+        for tensor in TENSORS:
+            self._plan.tensors[tensor.name] = self._tensor(tensor)
+        return self._plan
+
+    def _tensor(self, tensor: GemmTensor) -> TensorPlan:
+        only_statistics = self._only_statistics(tensor)
+        inspect = not only_statistics and self._ask("inspect_tensor_enabled", tensor)
+        gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
+        after = [False, False]
+        if tensor.is_operand:
+            after = [self._ask("inspect_tensor_postquantize_enabled", tensor, g) for g in gemms]
+        plans = [self._side(tensor, gemm) for gemm in gemms]
+        # After a side that is neither cast nor modified there is nothing to look at.
+        after = [
+            a and p is not Plan.HIGH_PRECISION for a, p in zip(after, (plans * 2)[:2], strict=True)
+        ]
+        statistics = self._routed("inspect_tensor_enabled", tensor) if only_statistics else ()
+        return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[1], statistics)
+
+    def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
+        modify = self._ask("modify_tensor_enabled", tensor, gemm)
+        if modify and not self._makes_fp8(tensor, gemm):
+            return Plan.MODIFY
+        if not (tensor.is_operand and self._plan.fp8):
+            if modify:
+                self._warn(tensor, gemm, "the recipe runs this GEMM in high precision")
+            return Plan.HIGH_PRECISION
+        if self._ask("fp8_gemm_enabled", None, gemm):
+            return Plan.MODIFY if modify else Plan.FP8
+        if modify:
+            self._warn(tensor, gemm, "another feature runs this GEMM in high precision")
+        return Plan.HIGH_PRECISION
+
+    def _ask(self, call: str, tensor: GemmTensor | None, gemm: str | None = None) -> bool:
+        names: dict[str, Any] = {} if tensor is None else {"tensor_name": tensor.name}
+        if gemm is not None:
+            names["gemm"] = gemm
+        answer, following = self._manager.decide(
+            NAMESPACE, call, layer_name=self._plan.layer, iteration=self._iteration, **names
+        )
+        known = self._plan.next_iteration
+        if following is not None:
+            self._plan.next_iteration = following if known is None else min(known, following)
+        return bool(answer)
+
+    def _routed(self, call: str, tensor: GemmTensor, gemm: str | None = None) -> tuple[Any, ...]:
+        routed: tuple[Any, ...] = self._manager.route(
+            NAMESPACE, self._plan.layer, call, tensor.name, gemm
+        )
+        return routed
+
+    def _only_statistics(self, tensor: GemmTensor) -> bool:
+        """Whether all that look at the tensor are statistics, which kernels take by themselves."""
+        routed = self._routed("inspect_tensor_enabled", tensor)
+        return bool(routed) and all(_has(r, "built_in_statistics") for r in routed)
+
+    def _makes_fp8(self, tensor: GemmTensor, gemm: str) -> bool:
+        """Whether what modifies the tensor makes FP8 of it, so that its GEMM must be one in FP8."""
+        return any(
+            _has(r, "makes_fp8") for r in self._routed("modify_tensor_enabled", tensor, gemm)
+        )
+
+    def _warn(self, tensor: GemmTensor, gemm: str, why: str) -> None:
+        feature = self._routed("modify_tensor_enabled", tensor, gemm)[0].name
+        layer = self._plan.layer
+        text = f"{layer}: {feature} leaves {tensor.name}, gemm {gemm} as it is: {why}"
+        self._manager.log_message(text, level=_WARNING, once=(layer, tensor.name, gemm, feature))
+
+
+_WARNING = 30  # logging.WARNING
+
+
+def _has(routed: Any, attribute: str) -> bool:
+    return bool(getattr(routed.feature, attribute, False))
+
+
+def feature_that_needs_python(manager: Any, layer: str) -> str | None:
+    """The name of a feature on this layer that a compiled or captured graph cannot call."""
+    for tensor in TENSORS:
+        for gemm in (tensor.rowwise, tensor.columnwise):
+            for call in ROUTING_CALLS:
+                about = None if call == "fp8_gemm_enabled" else tensor.name
+                for routed in manager.route(NAMESPACE, layer, call, about, gemm):
+                    if not _has(routed, "built_in_statistics"):
+                        return str(routed.name)
+    return None

@@ -1,0 +1,230 @@
+"""`InspectedQuantizer`: wraps a quantizer and lets features look at a tensor, or replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from transformer_engine.debug.calls import FeatureCalls
+from transformer_engine.debug.plans import Plan, TensorPlan
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.transpose import transpose
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.quantizers import (
+    IDENTITY,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Fp8Quantizer,
+    Quantizer,
+    WrappingQuantizer,
+    pad,
+)
+from transformer_engine.pytorch.tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+
+
+class _Modified(Operands):
+    """Operands, and the tensors that features made, by GEMM: what is cached of weights."""
+
+    __slots__ = ("made",)
+
+    def __init__(self, rowwise: Side | None, columnwise: Side | None, bias_grad: Any) -> None:
+        super().__init__(rowwise, columnwise, bias_grad)
+        self.made: dict[str, torch.Tensor] = {}
+
+
+class InspectedQuantizer(WrappingQuantizer):
+    """An operand of GEMMs under inspection.
+
+    Sides that no feature changes are cast by the wrapped quantizer, within fused kernels too, so
+    that looking changes no bit.
+
+    Args:
+        inner: what the recipe would use.
+        plan: what features want.
+        calls: reaches them.
+        dtype: of operands in high precision.
+    """
+
+    def __init__(
+        self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls, dtype: torch.dtype
+    ) -> None:
+        assert plan.tensor.columnwise is not None
+        self.inner = inner
+        self.plan = plan
+        self.calls = calls
+        self.dtype = dtype
+        self.default = public_quantizer(inner)
+        self.gemms = (plan.tensor.rowwise, plan.tensor.columnwise)
+
+    @property
+    def cache_key(self) -> Hashable:
+        """What is cached with other plans is of another kind."""
+        return (self.inner.scaling, self.plan.rowwise, self.plan.columnwise)
+
+    def inner_demand(self, demand: Demand) -> Demand:
+        """The sides that are cast as the recipe says."""
+        rowwise = demand.rowwise and self.plan.rowwise is Plan.FP8
+        columnwise = demand.columnwise and self.plan.columnwise is Plan.FP8
+        quantizer = self.inner if rowwise or columnwise else IDENTITY
+        return Demand(quantizer, rowwise, columnwise, demand.bias_grad)
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Cast, let features change it, show it to features."""
+        return self.padded(x, 0, demand)
+
+    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+        """The same; features do not see the padding."""
+        return self._finish(x, self._cast(x, padding, demand), demand, padding)
+
+    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+        """The same; features write into what they made before."""
+        outs = cached.made if isinstance(cached, _Modified) else {}
+        return self._finish(x, self._cast(x, 0, demand), demand, 0, outs)
+
+    def _cast(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+        inner = self.inner_demand(demand)
+        return inner.quantizer.padded(x, padding, inner)  # type: ignore[attr-defined]
+
+    def finish(self, x: torch.Tensor, cast: torch.Tensor | Operands, demand: Demand) -> Operands:
+        """After a fused kernel."""
+        return self._finish(x, cast if isinstance(cast, Operands) else Operands(x, x), demand, 0)
+
+    def _finish(
+        self,
+        x: torch.Tensor,
+        cast: Operands,
+        demand: Demand,
+        padding: int,
+        outs: dict[str, torch.Tensor] | None = None,
+    ) -> Operands:
+        plan, bias_grad = self.plan, cast.bias_grad
+        if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
+            self.inner.note(x)
+        if demand.bias_grad is not None and bias_grad is None and plan.modifies:
+            # Of the gradient itself, not of what a feature makes of it.
+            bias_grad = dropout_add_backward(x, None, 0.0, None, demand.bias_grad)[1]
+        result = _Modified(None, None, bias_grad)
+        seen: list[torch.Tensor | None] = [None, None]
+        quantized = None
+        if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
+            quantized = _as_tensor(x, cast, self.inner)
+        # Columns first, as documented.
+        if demand.columnwise:
+            result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
+        if demand.rowwise:
+            result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
+        self._show(x, [quantized if s is None else s for s in seen], demand)
+        return result
+
+    def _side(
+        self,
+        side: int,
+        x: torch.Tensor,
+        cast: Operands,
+        padding: int,
+        made: dict[str, torch.Tensor],
+        outs: dict[str, torch.Tensor] | None,
+    ) -> tuple[Side | None, torch.Tensor | None]:
+        """What the GEMM takes, and what features see of it (None: what the recipe's cast made)."""
+        plan, gemm = (self.plan.rowwise, self.plan.columnwise)[side], self.gemms[side]
+        if plan is Plan.FP8:
+            return (cast.rowwise, cast.columnwise)[side], None
+        if plan is Plan.HIGH_PRECISION:
+            plain = x.to(self.dtype)
+            return pad(plain, padding), plain
+        out = (outs or {}).get(gemm)
+        tensor = self.calls.modify(gemm, x, self.default, self.dtype, out)
+        made[gemm] = tensor
+        if isinstance(tensor, Float8Tensor):
+            return _matrix(tensor, side == 1, padding), tensor
+        plain = self.calls.check_dtype(tensor, self.dtype, gemm).contiguous()
+        return pad(plain, padding), tensor
+
+    def _show(self, x: torch.Tensor, seen: list[torch.Tensor | None], demand: Demand) -> None:
+        plan = self.plan
+        if plan.inspect:
+            self.calls.inspect(x, seen[0], seen[1], self.default)
+        if plan.inspect_rowwise and demand.rowwise and seen[0] is not None:
+            self.calls.inspect_after(self.gemms[0], seen[0], True)
+        if plan.inspect_columnwise and demand.columnwise and seen[1] is not None:
+            self.calls.inspect_after(self.gemms[1], seen[1], False)
+
+    def __repr__(self) -> str:
+        sides = f"{self.plan.rowwise.value}, {self.plan.columnwise.value}"
+        return f"InspectedQuantizer({self.plan.tensor.name}: {sides})"
+
+
+class InspectedResult(Quantizer):
+    """The result of a GEMM under inspection.
+
+    Args:
+        inner: what takes statistics of it.
+        plan: what features want.
+        calls: reaches them.
+    """
+
+    def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
+        self.inner = inner
+        self.plan = plan
+        self.calls = calls
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Let features change it, then show it to features."""
+        x = self.inner.result(x)
+        if self.plan.rowwise is Plan.MODIFY:
+            gemm = self.plan.tensor.rowwise
+            x = self.calls.check_dtype(self.calls.modify(gemm, x, None), x.dtype, gemm)
+        if self.plan.inspect:
+            self.calls.inspect(x)
+        return x
+
+
+def public_quantizer(inner: Quantizer) -> Quantizer | None:
+    """The documented form of a quantizer of ours; None for high precision."""
+    if isinstance(inner, DelayedQuantizer):
+        return Float8Quantizer(inner.scale, inner.amax, inner.format)  # type: ignore[arg-type]
+    if isinstance(inner, CurrentQuantizer):
+        return Float8CurrentScalingQuantizer(
+            inner.format, force_pow_2_scales=inner.power_of_2, amax_epsilon=inner.epsilon
+        )
+    return None
+
+
+def _as_tensor(x: torch.Tensor, cast: Operands, inner: Quantizer) -> Float8Tensor | None:
+    """What the recipe's cast made, without padding, as features know it."""
+    rows, columns = cast.rowwise, cast.columnwise
+    some = rows if isinstance(rows, Fp8Matrix) else columns
+    if not isinstance(some, Fp8Matrix):
+        return None
+    codes = rows.codes if isinstance(rows, Fp8Matrix) else transpose(some.codes)
+    codes = codes.view(-1, x.shape[-1])[: rows_of(x)].view(x.shape)
+    transposed = columns.codes if isinstance(columns, Fp8Matrix) else None
+    if transposed is not None and transposed.shape[-1] != rows_of(x):
+        transposed = transposed[:, : rows_of(x)].contiguous()
+    assert isinstance(inner, Fp8Quantizer)
+    return Float8Tensor(
+        x.shape,
+        x.dtype,
+        codes,
+        some.scales,
+        some.format,
+        transposed,
+        public_quantizer(inner),  # type: ignore[arg-type]
+    )
+
+
+def _matrix(tensor: Float8Tensor, columnwise: bool, padding: int) -> Fp8Matrix:
+    """The side of a quantised tensor that a GEMM takes."""
+    codes = tensor.transposed_codes() if columnwise else tensor._data.contiguous()
+    if padding and columnwise:
+        codes = torch.nn.functional.pad(codes, (0, padding))
+    return Fp8Matrix(
+        codes if columnwise else pad(codes, padding), tensor._scale_inv, int(tensor._fp8_dtype)
+    )
