@@ -181,8 +181,9 @@ def test_attributes_for_tensor_parallel_trainers() -> None:
     assert row.weight.partition_dim == 1 and row.weight.partition_stride == 1
 
 
-def test_autocast_sets_the_compute_dtype(device: str) -> None:
-    module = te.LayerNormLinear(32, 48, device=device)
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_autocast_sets_the_compute_dtype(device: str, kind) -> None:
+    module = kind(32, 48, device=device)
     x = torch.randn(16, 32, device=device, requires_grad=True)
     for enabled in (False, True):
         with (

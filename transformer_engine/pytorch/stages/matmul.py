@@ -129,6 +129,8 @@ class Matmul(Stage):
         """The product."""
         weight, bias = parameters
         assert weight is not None
+        if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
+            x = x.to(plan.dtype)  # under torch.autocast
         if plan.plain and isinstance(x, torch.Tensor):
             return self._forward_plain(x, weight, bias, plan)
         padding = 0
