@@ -74,7 +74,7 @@ class FakeManager:
     def log_message(self, text, layer=None, level=20, once=None):
         if once is None or once not in self._once:
             self._once.add(once)
-            self.messages.append(text)
+            self.messages.append(f"{layer}: {text}" if layer else text)
 
 
 def _call(routed: Routed, name: str, arguments: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from transformer_engine.debug.calls import FeatureCalls
-from transformer_engine.debug.names import GemmTensor
 from transformer_engine.debug.plans import (
     LayerPlan,
     Plan,
@@ -30,17 +29,17 @@ _SESSIONS = itertools.count(1)
 
 
 class StatisticsProvider(Protocol):
-    """Takes statistics without calling features."""
+    """Takes statistics without calling features: `manager.statistics`, where there is one."""
 
     def attach(
-        self,
-        layer: str,
-        tensor: GemmTensor,
-        features: Sequence[Any],
-        inner: Quantizer,
-        iteration: int,
+        self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any]
     ) -> tuple[Quantizer | None, int | None]:
-        """Let kernels take what `features` (routed, statistics all) want of a tensor.
+        """Let kernels take what `features` want of a tensor.
+
+        Args:
+            inner: the tensor's quantizer; the identity for results of GEMMs.
+            calls: the layer, which of its tensors, its parallel group, the iteration.
+            features: routed to the tensor, statistics all.
 
         Returns:
             A copy of `inner` that does so, or None where nothing is due in this iteration; and the
@@ -70,7 +69,6 @@ class Inspector:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        self.statistics: StatisticsProvider | None = None
         self._plans_logged: dict[tuple[str, str, str], Plan] = {}
         self._begin_session()
 
@@ -87,6 +85,11 @@ class Inspector:
         self.iteration = iteration
         self.tick = self.session * _ITERATIONS + iteration
 
+    @property
+    def _statistics(self) -> StatisticsProvider | None:
+        provider = getattr(self.manager, "statistics", None)
+        return provider if hasattr(provider, "attach") else None
+
     def run_for(self, module: TransformerEngineBaseModule, run: Run) -> Run:
         """The run to use for this call; called when `tick >= run.inspect_at`."""
         found: Inspection | None = run.inspection
@@ -102,15 +105,17 @@ class Inspector:
 
     def _inspect(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
         """Ask the features of every layer of the module."""
+        provided = self._statistics is not None
         plans = [
-            Planner(self.manager, name, quantizers.fp8, self.iteration).plan()
+            Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
             for name, quantizers in zip(module.chain.gemm_names, run.quantizers, strict=True)
         ]
         for plan in plans:
             self._log(plan)
         following = [p.next_iteration for p in plans if p.next_iteration is not None]
         attached = [
-            self._attach(p, q, following) for p, q in zip(plans, run.quantizers, strict=True)
+            self._attach(module, p, q, following)
+            for p, q in zip(plans, run.quantizers, strict=True)
         ]
         active = any(p.active for p in plans)
         end = (self.session + 1) * _ITERATIONS
@@ -118,7 +123,7 @@ class Inspector:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(run.quantizers):
             return Inspection(self.tick, end, None, None)
-        if active:
+        if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
         first, repeated = (
             self._wrapped(module, run, plans, attached, again) for again in (False, True)
@@ -126,20 +131,21 @@ class Inspector:
         return Inspection(self.tick, end, first, repeated)
 
     def _attach(
-        self, plan: LayerPlan, quantizers: GemmQuantizers, following: list[int]
+        self,
+        module: TransformerEngineBaseModule,
+        plan: LayerPlan,
+        quantizers: GemmQuantizers,
+        following: list[int],
     ) -> GemmQuantizers:
         """The quantizers, with statistics where they alone are wanted."""
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():
-            if not tensor.statistics or self.statistics is None:
+            provider = self._statistics
+            if not tensor.statistics or provider is None:
                 continue
             name = tensor.tensor.quantizer
-            quantizer, next_iteration = self.statistics.attach(
-                plan.layer,
-                tensor.tensor,
-                tensor.statistics,
-                getattr(quantizers, name),
-                self.iteration,
+            quantizer, next_iteration = provider.attach(
+                getattr(quantizers, name), self._calls(module, plan, tensor), tensor.statistics
             )
             if quantizer is not None:
                 changed[name] = quantizer
@@ -164,15 +170,7 @@ class Inspector:
                 about = tensor.tensor
                 again = repeated and about.name in ("activation", "weight", "output")
                 inner = getattr(normal if again else seen, about.quantizer)
-                calls = FeatureCalls(
-                    self.manager,
-                    plan.layer,
-                    about,
-                    self.iteration,
-                    module.tp_group,
-                    module.tp_size,
-                    again,
-                )
+                calls = self._calls(module, plan, tensor, again)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, run.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = _with(normal, changed)
@@ -182,15 +180,31 @@ class Inspector:
         module.chain.plan(result)
         return result
 
+    def _calls(
+        self,
+        module: TransformerEngineBaseModule,
+        plan: LayerPlan,
+        tensor: TensorPlan,
+        repeated: bool = False,
+    ) -> FeatureCalls:
+        return FeatureCalls(
+            self.manager,
+            plan.layer,
+            tensor.tensor,
+            self.iteration,
+            module.tp_group,
+            module.tp_size,
+            repeated,
+        )
+
     def _log(self, plan: LayerPlan) -> None:
         """One line for every side of an operand, again where its plan has changed."""
         for tensor, gemm, how in plan.lines():
             key = (plan.layer, tensor, gemm)
             if self._plans_logged.get(key) is not how:
                 self._plans_logged[key] = how
-                self.manager.log_message(
-                    f"{plan.layer}: Tensor: {tensor}, gemm {gemm} - {how.value}"
-                )
+                text = f"Tensor: {tensor}, gemm {gemm} - {how.value}"
+                self.manager.log_message(text, plan.layer)
 
     def refusal(self, layers: Sequence[str], how: str) -> str | None:
         """Why these layers cannot be compiled or captured; None where they can."""

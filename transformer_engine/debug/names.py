@@ -39,6 +39,8 @@ TENSORS = (
     GemmTensor("gradient", "grad_output", "dgrad", "wgrad"),
 )
 
+OPERANDS = {tensor.name: tensor for tensor in TENSORS if tensor.is_operand}
+
 ROUTING_CALLS = (
     "inspect_tensor_enabled",
     "inspect_tensor_postquantize_enabled",

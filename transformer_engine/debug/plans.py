@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,9 +36,14 @@ class TensorPlan:
         """Whether a feature replaces either side."""
         return Plan.MODIFY in (self.rowwise, self.columnwise)
 
+    @property
+    def calls(self) -> bool:
+        """Whether features are called while the layer runs."""
+        return self.inspect or self.inspect_rowwise or self.inspect_columnwise or self.modifies
+
     def active(self, fp8: bool) -> bool:
         """Whether anything differs from a run without the debugger."""
-        if self.inspect or self.inspect_rowwise or self.inspect_columnwise or self.modifies:
+        if self.calls:
             return True
         return (
             self.tensor.is_operand
@@ -69,11 +75,27 @@ class LayerPlan:
 
 
 class Planner:
-    """Asks the features of one layer in one iteration."""
+    """Asks the features of one layer in one iteration.
 
-    def __init__(self, manager: Any, layer: str, fp8: bool, iteration: int) -> None:
+    Args:
+        manager: of the session.
+        layer: its name.
+        fp8: the recipe casts operands to FP8.
+        iteration: now.
+        kernels_take_statistics: built-in statistics need no call of their features.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        layer: str,
+        fp8: bool,
+        iteration: int,
+        kernels_take_statistics: bool = False,
+    ) -> None:
         self._manager = manager
         self._iteration = iteration
+        self._kernels_take_statistics = kernels_take_statistics
         self._plan = LayerPlan(layer, fp8)
 
     def plan(self) -> LayerPlan:
@@ -131,6 +153,8 @@ class Planner:
 
     def _only_statistics(self, tensor: GemmTensor) -> bool:
         """Whether all that look at the tensor are statistics, which kernels take by themselves."""
+        if not self._kernels_take_statistics:
+            return False
         routed = self._routed("inspect_tensor_enabled", tensor)
         return bool(routed) and all(_has(r, "built_in_statistics") for r in routed)
 
@@ -143,11 +167,9 @@ class Planner:
     def _warn(self, tensor: GemmTensor, gemm: str, why: str) -> None:
         feature = self._routed("modify_tensor_enabled", tensor, gemm)[0].name
         layer = self._plan.layer
-        text = f"{layer}: {feature} leaves {tensor.name}, gemm {gemm} as it is: {why}"
-        self._manager.log_message(text, level=_WARNING, once=(layer, tensor.name, gemm, feature))
-
-
-_WARNING = 30  # logging.WARNING
+        text = f"{feature} leaves {tensor.name}, gemm {gemm} as it is: {why}"
+        key = ("unused", layer, tensor.name, gemm, feature)
+        self._manager.log_message(text, layer, level=logging.WARNING, once=key)
 
 
 def _has(routed: Any, attribute: str) -> bool:

@@ -1,0 +1,284 @@
+"""Hooks where calls differ: micro-batches, cached weights, recomputation, calibration."""
+
+import pytest
+import torch
+from debug.fake_manager import session
+from debug.test_hooks import RECIPES, HighPrecision, Modifier, Recorder, assert_equal, build, train
+from torch.utils.checkpoint import checkpoint
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+
+def batch(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+def looked_at(recorder: Recorder) -> list[str]:
+    return [c[2] for c in recorder.calls if c[0] == "inspect"]
+
+
+class Caster(Modifier):
+    """Casts operands itself."""
+
+    fp8_gemm_enabled = HighPrecision.fp8_gemm_enabled
+
+    def modify_tensor(self, config, tensor_name, gemm, tensor, default_quantizer, out=None):
+        self.calls.append((tensor_name, gemm, out is not None))
+        quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype)
+        if out is not None:
+            quantizer.quantize(tensor, out=out)
+            return None
+        return quantizer(tensor)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("make", [Modifier, Caster])
+def test_cached_weights_are_written_again(recipe: str, make) -> None:
+    if make is Caster and recipe == "high precision":
+        pytest.skip("there is no quantizer to ask for a format")
+    modifier, module, x = make(), build("linear", "cpu"), batch(16, 32)
+    config = {"tensors": ["weight", "activation"], "gemms": ["fprop"]}
+
+    def call(first: bool) -> torch.Tensor:
+        with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+            return module(x, is_first_microbatch=first)
+
+    with session(("layer", modifier, config)) as s, torch.no_grad():
+        first = call(True)
+        module.weight.mul_(2)
+        assert torch.equal(call(False), first)
+        s.step()
+        again = call(True)
+        fresh = build("linear", "cpu")
+        fresh.weight.mul_(2)
+        module = fresh
+        assert torch.equal(call(True), again)
+    calls = [c for c in modifier.calls if c[0] == "weight"]
+    assert calls == [
+        ("weight", "fprop", False),
+        ("weight", "fprop", True),
+        ("weight", "fprop", False),
+    ]
+
+
+def test_what_is_returned_beside_out_is_an_error() -> None:
+    class Both(Modifier):
+        def modify_tensor(self, config, tensor, out=None):
+            return tensor * 2
+
+    module = build("linear", "cpu")
+    with (
+        session(("layer", Both(), {"tensors": ["weight"], "gemms": ["fprop"]})),
+        pytest.raises(RuntimeError, match=r"expected None where out is given.*layer layer, tensor"),
+    ):
+        for _ in range(2):
+            module(batch(16, 32), is_first_microbatch=True)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weights_cached_without_features_are_not_used_with_them(recipe: str) -> None:
+    module, x = build("linear", "cpu"), batch(16, 32)
+    with torch.no_grad(), te.fp8_autocast(fp8_recipe=RECIPES[recipe]):
+        module(x, is_first_microbatch=True)
+        with session(("layer", HighPrecision(), {})):
+            y = module(x, is_first_microbatch=False)
+        assert torch.equal(y, torch.nn.functional.linear(x, module.weight, module.bias))
+        module(x, is_first_microbatch=False)
+
+
+def test_micro_batches_share_decisions() -> None:
+    recorder, module = Recorder(), build("linear", "cpu")
+    with session(("layer", recorder, {})) as s:
+        for first in (True, False, False):
+            module(batch(16, 32), is_first_microbatch=first).sum().backward()
+        s.step()
+    assert [c[0] for c in recorder.calls].count("inspect?") == 6
+    looks = looked_at(recorder)
+    assert looks.count("weight") == 1 and looks.count("activation") == looks.count("gradient") == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_is_seen_once_and_modified_again(recipe: str, reentrant: bool) -> None:
+    def run(again: bool):
+        module, recorder, modifier = build("mlp", "cpu"), Recorder(), Modifier()
+        x = batch(16, 32).requires_grad_()
+
+        def call(inp: torch.Tensor) -> torch.Tensor:
+            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+                return module(inp)
+
+        with session(("layer", recorder, {}), ("fc2", modifier, {"tensors": ["activation"]})):
+            y = checkpoint(call, x, use_reentrant=reentrant) if again else call(x)
+            y.float().square().sum().backward()
+        grads = [x.grad, *(p.grad for p in module.parameters())]
+        return [y.detach(), *grads], sorted(looked_at(recorder)), modifier.calls
+
+    torch.manual_seed(0)
+    expected, looks, calls = run(False)
+    torch.manual_seed(0)
+    actual, looks_again, calls_again = run(True)
+    if recipe != "delayed":  # a second forward in the same step sees the scales of the first
+        assert_equal(actual, expected)
+    assert looks_again == looks
+    assert calls_again.count(("activation", "fprop", False)) == 2
+    assert calls.count(("activation", "fprop", False)) == 1
+
+
+def test_calibration_is_noted_under_inspection() -> None:
+    recipe, recorder = RECIPES["delayed"], Recorder()
+    states = []
+    for feature in ("elsewhere", "layer"):
+        module = build("norm linear", "cpu")
+        with (
+            session((feature, recorder, {})),
+            te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe),
+        ):
+            module(torch.linspace(-3, 3, 512).view(16, 32).bfloat16())
+        states.append(module.scaling["forward"].scale)
+    assert torch.equal(*states) and states[0].unique().numel() > 1
+    assert looked_at(recorder) == ["activation", "weight", "output"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("feature", [Recorder, Modifier, HighPrecision])
+def test_zero_tokens(recipe: str, feature) -> None:
+    module = build("mlp", "cpu")
+    with session(("layer", feature(), {})) as s:
+        y, dx, *grads = train(module, RECIPES[recipe], tokens=(0,), steps=1, after_step=s.step)
+    assert y.shape == dx.shape == (0, 32)
+    assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_weight(recipe: str) -> None:
+    results, recorder = [], Recorder()
+    for pattern in ("elsewhere", "layer"):
+        module = build("linear", "cpu")
+        module.weight.requires_grad_(False)
+        x = torch.linspace(-2, 2, 16 * 32).view(16, 32).bfloat16().requires_grad_()
+        with session((pattern, recorder, {})):
+            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+                y = module(x)
+            y.backward(torch.ones_like(y))
+        results.append([y, x.grad, module.bias.grad])
+        assert module.weight.grad is None
+    assert_equal(*results)
+    assert "wgrad" not in looked_at(recorder) and "dgrad" in looked_at(recorder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradient_is_seen_and_changed_before_it_is_accumulated(recipe: str) -> None:
+    class Doubler(Recorder):
+        def modify_tensor_enabled(self, config, layer_name, tensor_name, gemm, iteration):
+            return True
+
+        def modify_tensor(self, config, tensor):
+            return tensor * 2
+
+    def run(feature, config) -> torch.Tensor:
+        torch.manual_seed(3)
+        module = te.Linear(
+            32,
+            48,
+            fuse_wgrad_accumulation=True,
+            device="cpu",
+            params_dtype=torch.bfloat16,
+            name="layer",
+        )
+        module.weight.main_grad = torch.ones(48, 32)
+        x = torch.linspace(-2, 2, 16 * 32).view(16, 32).bfloat16()
+        with session(("layer", feature, config)):
+            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+                y = module(x)
+            y.backward(torch.ones_like(y))
+        return module.weight.main_grad
+
+    plain = run(Recorder(), {"tensors": []})
+    assert torch.equal(run(Recorder(), {}), plain)
+    changed = run(Doubler(), {"tensors": ["wgrad"]})
+    torch.testing.assert_close(changed - 1, 2 * (plain - 1))
+
+
+def test_torch_autocast_casts_what_features_see_in_high_precision() -> None:
+    recorder, module = Recorder(), build("linear", "cpu", torch.float32)
+    x = torch.randn(16, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        with session(("layer", recorder, {})):
+            y = module(x)
+    assert torch.equal(y, expected) and y.dtype is torch.bfloat16
+    y.sum().backward()
+
+
+def test_wrong_results_of_modify_tensor_name_layer_tensor_and_gemm() -> None:
+    for result, error, text in (
+        (lambda x: None, TypeError, "NoneType"),
+        (lambda x: x[:2], ValueError, r"shape \(16, 32\), got \(2, 32\)"),
+        (lambda x: x.float(), ValueError, "Dtype does not match: expected torch.bfloat16"),
+    ):
+
+        class Wrong(Modifier):
+            def modify_tensor(self, config, tensor, result=result):
+                return result(tensor)
+
+        with (
+            session(("layer", Wrong(), {"tensors": ["activation"]})),
+            pytest.raises(error, match=rf"{text}.*layer layer, tensor activation, gemm wgrad"),
+        ):
+            build("linear", "cpu")(batch(16, 32).requires_grad_())
+
+
+def test_names_follow_the_module() -> None:
+    module = build("mlp", "cpu")
+    module.name = "model.mlp"
+    te.gemm_report(reset=True)
+    with session(("elsewhere", Recorder(), {})) as s:
+        module(batch(16, 32))
+        assert all(p.startswith(("model.mlp.fc1: ", "model.mlp.fc2: ")) for p in s.plans)
+        module.name = "renamed"
+        module(batch(16, 32))
+    assert s.plans[-1].startswith("renamed.fc2: ")
+    assert {layer for layer, _, _ in te.gemm_report().counts} == {
+        "model.mlp.fc1",
+        "model.mlp.fc2",
+        "renamed.fc1",
+        "renamed.fc2",
+    }
+
+
+def test_unnamed_layers_are_numbered() -> None:
+    first, second = te.Linear(16, 16, device="cpu"), te.LayerNormMLP(16, 16, device="cpu")
+    kind, number = first.name.split("_")
+    assert kind == "Layer" and second.name == f"Layer_{int(number) + 1}"
+    layer = te.TransformerLayer(32, 32, 2, device="cpu")
+    assert layer.self_attention.layernorm_qkv.name == f"{layer.name}.self_attention.layernorm_qkv"
+    assert layer.layernorm_mlp.chain.gemm_names == tuple(
+        f"{layer.name}.layernorm_mlp.{part}" for part in ("fc1", "fc2")
+    )
+
+
+def test_plans_are_logged_again_when_they_change() -> None:
+    class Later(HighPrecision):
+        def fp8_gemm_enabled(self, config, gemm, iteration):
+            return (True, 2) if iteration < 2 else (False, None)
+
+    module = build("linear", "cpu")
+    with session(("layer", Later(), {"gemms": ["dgrad"]})) as s:
+        train(module, RECIPES["current"], steps=4, after_step=s.step)
+    assert s.plans[6:] == [
+        "layer: Tensor: weight, gemm dgrad - High precision",
+        "layer: Tensor: gradient, gemm dgrad - High precision",
+    ]
+
+
+def test_a_new_session_begins_anew() -> None:
+    module, recorder = build("linear", "cpu"), Recorder()
+    with session(("elsewhere", recorder, {})) as s:
+        train(module, None, steps=3, after_step=s.step)
+    with session(("layer", recorder, {})):
+        train(module, None, steps=1)
+    assert len(looked_at(recorder)) == 6
+    module(batch(16, 32))
+    assert len(looked_at(recorder)) == 6
