@@ -1,0 +1,122 @@
+"""Advice: what is said about findings, and YAML that means what it says."""
+
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_run import ill, record, write_records, write_run, write_series
+
+from nvdlfw_inspect.report.advice import TELL, Advice, advise, headline, to_yaml
+from nvdlfw_inspect.report.records import read_run
+from nvdlfw_inspect.report.rules import RULES, Level
+from nvdlfw_inspect.report.verdicts import judge
+
+yaml = pytest.importorskip("yaml")
+LAYER = "model.0.fc1"
+
+
+def advice_on(logdir: Path) -> list[Advice]:
+    return advise(judge(read_run(logdir)))
+
+
+def section(piece: Advice) -> dict:
+    (found,) = yaml.safe_load(piece.yaml).values()
+    assert found["enabled"] is True
+    assert all(feature["enabled"] is True for feature in found["transformer_engine"].values())
+    return found
+
+
+def test_every_rule_has_advice() -> None:
+    assert {rule.name for rule in RULES} == set(TELL)
+
+
+def test_underflow_turns_fp8_off_where_the_tensor_is_read(tmp_path: Path) -> None:
+    (piece,) = advice_on(write_series(tmp_path, [20.0] * 3, statistic="underflows%"))
+    assert piece.title == f"Up to 20 % of the gradient becomes zero in {LAYER}"
+    found = section(piece)
+    assert found["layers"] == {"exact_layer_names": [LAYER]}
+    assert found["transformer_engine"]["DisableFP8GEMM"]["gemms"] == ["dgrad", "wgrad"]
+
+
+def test_what_if_suggests_current_scaling(tmp_path: Path) -> None:
+    values = {"overflows%": 20.0, "fp8_current_scaling_overflows%": 0.25}
+    records = [record(0, LAYER, "activation", name, value) for name, value in values.items()]
+    (piece,) = advice_on(write_records(tmp_path, records))
+    assert "With current scaling it would be 0.25 %" in piece.text
+    scaling = section(piece)["transformer_engine"]["PerTensorScaling"]
+    assert scaling == {"enabled": True, "gemms": ["fprop", "wgrad"], "tensors": ["activation"]}
+
+
+def test_nan_names_layer_and_step(tmp_path: Path) -> None:
+    values = [1.0] * 30 + [math.nan]
+    (piece,) = advice_on(write_series(tmp_path, values, statistic="l2_norm"))
+    assert piece.title == f"NaN in {LAYER} since step 30"
+    features = section(piece)["transformer_engine"]
+    assert features["DisableFP8Layer"] == {"enabled": True}
+    assert (features["LogTensorStats"]["start_step"], features["LogTensorStats"]["end_step"]) == (
+        20,
+        30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values", "feature"),
+    [
+        ("cur_amax", [0.0] * 3, "LogTensorStats"),
+        ("cur_amax", [1.0, 500.0], "PerTensorScaling"),
+        ("dynamic_range", [40.0] * 3, "LogFp8TensorStats"),
+    ],
+)
+def test_feature_that_acts(
+    tmp_path: Path, statistic: str, values: list[float], feature: str
+) -> None:
+    (piece,) = advice_on(write_series(tmp_path, values, statistic=statistic))
+    assert feature in section(piece)["transformer_engine"]
+
+
+def test_growth_of_a_result_is_logged(tmp_path: Path) -> None:
+    (piece,) = advice_on(write_series(tmp_path, [1.0, 500.0], tensor="dgrad"))
+    assert section(piece)["transformer_engine"]["LogTensorStats"]["tensors"] == ["dgrad"]
+
+
+def test_noise_turns_fp8_off(tmp_path: Path) -> None:
+    records = [record(0, LAYER, "weight", name, 1.0) for name in ("mse", "std")]
+    (piece,) = advice_on(write_records(tmp_path, records))
+    assert section(piece)["transformer_engine"]["DisableFP8GEMM"]["gemms"] == ["fprop", "dgrad"]
+
+
+def test_all_layers_are_named_at_once(tmp_path: Path) -> None:
+    layers = [f"model.{i}.fc1" for i in range(30)]
+    records = [record(0, layer, "weight", "underflows%", 20.0) for layer in layers]
+    (piece,) = advice_on(write_records(tmp_path, records))
+    assert section(piece)["layers"] == {"layer_types": ["all"]}
+    assert piece.layers == layers
+
+
+def test_most_urgent_comes_first(tmp_path: Path) -> None:
+    verdicts = judge(read_run(write_run(tmp_path, blocks=8, steps=range(140, 300, 2), ailment=ill)))
+    advice = advise(verdicts)
+    assert [piece.level for piece in advice] == sorted((p.level for p in advice), reverse=True)
+    assert headline(verdicts, advice) == "NaN in model.layers.7.layernorm_mlp.fc2 since step 276"
+    assert [piece.findings[0].rule.name for piece in advice] == [
+        "non-finite",
+        "overflow",
+        "underflow",
+        "dead",
+        "growth",
+    ]
+    names = [next(iter(yaml.safe_load(piece.yaml))) for piece in advice]
+    assert len(set(names)) == len(names)  # so that sections can stand in one file
+
+
+def test_healthy_run_has_none(tmp_path: Path) -> None:
+    verdicts = judge(read_run(write_run(tmp_path, blocks=1)))
+    assert advise(verdicts) == []
+    assert verdicts.level is Level.OK
+    assert headline(verdicts, []) == "Nothing stands out in 4 layers"
+
+
+@pytest.mark.parametrize("name", ["a.b-0_c", "on", "1e3", "x: y", 'q"', "- #", "*a", "ü", "null"])
+def test_names_survive_yaml(name: str) -> None:
+    config = {"s": {"layers": [name, "b"], "long": [name] * 30, name: {"enabled": True, "n": 3}}}
+    assert yaml.safe_load(to_yaml(config)) == config

@@ -1,0 +1,152 @@
+"""Reading log directories: ranks, damaged lines, values that are no numbers, missing files."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_run import layer_names, record, write_records, write_run, write_series
+
+from nvdlfw_inspect.report import records
+from nvdlfw_inspect.report.records import Key, LogError, common_prefix, read_run
+from nvdlfw_inspect.report.statistic import Statistic
+
+KEY = Key("model.0.fc1", "gradient", "cur_amax")
+
+
+def test_values_and_steps(tmp_path: Path) -> None:
+    run = read_run(write_series(tmp_path, [1.5, -2.0, 3]))
+    assert list(run.series[KEY][0].steps) == [0, 1, 2]
+    assert list(run.series[KEY][0].values) == [1.5, -2.0, 3.0]
+    assert (run.records, run.skipped, run.ranks, run.steps) == (3, 0, [0], [0, 1, 2])
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    values = read_run(write_series(tmp_path, [math.nan, math.inf, -math.inf])).series[KEY][0].values
+    assert math.isnan(values[0])
+    assert list(values[1:]) == [math.inf, -math.inf]
+
+
+def test_null_is_an_empty_tensor_and_no_value(tmp_path: Path) -> None:
+    run = read_run(write_series(tmp_path, [1.0, None, 2.0]))
+    assert list(run.series[KEY][0].steps) == [0, 2]
+    assert run.empty == 1
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_truncated_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> None:
+    whole = json.dumps(record(2, *KEY, 9.0))
+    write_records(tmp_path, [record(i, *KEY, 1.0) for i in range(2)], tail=whole[:cut])
+    run = read_run(tmp_path)
+    assert (run.records, run.skipped) == (2, 1)
+
+
+def test_run_that_goes_on_after_a_truncated_line(tmp_path: Path) -> None:
+    whole = json.dumps(record(1, *KEY, 9.0))
+    tail = f"{whole[:30]}{whole}\n{json.dumps(record(2, *KEY, 2.0))}\n"
+    run = read_run(write_records(tmp_path, [record(0, *KEY, 1.0)], tail=tail))
+    assert list(run.series[KEY][0].steps) == [0, 2]
+    assert run.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "7",
+        '{"iteration": 3}',
+        '{"iteration": "x", "layer": "a", "tensor": "b", "statistic": "c", "value": 1}',
+        '{"iteration": 3, "layer": 5, "tensor": "b", "statistic": "c", "value": 1}',
+        '{"iteration": 3, "layer": ["a"], "tensor": "b", "statistic": "c", "value": 1}',
+        '{"iteration": 3, "layer": "a", "tensor": "b", "statistic": "c", "value": "many"}',
+        "\x00\x00\x00",
+    ],
+)
+def test_lines_of_another_kind_are_skipped_and_counted(tmp_path: Path, line: str) -> None:
+    run = read_run(write_records(tmp_path, [record(0, *KEY, 1.0)], tail=f"{line}\n"))
+    assert (run.records, run.skipped, list(run.series)) == (1, 1, [KEY])
+
+
+def test_lines_span_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LINES_AT_ONCE", 4)
+    write_series(tmp_path, [float(i) for i in range(10)])
+    file = tmp_path / "statistics_rank-0.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:5], "{broken\n", *lines[5:]]))
+    run = read_run(tmp_path)
+    assert list(run.series[KEY][0].values) == list(range(10))
+    assert run.skipped == 1
+
+
+def test_resumed_run_overwrites_its_steps(tmp_path: Path) -> None:
+    rows = [(0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0), (3, 40.0)]
+    series = read_run(write_records(tmp_path, [record(i, *KEY, v) for i, v in rows])).series[KEY][0]
+    assert list(series.steps) == [0, 1, 2, 3]
+    assert list(series.values) == [1.0, 20.0, 30.0, 40.0]
+
+
+def test_ranks(tmp_path: Path) -> None:
+    for rank in (0, 2, 10):
+        write_records(tmp_path, [record(0, *KEY, float(rank))], rank)
+    run = read_run(tmp_path)
+    assert run.ranks == [0, 2, 10]
+    assert {rank: list(s.values) for rank, s in run.series[KEY].items()} == {
+        0: [0.0],
+        2: [2.0],
+        10: [10.0],
+    }
+    assert read_run(tmp_path, rank=10).ranks == [10]
+    with pytest.raises(LogError, match=r"expected statistics_rank-1.jsonl .* ranks \[0, 2, 10\]"):
+        read_run(tmp_path, rank=1)
+
+
+def test_plan_gives_precision_and_order(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, blocks=2, steps=range(1)))
+    names = layer_names(2)
+    assert run.layers == names
+    assert run.plan[names[0], "activation", "fprop"] == "High precision"
+    assert run.plan[names[0], "activation", "wgrad"] == "FP8 quantization"
+
+
+def test_missing_and_empty_directories(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="nothing, which is not there"):
+        read_run(tmp_path / "nothing")
+    with pytest.raises(LogError, match=r"holds statistics_rank-R.jsonl, .* no such file"):
+        read_run(tmp_path)
+    write_series(tmp_path, [1.0])
+    with pytest.raises(LogError, match="which is a file"):
+        read_run(tmp_path / "statistics_rank-0.jsonl")
+    (tmp_path / "nvdlfw_inspect_logs").mkdir()
+    with pytest.raises(LogError, match=f"{tmp_path} has it"):
+        read_run(tmp_path / "nvdlfw_inspect_logs")
+
+
+def test_file_without_records(tmp_path: Path) -> None:
+    write_records(tmp_path, [], tail="{half")
+    with pytest.raises(LogError, match=r"expected lines like .*, got none \(1 damaged\)"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("underflows%", Statistic("underflows%")),
+        ("scale_inv_max", Statistic("scale_inv_max")),
+        ("mse_columnwise", Statistic("mse", columnwise=True)),
+        ("fp8_current_scaling_underflows%", Statistic("underflows%", "fp8_current_scaling")),
+        ("mxfp8_scale_inv_min_columnwise", Statistic("scale_inv_min", "mxfp8", True)),
+        (
+            "max_blockwise_dynamic_range_block_size_32_dims_1_max_over_orientations",
+            Statistic("max_blockwise_dynamic_range"),
+        ),
+        ("router_entropy", Statistic("router_entropy")),
+    ],
+)
+def test_names_of_statistics(name: str, parsed: Statistic) -> None:
+    assert Statistic.parse(name) == parsed
+
+
+def test_common_prefix() -> None:
+    assert common_prefix(["a.b.0.x", "a.b.1.x"]) == "a.b."
+    assert common_prefix(["a.b"]) == "a."
+    assert common_prefix(["fc1", "a.fc1"]) == ""
