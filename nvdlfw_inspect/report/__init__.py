@@ -1,1 +1,5 @@
 """What a person sees of a run: tables in the terminal and in notebooks, and a page of charts."""
+
+from nvdlfw_inspect.report.notebook import show
+
+__all__ = ["show"]

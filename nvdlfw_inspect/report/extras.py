@@ -1,0 +1,29 @@
+"""The optional packages that tables and pages are drawn with: the extra `report`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+EXTRA = "transformer-engine[report]"
+
+
+class MissingExtraError(ImportError):
+    """A package of the extra `report` is not installed."""
+
+
+def require(module: str, purpose: str) -> Any:
+    """Imports `module`, which `purpose` needs.
+
+    Raises:
+        MissingExtraError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise MissingExtraError(
+            f'[report] {purpose} needs {package}, which is not installed: pip install "{EXTRA}"'
+        ) from None

@@ -1,0 +1,55 @@
+"""Shows the summary of a run where the caller is: as HTML in a notebook, as text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from nvdlfw_inspect.report.advice import advise, headline
+from nvdlfw_inspect.report.extras import require
+from nvdlfw_inspect.report.records import read_run
+from nvdlfw_inspect.report.summary import LIMIT, print_summary
+from nvdlfw_inspect.report.table import extent, table_of, tally
+from nvdlfw_inspect.report.templates import render
+from nvdlfw_inspect.report.verdicts import Verdicts, judge
+
+
+def show(logdir: str | Path, limit: int = LIMIT, rank: int | None = None) -> None:
+    """Shows the worst series of a run: displayed in a notebook, printed elsewhere.
+
+    Args:
+        logdir: the log directory of the run, which may still be going on.
+        limit: rows of the table at the most.
+        rank: read this rank only.
+
+    Raises:
+        LogError: there are no statistics in `logdir`.
+        MissingExtraError: the extra `report` is not installed.
+    """
+    verdicts = judge(read_run(logdir, rank))
+    if in_notebook():
+        display = require("IPython.display", "the summary")
+        display.display(display.HTML(summary_html(verdicts, limit)))
+    else:
+        print_summary(verdicts, limit)
+
+
+def in_notebook() -> bool:
+    """Tells whether this runs in a Jupyter kernel."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel")
+
+
+def summary_html(verdicts: Verdicts, limit: int | None = LIMIT) -> str:
+    """Returns the summary as a piece of HTML with its own style, for notebooks."""
+    advice = advise(verdicts)
+    return render(
+        "summary.html.j2",
+        headline=headline(verdicts, advice),
+        level=verdicts.level,
+        lines=[tally(verdicts), extent(verdicts)],
+        table=table_of(verdicts, limit),
+        advice=advice,
+    )

@@ -1,0 +1,94 @@
+"""The table of the worst series, in the form that terminals, notebooks and pages share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nvdlfw_inspect.report.rules import Level
+from nvdlfw_inspect.report.statistic import PERCENT, Statistic
+from nvdlfw_inspect.report.verdicts import Row, Verdicts
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's title, and whether it holds numbers."""
+
+    title: str
+    numeric: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, with the level of each row."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    levels: Sequence[Level]
+    left_out: int  # rows beyond the limit
+
+
+def table_of(verdicts: Verdicts, limit: int | None = None) -> Table:
+    """Makes the table of a run, the worst series first; `limit` None shows all."""
+    several = len(verdicts.run.ranks) > 1
+    shown = verdicts.folded[:limit]
+    columns = [
+        Column("verdict"),
+        Column("layer"),
+        Column("tensor"),
+        Column("statistic"),
+        *([Column("rank", numeric=True)] if several else []),
+        Column("last", numeric=True),
+        Column("extreme", numeric=True),
+        Column("step", numeric=True),
+        Column("why"),
+    ]
+    rows = [_cells(row, several) for row in shown]
+    return Table(columns, rows, [r.level for r in shown], len(verdicts.folded) - len(shown))
+
+
+def _cells(row: Row, several_ranks: bool) -> list[str]:
+    return [
+        row.level.word,
+        *row.key,
+        *([str(row.rank)] if several_ranks else []),
+        number(row.last, row.key.statistic),
+        number(row.extreme, row.key.statistic),
+        f"{row.step:,}",
+        row.reason,
+    ]
+
+
+def number(value: float, statistic: str = "") -> str:
+    """Writes a value with four significant digits, a share with two decimals.
+
+    >>> number(0.012346), number(123456.0), number(0.00001234), number(7.0, "underflows%")
+    ('0.01235', '1.235e+05', '1.234e-05', '7.00')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if Statistic.parse(statistic).base in PERCENT:
+        return f"{value:.2f}"
+    return f"{value:.4g}"
+
+
+def tally(verdicts: Verdicts) -> str:
+    """Counts the series at each level and what was read, in a line."""
+    run, counts = verdicts.run, verdicts.counts
+    found = ", ".join(f"{counts[level]:,} {level.word}" for level in sorted(Level, reverse=True))
+    return f"{found}: {len(verdicts.rows):,} series of {len(run.layers):,} layers"
+
+
+def extent(verdicts: Verdicts) -> str:
+    """Says in a line which steps and ranks were read, and what was left out."""
+    run = verdicts.run
+    steps = run.steps
+    ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
+    text = f"{run.records:,} records of {len(steps):,} steps, {steps[0]:,} to {steps[-1]:,}"
+    text += f", {ranks}"
+    if run.empty:
+        text += f"; {run.empty:,} of empty tensors"
+    if run.skipped:
+        text += f"; {run.skipped:,} damaged line{'s' if run.skipped > 1 else ''} skipped"
+    return text

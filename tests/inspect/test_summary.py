@@ -1,0 +1,146 @@
+"""The command line: what `summary` prints, its exit codes, and bad input."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from synthetic_run import ill, record, write_records, write_run, write_series
+
+from nvdlfw_inspect.__main__ import COMMANDS, main
+
+pytest.importorskip("rich")
+pytest.importorskip("jinja2")
+pytest.importorskip("plotly")
+
+ESCAPE = "\x1b"
+
+
+class NotInstalled:
+    """An importer that knows of one package that it is not there."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self.package:
+            raise ModuleNotFoundError(name=name)
+
+
+def summary(*arguments: object) -> int:
+    return main(["summary", *map(str, arguments)])
+
+
+def test_worst_layers_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, blocks=8, steps=range(140, 300, 2), ailment=ill)
+    assert summary(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "bad   NaN in model.layers.7.layernorm_mlp.fc2 since step 276"
+    rows = [line.split() for line in lines if re.match(r" *(bad|watch|ok) +model\.", line)]
+    assert len(rows) == 20
+    assert rows[0][:7] == [
+        "bad",
+        "model.layers.7.layernorm_mlp.fc2",
+        "gradient",
+        "cur_amax",
+        "nan",
+        "nan",
+        "276",
+    ]
+    words = [row[0] for row in rows]
+    assert words == sorted(words, key=["bad", "watch", "ok"].index)
+    assert any("... and" in line for line in lines)
+
+
+def test_row_has_last_extreme_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary(write_series(tmp_path, [1.0, -7.25, 2.0], statistic="mean"))
+    assert "gradient   mean           2     -7.25      1" in capsys.readouterr().out
+
+
+def test_limit_and_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary(write_run(tmp_path, blocks=1, steps=range(3)), "--limit", 2)
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ ok +model", out, re.M)) == 2
+    assert "... and 70 more rows" in out
+    assert ESCAPE not in out
+
+
+def test_several_ranks_have_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 5):
+        write_records(tmp_path, [record(0, "a", "weight", "underflows%", 4.0 * rank)], rank)
+    summary(tmp_path)
+    assert re.search(r"weight +underflows% +5 +20\.00 +20\.00", capsys.readouterr().out)
+    summary(tmp_path, "--rank", 0)
+    assert "rank " not in capsys.readouterr().out
+
+
+def test_damaged_lines_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary(write_records(tmp_path, [record(0, "a", "weight", "std", 1.0)], tail='{"iterat'))
+    assert "1 damaged line skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("share", "fail_over", "code"),
+    [
+        (0.0, "watch", 0),
+        (3.0, "watch", 1),
+        (3.0, "bad", 0),
+        (30.0, "watch", 1),
+        (30.0, "bad", 1),
+    ],
+)
+def test_exit_code(tmp_path: Path, share: float, fail_over: str, code: int) -> None:
+    write_series(tmp_path, [share] * 3, statistic="underflows%")
+    assert summary(tmp_path, "--fail-over", fail_over) == code
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary(tmp_path, "--fail-over", "bad") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("[report] expected a log directory that holds statistics_rank-R.jsonl")
+
+
+@pytest.mark.parametrize("module", ["rich", "plotly", "jinja2"])
+def test_missing_extra(
+    tmp_path: Path,
+    module: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_series(tmp_path, [1.0])
+    for name in [n for n in sys.modules if n.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled(module), *sys.meta_path])
+    command = "summary" if module == "rich" else "report"
+    output = ["-o", str(tmp_path / "r.html")] if command == "report" else []
+    assert main([command, str(tmp_path), *output]) == 2
+    err = capsys.readouterr().err
+    assert f"needs {module}, which is not installed: pip install" in err
+    assert '"transformer-engine[report]"' in err
+
+
+@pytest.mark.parametrize("command", [name for name, _ in COMMANDS])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"python -m nvdlfw_inspect {command} log" in capsys.readouterr().out
+
+
+def test_no_command() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+
+
+def test_module_runs_and_stays_light(tmp_path: Path) -> None:
+    write_series(tmp_path, [20.0] * 3, statistic="overflows%")
+    command = [sys.executable, "-m", "nvdlfw_inspect", "summary", str(tmp_path), "--fail-over=bad"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("bad   Up to 20 % of the gradient saturates in model.0.fc1")
+    heavy = "{'torch', 'rich', 'plotly', 'jinja2'}"
+    code = f"import sys, nvdlfw_inspect.report; sys.exit(bool({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
