@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_quantize(m);
   te::bindings::bind_dequantize(m);
   te::bindings::bind_scaling(m);
+  te::bindings::bind_moments(m);
   te::bindings::bind_softmax(m);
   te::bindings::bind_dropout_add(m);
 }

@@ -8,6 +8,7 @@
 #include "ops/dropout_add.h"
 #include "ops/gemm.h"
 #include "ops/gemm_tuning.h"
+#include "ops/moments.h"
 #include "ops/norm.h"
 #include "ops/quantize.h"
 #include "ops/softmax.h"
@@ -45,6 +46,8 @@ void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }
 void amax(const AmaxArgs&, Stream) { absent("amax"); }
 void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
+void moments(const MomentsArgs&, Stream) { absent("moments"); }
+void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }
 void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
 void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }

@@ -61,6 +61,13 @@ void payload(const TensorView& t, int64_t rows, int64_t cols, std::string_view o
           " codes for ", name, ", got shape ", ShapeOf{t});
 }
 
+void workspace(const TensorView& t, int64_t needed, const TensorView& like, std::string_view op) {
+  contiguous(t, op, "the workspace");
+  same_device(t, like, op, "the workspace");
+  require(t.bytes() >= needed, Kind::Value, op, "expected a workspace of ", needed, " bytes, got ",
+          t.bytes());
+}
+
 }  // namespace
 
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
@@ -89,11 +96,7 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
 void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
                           std::string_view op) {
   if (like.device.type == DeviceType::CPU) return;
-  contiguous(t, op, "the workspace");
-  same_device(t, like, op, "the workspace");
-  const int64_t needed = column_sum_workspace_bytes(rows, cols);
-  require(t.bytes() >= needed, Kind::Value, op, "expected a workspace of ", needed, " bytes, got ",
-          t.bytes());
+  workspace(t, column_sum_workspace_bytes(rows, cols), like, op);
 }
 
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {
@@ -105,6 +108,17 @@ void current_scale(const CurrentScale& s, const TensorView& like, std::string_vi
     vector(s.amax, 1, DType::Float32, op, "amax");
     same_device(s.amax, like, op, "amax");
   }
+}
+
+void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op) {
+  vector(out.row, fields, DType::Float64, op, "the moments row");
+  same_device(out.row, like, op, "the moments row");
+  if (out.active) {
+    vector(out.active, 1, DType::Int32, op, "active");
+    same_device(out.active, like, op, "active");
+  }
+  if (like.device.type == DeviceType::CPU) return;
+  workspace(out.workspace, moments_workspace_bytes(), like, op);
 }
 
 }  // namespace te::check

@@ -3,6 +3,7 @@
 
 #include "core/quantized_view.h"
 #include "core/tensor_view.h"
+#include "ops/moments.h"
 
 namespace te::check {
 
@@ -27,5 +28,7 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
 void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
                           std::string_view op);
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
+// A row of so many fields, its flag and its workspace, for a tensor on the device of `like`.
+void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op);
 
 }  // namespace te::check

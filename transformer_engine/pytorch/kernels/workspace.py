@@ -42,3 +42,10 @@ def column_sum_workspace(like: torch.Tensor, rows: int, cols: int) -> torch.Tens
 def amax_scratch(device: torch.device) -> torch.Tensor:
     """int32 `[2]`, all zero: kernels that find an amax leave it zero again."""
     return _buffer("amax", device, 8)
+
+
+def moments_workspace(device: torch.device) -> torch.Tensor | None:
+    """What blocks leave for each other when they take moments; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return _buffer("moments", device, _C.moments_workspace_bytes())

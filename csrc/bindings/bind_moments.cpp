@@ -1,0 +1,70 @@
+// Bindings of moments and cast_moments.
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/quantized_args.h"
+#include "ops/moments.h"
+
+namespace te::bindings {
+namespace {
+
+void moments_into(const TensorView& x, const TensorView& row, const TensorView& active,
+                  const TensorView& workspace) {
+  moments({.x = x, .out = {row, active, workspace}}, bridge::current_stream(x.device));
+}
+
+void cast_moments_into(const TensorView& x, const TensorView& codes, const TensorView& scales,
+                       int format, const TensorView& row, const TensorView& active,
+                       const TensorView& workspace) {
+  const auto fp8 = static_cast<DType>(format);
+  cast_moments({.x = x,
+                .codes = with_format(codes, fp8),
+                .format = fp8,
+                .scales = scales,
+                .out = {row, active, workspace}},
+               bridge::current_stream(x.device));
+}
+
+template <class Row>
+Row row_of(const std::vector<double>& fields) {
+  constexpr size_t kFields = sizeof(Row) / sizeof(double);
+  require(fields.size() == kFields, Kind::Value, "statistics", "expected a row of ", kFields,
+          " fields, got ", fields.size());
+  Row row;
+  std::memcpy(&row, fields.data(), sizeof(row));
+  return row;
+}
+
+pybind11::dict statistics_from(const std::vector<double>& fields) {
+  using pybind11::arg;
+  const Statistics s = statistics_of(row_of<Moments>(fields));
+  return pybind11::dict(arg("min") = s.min, arg("max") = s.max, arg("mean") = s.mean,
+                        arg("std") = s.std, arg("l1_norm") = s.l1_norm, arg("l2_norm") = s.l2_norm,
+                        arg("cur_amax") = s.cur_amax, arg("dynamic_range") = s.dynamic_range);
+}
+
+pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
+  using pybind11::arg;
+  const CastStatistics s = statistics_of(row_of<CastMoments>(fields));
+  return pybind11::dict(arg("underflows%") = s.underflows_percent,
+                        arg("overflows%") = s.overflows_percent, arg("mse") = s.mse,
+                        arg("scale_inv_min") = s.min_scale_inv,
+                        arg("scale_inv_max") = s.max_scale_inv);
+}
+
+}  // namespace
+
+void bind_moments(pybind11::module_& m) {
+  using pybind11::arg;
+  m.def("moments", &moments_into, arg("x"), arg("row"), arg("active"), arg("workspace"));
+  m.def("cast_moments", &cast_moments_into, arg("x"), arg("codes"), arg("scales"), arg("format"),
+        arg("row"), arg("active"), arg("workspace"));
+  m.def("moments_workspace_bytes", &moments_workspace_bytes);
+  m.def("statistics", &statistics_from, arg("row"));
+  m.def("cast_statistics", &cast_statistics_from, arg("row"));
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,147 @@
+// Moments of a stream of octets, at seven instructions an element.
+//
+// Sums are taken in fp32 over a few dozen elements, then in fp64. They are about a pivot that a
+// warp finds in its first elements, so that variances survive a large mean, and scaled by a power
+// of two, so that squares stay within fp32 for |x| from 2^-72 to 2^30. Whether that was enough
+// shows in the result (is_exact); if not, the warp takes the sums again in fp64. That is also where
+// NaN and infinities are counted.
+//
+// Extremes are found among the bits as they are, two elements at a time: floats are sign and
+// magnitude, so as signed integers those without a sign bit are in order and above all others, and
+// as unsigned integers the highest is the negative one that is furthest from zero.
+#pragma once
+
+#include "core/moments.h"
+#include "cuda/device/vector.cuh"
+
+namespace te::cuda {
+
+template <class T>
+class OctetExtremes {
+  static constexpr bool kPacked = sizeof(T) == 2;  // two elements to a word
+  static constexpr uint32_t kSigns = kPacked ? 0x80008000u : 0x80000000u;
+  static constexpr uint32_t kOnes = kPacked ? 0x00010001u : 1u;
+
+ public:
+  __device__ __forceinline__ void add(uint32_t a, uint32_t b) {
+    // Minus |x|, so to say: in the order of magnitudes, all below zero; but of 0 it is the largest.
+    const uint32_t p = (a | kSigns) - kOnes, q = (b | kSigns) - kOnes;
+    if constexpr (kPacked) {
+      highest_ = __vimax3_s16x2(highest_, a, b);
+      highest_unsigned_ = __vimax3_u16x2(highest_unsigned_, a, b);
+      least_ = __vimin3_s16x2(least_, p, q);
+      uint32_t signs;  // a byte of ones for each of the four that is not 0
+      asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(signs) : "r"(p), "r"(q));
+      nonzeros_ = __dp4a(static_cast<int>(signs), -1, nonzeros_);
+    } else {
+      highest_ = static_cast<uint32_t>(
+          __vimax3_s32(static_cast<int>(highest_), static_cast<int>(a), static_cast<int>(b)));
+      highest_unsigned_ = __vimax3_u32(highest_unsigned_, a, b);
+      least_ = static_cast<uint32_t>(
+          __vimin3_s32(static_cast<int>(least_), static_cast<int>(p), static_cast<int>(q)));
+      nonzeros_ += static_cast<int>((p >> 31) + (q >> 31));
+    }
+  }
+
+  __device__ __forceinline__ void put_into(MomentSums& sums) const {
+    const int high = signed_of(highest_, false), least = signed_of(least_, true);
+    const uint32_t high_unsigned = unsigned_of(highest_unsigned_);
+    const uint32_t magnitude = static_cast<uint32_t>(least + 1) & kMagnitude;
+    sums.smallest = magnitude != 0 ? value_of(magnitude) : kInfinity;
+    sums.nonzeros = nonzeros_;
+    const double nearest = sums.nonzeros < sums.count ? 0 : sums.smallest;  // to zero
+    sums.max = high >= 0 ? value_of(static_cast<uint32_t>(high)) : -nearest;
+    sums.min = high_unsigned > kMagnitude ? value_of(high_unsigned) : nearest;
+  }
+
+ private:
+  static constexpr uint32_t kMagnitude = kPacked ? 0x7fffu : 0x7fffffffu;
+
+  __device__ __forceinline__ static double value_of(uint32_t bits) {
+    if constexpr (kPacked) {
+      T value;
+      value.bits = static_cast<uint16_t>(bits);
+      return static_cast<float>(value);
+    } else {
+      return __uint_as_float(bits);
+    }
+  }
+  // The lower or the higher of the word's elements, as integers.
+  __device__ __forceinline__ static int signed_of(uint32_t word, bool lower) {
+    if constexpr (!kPacked) return static_cast<int>(word);
+    const int a = static_cast<int16_t>(word & 0xffffu), b = static_cast<int16_t>(word >> 16);
+    return lower ? min(a, b) : max(a, b);
+  }
+  __device__ __forceinline__ static uint32_t unsigned_of(uint32_t word) {
+    if constexpr (!kPacked) return word;
+    return max(word & 0xffffu, word >> 16);
+  }
+
+  uint32_t highest_ = kSigns, highest_unsigned_ = 0, least_ = kSigns - kOnes;
+  int nonzeros_ = 0;
+};
+
+// What a thread gathers. Use: add some octets, fold; again and again; then sums.
+template <class T>
+class OctetMoments {
+  static constexpr float kScale = 0x1p32f;
+  static constexpr double kUnscale = 0x1p-32;
+
+ public:
+  __device__ __forceinline__ explicit OctetMoments(float pivot) : offset_(-pivot * kScale) {}
+
+  __device__ __forceinline__ void add(const Octet<T>& x) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float value = x[i], deviation = fmaf(value, kScale, offset_);
+      part_first_[i % 2] += deviation;
+      part_second_[i % 2] = fmaf(deviation, deviation, part_second_[i % 2]);
+      part_abs_[i % 2] += fabsf(value);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * Octet<T>::kWords; i += 2) extremes_.add(x.word(i), x.word(i + 1));
+    ++octets_;
+  }
+
+  // To be called before fp32 sums get long: after some 64 elements.
+  __device__ __forceinline__ void fold() {
+    first_ += static_cast<double>(part_first_[0] + part_first_[1]);
+    second_ += static_cast<double>(part_second_[0] + part_second_[1]);
+    abs_ += static_cast<double>(part_abs_[0] + part_abs_[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) part_first_[i] = part_second_[i] = part_abs_[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ MomentSums sums() const {
+    MomentSums sums = MomentSums::empty();
+    sums.count = 8.0 * octets_;
+    sums.first = first_ * kUnscale;
+    sums.second = second_ * (kUnscale * kUnscale);
+    sums.sum_abs = abs_;
+    extremes_.put_into(sums);
+    return sums;
+  }
+
+  // Whether such sums, over a warp, say all that there is to say, to seven digits.
+  __device__ __forceinline__ static bool is_exact(const MomentSums& sums) {
+    if (sums.count == 0) return true;
+    const double all =
+        sums.first + sums.second + sums.sum_abs;  // NaN or infinite if one of them is
+    const double shift = sums.first * sums.first / sums.count;
+    const double amax = fmax(-sums.min, sums.max);
+    return all - all == 0 && shift <= kFarOff * (sums.second - shift) &&
+           (amax >= kTooSmall || amax == 0);
+  }
+
+ private:
+  static constexpr double kFarOff = 8;  // (mean - pivot)^2 over the variance
+  static constexpr double kTooSmall = 0x1p-72;
+
+  float offset_;
+  float part_first_[2] = {}, part_second_[2] = {}, part_abs_[2] = {};
+  double first_ = 0, second_ = 0, abs_ = 0;
+  OctetExtremes<T> extremes_;
+  int octets_ = 0;
+};
+
+}  // namespace te::cuda

@@ -1,0 +1,54 @@
+// moments: one pass over a tensor for all its statistics. The result is merged into a row on the
+// tensor's device (core/moments.h), so that micro-batches add up without the host.
+// cast_moments: the same for what FP8 has made of a tensor.
+// Where `active` holds 0, nothing happens: a schedule that captured graphs can follow.
+#pragma once
+
+#include <cstdint>
+
+#include "core/moments.h"
+#include "core/tensor_view.h"
+
+namespace te {
+
+// Where an op leaves the moments of the value that it produces or reads.
+struct MomentsSink {
+  TensorView row;        // float64 [16], merged into; absent: no moments
+  TensorView active;     // int32 [1]; absent: always
+  TensorView workspace;  // moments_workspace_bytes(), zero at first use; absent on the CPU
+
+  explicit operator bool() const { return static_cast<bool>(row); }
+};
+
+struct MomentsArgs {
+  TensorView x;  // any shape, fp32/fp16/bf16, contiguous
+  MomentsSink out;
+};
+
+struct CastMomentsArgs {
+  TensorView x;      // any shape, fp32/fp16/bf16, contiguous
+  TensorView codes;  // its FP8 codes, row-wise, same shape
+  DType format = DType::Float8E4M3;
+  TensorView scales;  // fp32 [2]: {1 / scale, scale}
+  MomentsSink out;    // `row` is float64 [8]
+};
+
+// One counter, and a row for each block of the largest grid.
+inline constexpr int kMomentsBlocks = 384;
+constexpr int64_t moments_workspace_bytes() {
+  return static_cast<int64_t>(sizeof(Moments)) * (1 + kMomentsBlocks);
+}
+
+void moments(const MomentsArgs& args, Stream stream);
+void cast_moments(const CastMomentsArgs& args, Stream stream);
+
+namespace cpu {
+void moments(const MomentsArgs& args);
+void cast_moments(const CastMomentsArgs& args);
+}  // namespace cpu
+namespace cuda {
+void moments(const MomentsArgs& args, Stream stream);
+void cast_moments(const CastMomentsArgs& args, Stream stream);
+}  // namespace cuda
+
+}  // namespace te

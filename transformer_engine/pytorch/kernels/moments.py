@@ -1,0 +1,131 @@
+"""Statistics of tensors: rows of moments that merge over micro-batches, blocks and ranks.
+
+A row lies on the device and is merged into by every call, so that nothing comes to the host until
+someone wants the numbers. Its fields are those of `csrc/core/moments.h`; `statistics` and
+`cast_statistics` turn them into what people read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.workspace import moments_workspace
+
+MOMENTS = (
+    "count",
+    "mean",
+    "m2",  # sum of squared deviations from the mean
+    "sum_abs",
+    "sum_squares",
+    "min",
+    "max",
+    "amax",
+    "smallest",  # non-zero magnitude; inf if there is none
+    "nonzeros",
+    "nans",
+    "infs",
+)
+CAST_MOMENTS = (
+    "count",
+    "underflows",  # x != 0 and its code is a zero
+    "overflows",  # |x| > fp8_max * scale_inv
+    "squared_error",
+    "min_scale_inv",
+    "max_scale_inv",
+)
+MOMENTS_FIELDS, CAST_MOMENTS_FIELDS = 16, 8  # some are reserved
+# What a row holds before anything was merged into it.
+EMPTY_MOMENTS = (0.0,) * 5 + (math.inf, -math.inf, 0.0, math.inf) + (0.0,) * 7
+EMPTY_CAST_MOMENTS = (0.0,) * 4 + (math.inf,) + (0.0,) * 3
+
+
+def empty_moments(device: torch.device | str | None = None) -> torch.Tensor:
+    """A fresh row for `moments`, float64 `[16]`."""
+    return torch.tensor(EMPTY_MOMENTS, dtype=torch.float64, device=device)
+
+
+def empty_cast_moments(device: torch.device | str | None = None) -> torch.Tensor:
+    """A fresh row for `cast_moments`, float64 `[8]`."""
+    return torch.tensor(EMPTY_CAST_MOMENTS, dtype=torch.float64, device=device)
+
+
+@library_op("moments(Tensor x, Tensor row, Tensor? active=None) -> ()")
+def moments(
+    x: torch.Tensor, row: torch.Tensor, active: torch.Tensor | None = None, *, launch: bool = True
+) -> None:
+    """Merge the moments of `x` into `row`, in one pass over `x`.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous, any shape.
+        row: float64 `[16]`, see `empty_moments`; written to.
+        active: int32 `[1]` on the device; where it holds 0, nothing happens. None: always.
+
+    Example:
+        >>> row = empty_moments(x.device)
+        >>> moments(x, row)
+        >>> statistics(row.tolist())["std"]
+    """
+    if launch:
+        _C.moments(x, row, active, moments_workspace(x.device))
+
+
+@library_op(
+    "cast_moments(Tensor x, Tensor codes, Tensor scales, int format, Tensor row,"
+    " Tensor? active=None) -> ()"
+)
+def cast_moments(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    format: int,
+    row: torch.Tensor,
+    active: torch.Tensor | None = None,
+    *,
+    launch: bool = True,
+) -> None:
+    """Merge what a cast to FP8 has done to `x` into `row`.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous, any shape.
+        codes: its one-byte codes, row-wise, shape of `x`.
+        scales: fp32 `[2]` = {1/scale, scale}.
+        format: value of `DType` (5 = E4M3, 6 = E5M2).
+        row: float64 `[8]`, see `empty_cast_moments`; written to.
+        active: as in `moments`.
+    """
+    if launch:
+        _C.cast_moments(x, codes, scales, format, row, active, moments_workspace(x.device))
+
+
+# Both write into `row` alone, and undeclared (see library.py): compilers must keep the calls.
+for _name in ("moments", "cast_moments"):
+    torch.fx.node.has_side_effect(getattr(torch.ops.te, _name).default)
+
+
+def statistics(row: Sequence[float]) -> dict[str, float]:
+    """The statistics of a row of `moments`; NaN where there is nothing to say.
+
+    Args:
+        row: the fields of `MOMENTS`, on the host: `row.tolist()` of the tensor.
+
+    Returns:
+        min, max, mean, std (unbiased), l1_norm, l2_norm, cur_amax, dynamic_range.
+    """
+    return _C.statistics(list(row))
+
+
+def cast_statistics(row: Sequence[float]) -> dict[str, float]:
+    """The statistics of a row of `cast_moments`; NaN for an empty one.
+
+    Args:
+        row: the fields of `CAST_MOMENTS`, on the host.
+
+    Returns:
+        underflows% and overflows% (of all elements), mse, scale_inv_min, scale_inv_max.
+    """
+    return _C.cast_statistics(list(row))
