@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from nvdlfw_inspect.report.combine import Features, combine
+from nvdlfw_inspect.report.records import Run
 from nvdlfw_inspect.report.rules import RULES, Finding, Level
 from nvdlfw_inspect.report.verdicts import Verdicts
 
@@ -25,8 +27,17 @@ class Advice:
     level: Level
     title: str  # what is wrong, in one line
     text: str  # why, and what helps
-    yaml: str
     findings: list[Finding]  # the worst first
+    features: Features  # what acts on it
+    act_on: list[str]  # the layers on which they act
+
+    @property
+    def yaml(self) -> str:
+        """A section of a config file."""
+        subject = self.findings[0].subject
+        parts = (self.findings[0].rule.name, subject.statistic.recipe, subject.key.tensor)
+        name = re.sub(r"\W", "_", "_".join(filter(None, parts)))
+        return to_yaml({name: _section(self.act_on, self.features, subject.run)})
 
     @property
     def layers(self) -> list[str]:
@@ -39,7 +50,7 @@ class Told(NamedTuple):
 
     title: str
     text: str
-    features: Config
+    features: Features
     layers: list[str] | None = None  # all layers concerned
 
 
@@ -65,17 +76,30 @@ def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
     return f"Nothing stands out in {_count(len(run.layers), 'layer')}"
 
 
+def combined_yaml(advice: list[Advice]) -> str:
+    """Returns one config that acts on all advice; no layer stands in two of its sections."""
+    run = advice[0].findings[0].subject.run
+    sections = combine((piece.act_on, piece.features) for piece in advice)
+    return to_yaml(
+        {
+            f"advice_{i}": _section(layers, features, run)
+            for i, (layers, features) in enumerate(sections, 1)
+        }
+    )
+
+
 def _advice(findings: list[Finding]) -> Advice:
     worst = findings[0]
     told = TELL[worst.rule.name](findings)
     layers = told.layers or list(dict.fromkeys(f.subject.key.layer for f in findings))
-    name = "_".join(filter(None, (worst.rule.name, worst.subject.key.tensor)))
-    everywhere = len(layers) > 1 and len(layers) == len(worst.subject.run.layers)
-    selector = {"layer_types": ["all"]} if everywhere else {"exact_layer_names": layers}
     features = {feature: {"enabled": True, **keys} for feature, keys in told.features.items()}
-    section = {"enabled": True, "layers": selector, "transformer_engine": features}
-    yaml = to_yaml({re.sub(r"\W", "_", name): section})
-    return Advice(worst.level, told.title, told.text, yaml, findings)
+    return Advice(worst.level, told.title, told.text, findings, features, layers)
+
+
+def _section(layers: list[str], features: Features, run: Run) -> Config:
+    everywhere = len(layers) > 1 and len(layers) == len(run.layers)
+    selector = {"layer_types": ["all"]} if everywhere else {"exact_layer_names": layers}
+    return {"enabled": True, "layers": selector, "transformer_engine": features}
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,7 +8,7 @@ import gzip
 import json
 from pathlib import Path
 
-from nvdlfw_inspect.report.advice import advise, headline
+from nvdlfw_inspect.report.advice import advise, combined_yaml, headline
 from nvdlfw_inspect.report.charts import Columns, columns_for, payload
 from nvdlfw_inspect.report.extras import require
 from nvdlfw_inspect.report.records import LogError, read_run
@@ -67,6 +67,7 @@ def report_html(verdicts: list[Verdicts]) -> str:
         level=first.level,
         runs=[(str(v.run.path), tally(v), extent(v)) for v in verdicts],
         advice=advice,
+        combined=combined_yaml(advice) if len(advice) > 1 else None,
         table=table_of(first, LIMIT),
         compared=compare(*verdicts) if len(verdicts) == 2 else None,
         notes=_notes(verdicts, columns),

@@ -51,6 +51,11 @@ class Subject:
         return self.run.series[key].get(self.rank) if key else None
 
     @property
+    def is_what_if(self) -> bool:
+        """The statistic is about a recipe that did not run, as the plain one beside it shows."""
+        return bool(self.statistic.recipe and self.beside(self.statistic.base))
+
+    @property
     def fp8_gemms(self) -> tuple[str, ...]:
         """The GEMMs that read the tensor, without those that the log shows in high precision."""
         layer, tensor = self.key.layer, self.key.tensor
@@ -110,14 +115,12 @@ def over_threshold(rule: Rule, subject: Subject) -> Finding | None:
         lasting = values[-1] > threshold or count > max(1, PERSISTENT * len(values))
         if count and (found := reached if lasting else Level(reached - 1)) >= level:
             level, limit = found, threshold
-    if level is Level.OK or not subject.fp8_gemms:
+    if level is Level.OK or subject.is_what_if or not subject.fp8_gemms:
         return None
     count = sum(v > limit for v in values)
     reason = f"over {limit:g}{rule.unit} at {count} of {len(values)} steps"
     if values[-1] <= limit:
         reason += ", not at the last"
-    if subject.statistic.recipe and subject.beside(subject.statistic.base):
-        level, reason = Level.WATCH, f"{reason} (what if: {subject.statistic.recipe})"
     return _at(rule, subject, level, values.index(worst), worst / rule.watch, reason)
 
 
@@ -221,7 +224,7 @@ def all_zero(rule: Rule, subject: Subject) -> Finding | None:
 def noisy(rule: Rule, subject: Subject) -> Finding | None:
     """Too little signal above the rounding error: 10 log10((std^2 + mean^2) / mse), in dB."""
     std, mean = subject.beside("std"), subject.beside("mean")
-    if std is None or not subject.fp8_gemms:
+    if std is None or subject.is_what_if or not subject.fp8_gemms:
         return None
     spread = dict(zip(std.steps, std.values, strict=True))
     centre = dict(zip(mean.steps, mean.values, strict=True)) if mean else {}

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from synthetic_run import ill, record, write_records, write_run, write_series
 
-from nvdlfw_inspect.report.advice import TELL, Advice, advise, headline, to_yaml
+from nvdlfw_inspect.report.advice import TELL, Advice, advise, combined_yaml, headline, to_yaml
+from nvdlfw_inspect.report.combine import combine
 from nvdlfw_inspect.report.records import read_run
 from nvdlfw_inspect.report.rules import RULES, Level
 from nvdlfw_inspect.report.verdicts import judge
@@ -107,6 +108,53 @@ def test_most_urgent_comes_first(tmp_path: Path) -> None:
     ]
     names = [next(iter(yaml.safe_load(piece.yaml))) for piece in advice]
     assert len(set(names)) == len(names)  # so that sections can stand in one file
+
+
+def test_combined_config_has_each_layer_once(tmp_path: Path) -> None:
+    lost = {"x": ("activation", "gradient"), "y": ("gradient",), "z": ("activation", "gradient")}
+    records = [
+        record(i, layer, tensor, "underflows%", 20.0)
+        for layer, tensors in lost.items()
+        for tensor in tensors
+        for i in range(40)
+    ]
+    records += [record(i, "w", "weight", "underflows%", 20.0) for i in range(40)]
+    records += [record(40, "w", "gradient", "std", math.nan)]
+    records += [record(40, "v", "gradient", "cur_amax", 1.0)]
+    config = yaml.safe_load(combined_yaml(advice_on(write_records(tmp_path, records))))
+    acts = {
+        tuple(sorted(s["layers"]["exact_layer_names"])): s["transformer_engine"]
+        for s in config.values()
+    }
+    assert set(acts) == {("w",), ("x", "z"), ("y",)}
+    assert set(acts["w",]) == {"DisableFP8Layer", "LogTensorStats"}  # no GEMM is left to disable
+    assert acts["x", "z"]["DisableFP8GEMM"]["gemms"] == ["fprop", "dgrad", "wgrad"]
+    assert acts["y",]["DisableFP8GEMM"]["gemms"] == ["dgrad", "wgrad"]
+
+
+def test_gemms_in_high_precision_need_no_scaling() -> None:
+    off = (["a", "b"], {"DisableFP8GEMM": {"gemms": ["fprop"]}})
+    scaled = (
+        ["a", "b"],
+        {"PerTensorScaling": {"gemms": ["fprop", "wgrad"], "tensors": ["weight"]}},
+    )
+    hidden = (["b"], {"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"]}})
+    ((_, features),) = combine([off, scaled])
+    assert features["PerTensorScaling"] == {"gemms": ["wgrad"], "tensors": ["weight"]}
+    assert combine([off, hidden]) == [off]
+
+
+def test_united_schedules_keep_what_each_piece_asked_for() -> None:
+    narrow = {"enabled": True, "stats": ["max", "min"], "start_step": 5, "end_step": 9, "freq": 6}
+    wide = {"enabled": True, "stats": ["min", "std"], "start_step": 3, "freq": 4}
+    ((layers, features),) = combine([(["a"], {"Log": narrow}), (["a"], {"Log": wide})])
+    assert layers == ["a"]
+    assert features["Log"] == {
+        "enabled": True,
+        "stats": ["max", "min", "std"],
+        "start_step": 3,
+        "freq": 2,
+    }
 
 
 def test_healthy_run_has_none(tmp_path: Path) -> None:
