@@ -49,3 +49,36 @@ def test_a_feature_on_a_compiled_layer_is_refused(feature, before: bool) -> None
         ),
     ):
         step(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_feature_on_a_captured_layer_is_refused() -> None:
+    module = build("linear", "cuda")
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda")
+    with session(("layer", Modifier(), {})), torch.no_grad():
+        module(x)
+        with (
+            pytest.raises(RuntimeError, match="capture, got feature Modifier on layer layer"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            module(x)
+
+
+@pytest.mark.gpu
+def test_nothing_selected_captures() -> None:
+    module = build("linear", "cuda")
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with session(("elsewhere", Modifier(), {})) as s, torch.no_grad():
+        with torch.cuda.stream(side):
+            expected = module(x)
+        side.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            y = module(x)
+        for _ in range(2):
+            y.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, expected)
+            s.step()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.names import NAMESPACE, GemmTensor
+from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.tensor import Quantizer
 
 
@@ -92,7 +93,9 @@ class FeatureCalls:
         self._show("inspect_tensor_postquantize", x, gemm=gemm, rowwise=rowwise)
 
     def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:
-        if not self.repeated:
+        inspector = autocast_stack().inspector
+        ended = inspector is None or inspector.manager is not self.manager
+        if not (self.repeated or ended):
             iteration = self.manager.iteration
             more |= {"tp_group": self.tp_group, "tp_size": self.tp_size}
             self._call(call, tensor=x, iteration=iteration, **more)

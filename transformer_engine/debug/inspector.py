@@ -29,7 +29,13 @@ _SESSIONS = itertools.count(1)
 
 
 class StatisticsProvider(Protocol):
-    """Takes statistics without calling features: `manager.statistics`, where there is one."""
+    """Takes statistics without calling features: `manager.statistics`, where there is one.
+
+    Attributes:
+        in_graphs: it does so in compiled and captured graphs too.
+    """
+
+    in_graphs: bool
 
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any]
@@ -208,8 +214,9 @@ class Inspector:
 
     def refusal(self, layers: Sequence[str], how: str) -> str | None:
         """Why these layers cannot be compiled or captured; None where they can."""
+        by_kernels = getattr(self._statistics, "in_graphs", False)
         for layer in layers:
-            feature = feature_that_needs_python(self.manager, layer)
+            feature = feature_that_needs_python(self.manager, layer, by_kernels)
             if feature is not None:
                 return (
                     f"[inspect] expected a layer without features in {how}, got feature {feature}"

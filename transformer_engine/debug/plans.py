@@ -176,13 +176,19 @@ def _has(routed: Any, attribute: str) -> bool:
     return bool(getattr(routed.feature, attribute, False))
 
 
-def feature_that_needs_python(manager: Any, layer: str) -> str | None:
-    """The name of a feature on this layer that a compiled or captured graph cannot call."""
+def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str | None:
+    """The name of a feature on this layer that a compiled or captured graph cannot call.
+
+    Args:
+        manager: of the session.
+        layer: its name.
+        by_kernels: kernels take built-in statistics in such graphs.
+    """
     for tensor in TENSORS:
         for gemm in (tensor.rowwise, tensor.columnwise):
             for call in ROUTING_CALLS:
                 about = None if call == "fp8_gemm_enabled" else tensor.name
                 for routed in manager.route(NAMESPACE, layer, call, about, gemm):
-                    if not _has(routed, "built_in_statistics"):
+                    if not (by_kernels and _has(routed, "built_in_statistics")):
                         return str(routed.name)
     return None
