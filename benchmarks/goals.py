@@ -66,6 +66,7 @@ GOALS = [
     Goal("softmax backward", ">= 0.85 of copy", "TE 0.58", "softmax", r"softmax backward"),
     Goal("bias + dropout + residual", ">= 0.90 of copy", "-", "softmax", r"dropout_add forward"),
     Goal("its backward", ">= 0.90 of copy", "-", "softmax", r"dropout_add backward( dbias)?"),
+    Goal("rotary position embedding", ">= 0.85 of copy", "-", "rope", r"rope (forward|backward)"),
     Goal("attention, over the best backend", ">= 1.00x", "cuDNN 1.0, FA4 1.08-1.3", "attention"),
     Goal(
         "TransformerLayer h4096 f16384 s4096 b4, FP8 and BF16, ms",

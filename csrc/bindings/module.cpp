@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_moments(m);
   te::bindings::bind_softmax(m);
   te::bindings::bind_dropout_add(m);
+  te::bindings::bind_rope(m);
 }

@@ -11,6 +11,7 @@
 #include "ops/moments.h"
 #include "ops/norm.h"
 #include "ops/quantize.h"
+#include "ops/rope.h"
 #include "ops/softmax.h"
 #include "ops/transpose.h"
 
@@ -50,6 +51,7 @@ void moments(const MomentsArgs&, Stream) { absent("moments"); }
 void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }
 void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
 void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
+void rope(const RopeArgs&, Stream) { absent("rope"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }

@@ -99,6 +99,61 @@ def test_fused_rounds_once(device):
     torch.testing.assert_close(plain.cpu().double(), exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "dim"), [(64, 64), (64, 32), (48, 32), (20, 6), (6, 2)], ids=str)
+def test_kernel_on_views(device, tensor_format, interleaved, dtype, size, dim):
+    """Queries are a view into the output of a projection; whole packs and single elements."""
+    heads, positions = 3, [range(9)] * 2
+    qkv = torch.randn(2, 9, heads, 3 * size).to(dtype)
+    t = qkv[..., size : 2 * size]
+    given, ends = qkv, None
+    if tensor_format == "sbhd":
+        given = qkv.transpose(0, 1).contiguous()
+    if tensor_format == "thd":
+        given = qkv.flatten(0, 1)
+        ends = torch.arange(0, 19, 9, dtype=torch.int32, device=device)
+    query = given.to(device)[..., size : 2 * size]
+    assert not query.is_contiguous()
+    angles = angles_of(device, dim, 9, interleaved)
+    out = apply_rotary_pos_emb(query, angles, tensor_format, True, ends, interleaved=interleaved)
+    assert out.is_contiguous()
+    result = out.transpose(0, 1) if tensor_format == "sbhd" else out.view(t.shape)
+    exact = expected(t, dim, interleaved, positions)
+    rounding = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(result.cpu().double(), exact, rtol=rounding, atol=2e-6)
+    assert torch.equal(result[..., dim:].cpu(), t[..., dim:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_halves_may_have_angles_of_their_own(device, interleaved):
+    """The backward is the transpose, whatever the angles are: <y, g> = <x, turned back g>."""
+    freqs = torch.randn(5, 1, 1, 16, device=device)
+    x = torch.randn(5, 2, 3, 16, device=device, requires_grad=True)
+    g = torch.randn_like(x)
+    y = apply_rotary_pos_emb(x, freqs, fused=True, interleaved=interleaved)
+    y.backward(g)
+    plain = apply_rotary_pos_emb(x.detach(), freqs, interleaved=interleaved)
+    torch.testing.assert_close(y, plain)
+    back = float((x.detach() * x.grad).sum())
+    assert float((y.detach() * g).sum()) == pytest.approx(back, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_capture():
+    t = torch.randn(8, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
+    angles = angles_of("cuda", 64, 8)
+    apply_rotary_pos_emb(t, angles, fused=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = apply_rotary_pos_emb(t, angles, fused=True)
+    t.copy_(torch.randn_like(t))
+    graph.replay()
+    assert torch.equal(out, apply_rotary_pos_emb(t, angles, fused=True))
+
+
 def test_gradient_turns_back(device):
     t = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
     angles = angles_of(device, 8, 4)
@@ -150,3 +205,5 @@ def test_bad_arguments():
         apply_rotary_pos_emb(t, angles, cp_size=2)
     with pytest.raises(ValueError, match="an even number of elements"):
         RotaryPositionEmbedding(7)
+    with pytest.raises(ValueError, match="expected x with 4 axes"):
+        apply_rotary_pos_emb(t[0], angles, fused=True)

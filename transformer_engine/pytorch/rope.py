@@ -7,9 +7,13 @@ The pairs are (i, i + size / 2), or with `interleaved` (2 i, 2 i + 1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.modules.parameters import default_device
 
 
@@ -103,7 +107,7 @@ def apply_rotary_pos_emb(
         t: `[sequence, batch, heads, size]`, or as `tensor_format` says.
         freqs: angles `[positions, 1, 1, elements]`.
         tensor_format: `sbhd`, `bshd` or `thd`.
-        fused: compute in fp32 and round once; otherwise in the dtype of `t`.
+        fused: by one kernel, in fp32 and rounded once; otherwise in the dtype of `t`.
         cu_seqlens: int32 `[batch + 1]`, where each sequence of `thd` ends.
         start_positions: int32 `[batch]`, the position of each sequence's first token.
         interleaved: which elements are a pair.
@@ -120,15 +124,50 @@ def apply_rotary_pos_emb(
             f"[apply_rotary_pos_emb] expected freqs of at most {t.shape[-1]} elements, an even"
             f" number, got {turned_size}"
         )
-    angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
-    cos, sin = angle.cos(), angle.sin()
-    head, rest = t[..., :turned_size], t[..., turned_size:]
+    _check_format(t, freqs, tensor_format, cu_seqlens)
     if fused:
-        head = head.float()
-    else:
-        cos, sin = cos.to(t.dtype), sin.to(t.dtype)
-    turned = (head * cos + _rotate_half(head, interleaved) * sin).to(t.dtype)
+        packed = cu_seqlens if tensor_format == "thd" else None
+        batch_first = tensor_format == "bshd"
+        table = freqs.reshape(freqs.shape[0], turned_size).to(torch.float32).contiguous()
+        return _Turn.apply(t, table, start_positions, packed, batch_first, interleaved)
+    angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
+    cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
+    head, rest = t[..., :turned_size], t[..., turned_size:]
+    turned = head * cos + _rotate_half(head, interleaved) * sin
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class _Turn(torch.autograd.Function):
+    """The kernel; its gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        t: torch.Tensor,
+        table: torch.Tensor,
+        starts: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        batch_first: bool,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(table, starts, cu_seqlens)
+        ctx.how = (batch_first, interleaved)
+        return rope(
+            _with_whole_heads(t), table, starts, cu_seqlens, batch_first, interleaved, False
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        table, starts, cu_seqlens = ctx.saved_tensors
+        batch_first, interleaved = ctx.how
+        grad = _with_whole_heads(grad)
+        return rope(grad, table, starts, cu_seqlens, batch_first, interleaved, True), *[None] * 5
+
+
+def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
+    """The elements of a head must lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -136,6 +175,31 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def _check_format(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        raise ValueError(
+            "[apply_rotary_pos_emb] expected tensor_format in {sbhd, bshd, thd},"
+            f" got {tensor_format!r}"
+        )
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError(
+                "[apply_rotary_pos_emb] expected cu_seqlens with tensor_format 'thd', got None"
+            )
+        return
+    length = t.shape[0 if tensor_format == "sbhd" else 1]
+    if length > freqs.shape[0]:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected freqs for at least {length} positions,"
+            f" got {freqs.shape[0]}"
+        )
 
 
 def _angles(
@@ -147,18 +211,9 @@ def _angles(
 ) -> torch.Tensor:
     """The angle of each token, broadcastable to `t` in its format."""
     if tensor_format == "thd":
+        assert cu_seqlens is not None
         return _packed_angles(t, freqs, cu_seqlens, start_positions)
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(
-            "[apply_rotary_pos_emb] expected tensor_format in {sbhd, bshd, thd},"
-            f" got {tensor_format!r}"
-        )
     length = t.shape[0 if tensor_format == "sbhd" else 1]
-    if length > freqs.shape[0]:
-        raise ValueError(
-            f"[apply_rotary_pos_emb] expected freqs for at least {length} positions,"
-            f" got {freqs.shape[0]}"
-        )
     if start_positions is None:
         angle = freqs[:length]
     else:
@@ -170,13 +225,9 @@ def _angles(
 def _packed_angles(
     t: torch.Tensor,
     freqs: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
     start_positions: torch.Tensor | None,
 ) -> torch.Tensor:
-    if cu_seqlens is None:
-        raise ValueError(
-            "[apply_rotary_pos_emb] expected cu_seqlens with tensor_format 'thd', got None"
-        )
     token = torch.arange(t.shape[0], device=t.device)
     sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
     sequence = sequence.clamp_(max=cu_seqlens.shape[0] - 2)

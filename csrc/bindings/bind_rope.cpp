@@ -1,0 +1,33 @@
+// Binding of rope.
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/rope.h"
+
+namespace te::bindings {
+namespace {
+
+void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& starts,
+               const TensorView& cu_seqlens, bool batch_first, bool interleaved, bool backward,
+               const TensorView& out) {
+  rope({.x = x,
+        .freqs = freqs,
+        .starts = starts,
+        .cu_seqlens = cu_seqlens,
+        .batch_first = batch_first,
+        .interleaved = interleaved,
+        .backward = backward,
+        .out = out},
+       bridge::current_stream(x.device));
+}
+
+}  // namespace
+
+void bind_rope(pybind11::module_& m) {
+  using pybind11::arg;
+  using pybind11::none;
+  m.def("rope", &rope_into, arg("x"), arg("freqs"), arg("starts") = none(),
+        arg("cu_seqlens") = none(), arg("batch_first"), arg("interleaved"), arg("backward"),
+        arg("out"));
+}
+
+}  // namespace te::bindings

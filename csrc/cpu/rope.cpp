@@ -1,0 +1,65 @@
+// The meaning of rope: see ops/rope.h.
+#include "ops/rope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "core/parallel.h"
+#include "core/rope_math.h"
+#include "core/rope_position.h"
+
+namespace te::cpu {
+namespace {
+
+constexpr int64_t kElementsPerThread = 1 << 14;
+
+template <class T, bool kBackward>
+void turn_head(const T* x, T* out, const float* cosine, const float* sine, const RopeShape& shape,
+               bool interleaved) {
+  const int64_t half = shape.turned / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t a = interleaved ? 2 * i : i, b = interleaved ? a + 1 : a + half;
+    const RopePair y = turn<kBackward>({static_cast<float>(x[a]), static_cast<float>(x[b])},
+                                       {cosine[a], sine[a], cosine[b], sine[b]});
+    out[a] = T(y.a);
+    out[b] = T(y.b);
+  }
+  std::copy(x + shape.turned, x + shape.size, out + shape.turned);
+}
+
+template <class T, bool kBackward>
+void run(const RopeArgs& args) {
+  const RopeShape shape(args);
+  const int64_t sequences = args.cu_seqlens ? args.cu_seqlens.numel() - 1 : shape.batch;
+  const RopePositions positions{args.starts.ptr<int32_t>(), args.cu_seqlens.ptr<int32_t>(),
+                                sequences, shape.positions};
+  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (shape.heads * shape.size));
+  parallel_for(shape.sequence * shape.batch, grain, [&](int64_t first, int64_t last) {
+    std::vector<float> cosine(static_cast<size_t>(shape.turned)), sine(cosine.size());
+    for (int64_t token = first; token < last; ++token) {
+      const int64_t s = token / shape.batch, b = token % shape.batch;
+      const float* angle = args.freqs.ptr<float>() + positions.of(s, b) * shape.turned;
+      std::transform(angle, angle + shape.turned, cosine.begin(),
+                     [](float f) { return std::cos(f); });
+      std::transform(angle, angle + shape.turned, sine.begin(),
+                     [](float f) { return std::sin(f); });
+      const T* x = args.x.ptr<T>() + s * shape.x_sequence + b * shape.x_batch;
+      T* out = args.out.ptr<T>() + s * shape.out_sequence + b * shape.out_batch;
+      for (int64_t h = 0; h < shape.heads; ++h)
+        turn_head<T, kBackward>(x + h * shape.x_head, out + h * shape.size, cosine.data(),
+                                sine.data(), shape, args.interleaved);
+    }
+  });
+}
+
+}  // namespace
+
+void rope(const RopeArgs& args) {
+  dispatch_high_precision(args.x.dtype, "rope", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_bool(args.backward, [&](auto backward) { run<T, backward()>(args); });
+  });
+}
+
+}  // namespace te::cpu

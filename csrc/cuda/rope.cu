@@ -1,0 +1,195 @@
+// A block takes the tokens that share a position: those of one place in every sequence of the batch
+// where no sequence has a start of its own, else a single token. Its threads make the sines and
+// cosines once; then each turns the same elements of all those tokens.
+//
+// A unit of work is two packs of kVector elements: side by side where pairs are interleaved, else
+// half the turned elements apart. With kVector = 1 any size and alignment goes.
+#include "ops/rope.h"
+
+#include "core/rope_math.h"
+#include "core/rope_position.h"
+#include "cuda/device/pack_io.cuh"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTokensInFlight = 4;  // tokens of a unit whose loads are issued before any is used
+
+template <class T>
+struct Rope {
+  const T* x;
+  T* out;
+  const float* freqs;
+  RopePositions positions;
+  RopeShape shape;
+  int64_t tokens_of_block;  // 1, or the batch
+};
+
+// Where a unit's two packs are in a head, or the one of a unit that only passes through.
+struct Place {
+  int head, a, b;
+  bool passes;
+};
+
+template <int kVector, bool kInterleaved>
+__device__ __forceinline__ Place place_of(int unit, int turned, int size) {
+  const int pairs = turned / (2 * kVector), per_head = pairs + (size - turned) / kVector;
+  const int head = unit / per_head, i = unit % per_head;
+  if (i >= pairs) return {head, turned + (i - pairs) * kVector, 0, true};
+  if (kInterleaved) return {head, 2 * i * kVector, (2 * i + 1) * kVector, false};
+  return {head, i * kVector, turned / 2 + i * kVector, false};
+}
+
+// Elements of a unit count through its first pack, then its second.
+template <int kVector, bool kInterleaved, bool kBackward>
+__device__ __forceinline__ void turn_unit(float (&v)[2 * kVector],
+                                          const float (&cosine)[2 * kVector],
+                                          const float (&sine)[2 * kVector]) {
+#pragma unroll
+  for (int p = 0; p < kVector; ++p) {
+    const int a = kInterleaved ? 2 * p : p, b = kInterleaved ? a + 1 : p + kVector;
+    const RopePair y = turn<kBackward>({v[a], v[b]}, {cosine[a], sine[a], cosine[b], sine[b]});
+    v[a] = y.a;
+    v[b] = y.b;
+  }
+}
+
+template <class T, int kVector>
+__device__ __forceinline__ void widen_two(const Pack<T, kVector>& a, const Pack<T, kVector>& b,
+                                          float (&v)[2 * kVector]) {
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    v[k] = static_cast<float>(a.at[k]);
+    v[kVector + k] = static_cast<float>(b.at[k]);
+  }
+}
+
+template <class T, int kVector>
+__device__ __forceinline__ void store_half(T* to, const float (&v)[2 * kVector], int first) {
+  float half[kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) half[k] = v[first + k];
+  store_pack(to, narrow<T, kVector>(half));
+}
+
+template <class T, int kVector, bool kInterleaved, bool kBackward>
+__device__ __forceinline__ void turn_tokens(const Rope<T>& args, const T* x, T* out, Place at,
+                                            const float* cosines, const float* sines) {
+  float cosine[2 * kVector], sine[2 * kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    cosine[k] = cosines[at.a + k];
+    cosine[kVector + k] = cosines[at.b + k];
+    sine[k] = sines[at.a + k];
+    sine[kVector + k] = sines[at.b + k];
+  }
+  const RopeShape& shape = args.shape;
+  for (int64_t first = 0; first < args.tokens_of_block; first += kTokensInFlight) {
+    Pack<T, kVector> a[kTokensInFlight], b[kTokensInFlight];
+#pragma unroll
+    for (int t = 0; t < kTokensInFlight; ++t)
+      if (first + t < args.tokens_of_block) {
+        a[t] = load_pack<T, kVector>(x + (first + t) * shape.x_batch + at.a);
+        b[t] = load_pack<T, kVector>(x + (first + t) * shape.x_batch + at.b);
+      }
+#pragma unroll
+    for (int t = 0; t < kTokensInFlight; ++t)
+      if (first + t < args.tokens_of_block) {
+        float v[2 * kVector];
+        widen_two<T, kVector>(a[t], b[t], v);
+        turn_unit<kVector, kInterleaved, kBackward>(v, cosine, sine);
+        T* to = out + (first + t) * shape.out_batch;
+        store_half<T, kVector>(to + at.a, v, 0);
+        store_half<T, kVector>(to + at.b, v, kVector);
+      }
+  }
+}
+
+template <class T, int kVector, bool kInterleaved, bool kBackward>
+__global__ void __launch_bounds__(kThreads) rope_kernel(const Rope<T> args) {
+  extern __shared__ float cosines[];
+  const RopeShape& shape = args.shape;
+  const int turned = static_cast<int>(shape.turned), size = static_cast<int>(shape.size);
+  float* const sines = cosines + turned;
+  const int64_t s = blockIdx.x, b = blockIdx.y;
+  const float* angle = args.freqs + args.positions.of(s, b) * turned;
+  for (int i = static_cast<int>(threadIdx.x); i < turned; i += kThreads)
+    sincosf(angle[i], &sines[i], &cosines[i]);
+  __syncthreads();
+
+  const T* x = args.x + s * shape.x_sequence + b * shape.x_batch;
+  T* out = args.out + s * shape.out_sequence + b * shape.out_batch;
+  const int per_head = turned / (2 * kVector) + (size - turned) / kVector;
+  const int units = static_cast<int>(shape.heads) * per_head;
+  for (int unit = static_cast<int>(threadIdx.x); unit < units; unit += kThreads) {
+    const Place at = place_of<kVector, kInterleaved>(unit, turned, size);
+    const T* from = x + at.head * shape.x_head;
+    T* to = out + at.head * shape.size;
+    if (!at.passes) {
+      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, cosines, sines);
+      continue;
+    }
+    for (int64_t t = 0; t < args.tokens_of_block; ++t)
+      store_pack(to + t * shape.out_batch + at.a,
+                 load_pack<T, kVector>(from + t * shape.x_batch + at.a));
+  }
+}
+
+template <class T, int kVector>
+bool can_go_wide(const Rope<T>& args) {
+  const RopeShape& s = args.shape;
+  const auto whole = [](int64_t count) { return count % kVector == 0; };
+  return s.turned % (2 * kVector) == 0 && whole(s.size) && whole(s.x_sequence) &&
+         whole(s.x_batch) && whole(s.x_head) && is_aligned(args.x, 16) && is_aligned(args.out, 16);
+}
+
+template <class T, int kVector>
+void launch(const Rope<T>& args, const RopeArgs& how, cudaStream_t stream) {
+  const RopeShape& shape = args.shape;
+  const dim3 grid(static_cast<unsigned>(shape.sequence),
+                  static_cast<unsigned>(shape.batch / args.tokens_of_block));
+  const size_t memory = 2 * sizeof(float) * static_cast<size_t>(shape.turned);
+  dispatch_bool(how.interleaved, [&](auto interleaved) {
+    dispatch_bool(how.backward, [&](auto backward) {
+      rope_kernel<T, kVector, interleaved(), backward()><<<grid, kThreads, memory, stream>>>(args);
+    });
+  });
+  check_launch("rope");
+}
+
+template <class T>
+void run(const RopeArgs& how, cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(T);
+  const RopeShape shape(how);
+  const int64_t sequences = how.cu_seqlens ? how.cu_seqlens.numel() - 1 : shape.batch;
+  const bool shared = !how.starts && !how.cu_seqlens;
+  const Rope<T> args{
+      how.x.ptr<T>(),
+      how.out.ptr<T>(),
+      how.freqs.ptr<float>(),
+      {how.starts.ptr<int32_t>(), how.cu_seqlens.ptr<int32_t>(), sequences, shape.positions},
+      shape,
+      shared ? shape.batch : 1};
+  require(shape.batch <= 65535 || shared, Kind::Unsupported, "rope",
+          "expected at most 65535 sequences with start positions, got ", shape.batch);
+  require(shape.turned <= 4096 && shape.heads * shape.size < (1 << 30), Kind::Unsupported, "rope",
+          "expected heads of at most 4096 turned elements, got ", shape.turned);
+  if (can_go_wide<T, kWide>(args)) {
+    launch<T, kWide>(args, how, stream);
+  } else {
+    launch<T, 1>(args, how, stream);
+  }
+}
+
+}  // namespace
+
+void rope(const RopeArgs& args, Stream on) {
+  const DeviceGuard guard(args.x.device);
+  dispatch_high_precision(args.x.dtype, "rope", [&](auto tag) {
+    run<typename decltype(tag)::type>(args, stream_of(on));
+  });
+}
+
+}  // namespace te::cuda
