@@ -72,12 +72,17 @@ class Gpt(nn.Module):
             name="head",
         )
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`."""
+    def forward(
+        self, tokens: torch.Tensor, cache: te.InferenceParams | None = None
+    ) -> torch.Tensor:
+        """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`.
+
+        With a cache, `tokens` go on where it ends.
+        """
         kind = tokens.device.type
         hidden = self.embedding(tokens)
         if torch.is_autocast_enabled(kind):  # the residual stream has the layers' dtype
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         for layer in self.layers:
-            hidden = layer(hidden, rotary_pos_emb=self.angles[: tokens.shape[1]])
+            hidden = layer(hidden, rotary_pos_emb=self.angles, inference_params=cache)
         return self.head(hidden)

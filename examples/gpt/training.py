@@ -60,6 +60,23 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
+@contextmanager
+def arithmetic(settings: Settings) -> Iterator[None]:
+    """The precision of a forward pass.
+
+    Parameters are fp32 everywhere: AdamW needs them, and FP8 casts read them directly, so that
+    no copy is made on the way. On a GPU, activations between FP8 GEMMs are bf16: half the
+    bytes. On a CPU they are fp32, which is faster there.
+    """
+    fp8 = settings.precision == "fp8"
+    bf16 = settings.precision == "bf16" or (fp8 and settings.device == "cuda")
+    with (
+        torch.autocast(settings.device, torch.bfloat16, enabled=bf16),
+        te.fp8_autocast(enabled=fp8, fp8_recipe=recipe_of(settings)),
+    ):
+        yield
+
+
 class Training:
     """A model on its way.
 
@@ -79,26 +96,9 @@ class Training:
         self.validation: list[tuple[int, float]] = []
         self.done = 0
 
-    @contextmanager
-    def arithmetic(self) -> Iterator[None]:
-        """The precision of a forward pass.
-
-        Parameters are fp32 everywhere: AdamW needs them, and FP8 casts read them directly, so that
-        no copy is made on the way. On a GPU, activations between FP8 GEMMs are bf16: half the
-        bytes. On a CPU they are fp32, which is faster there.
-        """
-        settings = self.settings
-        fp8 = settings.precision == "fp8"
-        bf16 = settings.precision == "bf16" or (fp8 and settings.device == "cuda")
-        with (
-            torch.autocast(settings.device, torch.bfloat16, enabled=bf16),
-            te.fp8_autocast(enabled=fp8, fp8_recipe=recipe_of(settings)),
-        ):
-            yield
-
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the next byte, in nats."""
-        with self.arithmetic():
+        with arithmetic(self.settings):
             logits = self.model(windows[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
@@ -145,7 +145,7 @@ class Training:
             # the text, where a causal model cannot see it.
             context = text[-seq:]
             window = torch.tensor([*context, *bytes(seq - len(context))])
-            with self.arithmetic():
+            with arithmetic(self.settings):
                 logits = self.model(window[None].to(self.settings.device))
             chances = (logits[0, len(context) - 1].float().cpu() / temperature).softmax(-1)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))

@@ -96,7 +96,7 @@ SLOPES = torch.ones(4)
             r"alibi_slopes of shape \(4,\) or \(2, 4\), got \(3,\)",
             {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES[:3]},
         ),
-        (NotImplementedError, "inference_params", {"inference_params": object()}),
+        (TypeError, "of InferenceParams, got object", {"inference_params": object()}),
         (NotImplementedError, "fp8_output=True", {"fp8_output": True}),
     ],
 )

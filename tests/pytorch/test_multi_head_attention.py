@@ -291,7 +291,7 @@ def test_bad_inputs():
     x = torch.randn(LENGTH, BATCH, HIDDEN)
     with pytest.raises(ValueError, match="expected encoder_output with attention_type 'cross'"):
         make(attention_type="cross")(x)
-    with pytest.raises(NotImplementedError, match="inference_params"):
+    with pytest.raises(TypeError, match="inference_params of InferenceParams, got object"):
         make()(x, inference_params=object())
     with pytest.raises(TypeError, match=r"attention_mask of dtype torch\.bool"):
         make(attn_mask_type="padding")(x, torch.zeros(BATCH, 1, 1, LENGTH))

@@ -315,7 +315,7 @@ def test_bad_inputs():
         make(layer_type="decoder")(x)
     with pytest.raises(ValueError, match="of sequence length 8, got 6"):
         make(sequence_parallel=True, seq_length=8)(x)
-    with pytest.raises(NotImplementedError, match="inference_params"):
+    with pytest.raises(TypeError, match="inference_params of InferenceParams, got object"):
         make()(x, inference_params=object())
 
 

@@ -13,6 +13,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.attention import (
     DotProductAttention,
+    InferenceParams,
     MultiheadAttention,
     attention_backends,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

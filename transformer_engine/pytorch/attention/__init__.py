@@ -2,6 +2,13 @@
 
 from transformer_engine.pytorch.attention.choice import Problem, attention_backends
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
 
-__all__ = ["DotProductAttention", "MultiheadAttention", "Problem", "attention_backends"]
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "MultiheadAttention",
+    "Problem",
+    "attention_backends",
+]

@@ -20,7 +20,13 @@ from transformer_engine.pytorch.attention.core import (
     attention,
     call_shape,
 )
-from transformer_engine.pytorch.attention.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.attention.generation import CachedStep, check_params
+from transformer_engine.pytorch.attention.masks import (
+    Window,
+    as_window,
+    bottom_right,
+    mask_rule,
+)
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
 
@@ -193,7 +199,8 @@ class DotProductAttention(nn.Module):
             core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
             alibi_slopes: fp32 `[heads]` or `[batch, heads]`; None for the usual ones.
             fast_zero_fill: without effect: results of padding are always zero.
-            inference_params: not implemented.
+            inference_params: keys and values of earlier tokens, see `InferenceParams`; queries see
+                keys up to their own.
             bottom_right_diagonal: overrides the constructor's.
             cu_seqlens_q_padded: where query sequences of `thd` start, if there is room between.
             cu_seqlens_kv_padded: the same for keys and values.
@@ -205,19 +212,29 @@ class DotProductAttention(nn.Module):
             `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
             `[tokens, ...]`, as the format is.
         """
-        if inference_params is not None:
-            raise NotImplementedError(
-                "[DotProductAttention] inference_params: the KV cache is not implemented yet"
-            )
         if fp8_output:
             _refuse_unimplemented(fp8_output=(fp8_output, False))
         query, key, value = self._check_dtypes(query_layer, key_layer, value_layer)
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+        of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+        step = None
+        if inference_params is not None:
+            check_params(inference_params)
+            mask_type = bottom_right(mask_type)
+            if inference_params.cache_manager is None:
+                key, value = inference_params.append(self.layer_number, key, value, qkv_format)
+            else:
+                step = CachedStep(inference_params, self.layer_number, key, value, qkv_format)
+                query, key, value = step.batch_first(query, mask_type)
+                qkv_format, of_query, of_key = "bshd", step.of_query, step.of_key
         shape = call_shape(
-            self.qkv_format if qkv_format is None else qkv_format,
+            qkv_format,
             (self.num_attention_heads, self.num_gqa_groups),
             (self.key_channels, self.value_channels),
             (query.shape, key.shape, value.shape),
-            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            mask_type,
             self.window_size if window_size is None else as_window(window_size),
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
@@ -225,14 +242,15 @@ class DotProductAttention(nn.Module):
         call = Call(
             shape,
             attention_mask,
-            Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
-            Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
+            of_query,
+            of_key,
             Bias(core_attention_bias_type, core_attention_bias, alibi_slopes),
             self.softmax_scale,
             NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker()),
             checkpoint_core_attention,
         )
-        return attention(query, key, value, call)
+        out = attention(query, key, value, call)
+        return out if step is None else step.restored(out)
 
     def _tracker(self) -> Any:
         """RNG states of dropout: with sequence parallelism all ranks draw alike."""

@@ -65,6 +65,12 @@ def mask_type(name: str, parameter: str = "attn_mask_type") -> MaskType:
     return found
 
 
+def bottom_right(name: str) -> str:
+    """The mask type for queries that are the last of a sequence, as in generation."""
+    name = _ALIASES.get(name, name)
+    return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
+
+
 def as_window(window: Sequence[int] | None) -> Window | None:
     """A window as a tuple, whatever sequence the user has."""
     return None if window is None else tuple(window)  # type: ignore[return-value]

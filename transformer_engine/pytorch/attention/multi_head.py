@@ -271,7 +271,7 @@ class MultiheadAttention(nn.Module):
             window_size: overrides the constructor's.
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
-            inference_params: not implemented.
+            inference_params: see `InferenceParams`; angles start where the sequences are.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -286,18 +286,19 @@ class MultiheadAttention(nn.Module):
         Returns:
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
         """
-        if inference_params is not None:
-            raise NotImplementedError(
-                "[MultiheadAttention] inference_params: the KV cache is not implemented yet"
-            )
         query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
         if rotary_pos_emb is not None:
             of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
             angles = rotary_pos_emb
             pair = angles if isinstance(angles, tuple | list) else (angles, angles)
-            query = self._turned(query, pair[0], of_query)
-            key = self._turned(key, pair[1], of_key)
+            starts = None
+            if inference_params is not None:
+                pair, starts, ends = inference_params.positions(pair, query)
+                of_query = ends if of_query is None else of_query
+                of_key = ends if of_key is None else of_key
+            query = self._turned(query, pair[0], of_query, starts)
+            key = self._turned(key, pair[1], of_key, starts)
         context = self.core_attention(
             query,
             key,
@@ -313,6 +314,7 @@ class MultiheadAttention(nn.Module):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
             **core,
         )
         out = self.proj(context, is_first_microbatch)
@@ -345,7 +347,11 @@ class MultiheadAttention(nn.Module):
         return (query, *split_kv(key_value, self.layout), tap)
 
     def _turned(
-        self, x: torch.Tensor, angles: torch.Tensor, cu_seqlens: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        angles: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        starts: torch.Tensor | None,
     ) -> torch.Tensor:
         return apply_rotary_pos_emb(
             x,
@@ -353,6 +359,7 @@ class MultiheadAttention(nn.Module):
             self.qkv_format,
             fused=True,
             cu_seqlens=cu_seqlens,
+            start_positions=starts,
             interleaved=self.rotary_pos_interleaved,
         )
 

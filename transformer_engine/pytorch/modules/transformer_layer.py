@@ -276,7 +276,7 @@ class TransformerLayer(nn.Module):
             enc_dec_attn_mask: mask of cross-attention, see `DotProductAttention.forward`.
             is_first_microbatch: see `Linear.forward`.
             checkpoint_core_attention: see `DotProductAttention.forward`.
-            inference_params: not implemented.
+            inference_params: see `InferenceParams`; self attention alone keeps a cache.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
             core_attention_bias_type: see `DotProductAttention.forward`.
             core_attention_bias: see `DotProductAttention.forward`.
@@ -327,7 +327,7 @@ class TransformerLayer(nn.Module):
                 attn_mask_type=kind,
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                **core,
+                **{**core, "inference_params": None},
             )
             hidden_states = self._join(block, hidden_states, drop_path=False)
         block = self.layernorm_mlp(hidden_states, is_first_microbatch)

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Go on with a text, by a model that train_gpt.py has trained.
+
+    python examples/train_gpt.py --checkpoint run.pt
+    python examples/generate.py run.pt --prompt "def " --prompt "class "
+
+Keys and values of earlier bytes are kept (`te.InferenceParams`), so that each step of the model
+sees one new byte. `--check` writes the same text without the cache too, and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gpt import report
+from gpt.generation import Written, without_cache, write
+from gpt.model import build_model
+from gpt.settings import Settings, UsageError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Every option, with what it does."""
+    parser = argparse.ArgumentParser(description="Generate text with a cache of keys and values.")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="what train_gpt.py --checkpoint wrote")
+    add("--prompt", action="append", metavar="TEXT", help="several are written at once ('\\ndef ')")
+    add("--bytes", type=int, metavar="N", help="bytes to write (up to the model's window)")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest byte (0)")
+    add("--seed", type=int, default=1, help="of the dice, with a temperature (1)")
+    add("--device", choices=("cpu", "cuda"), help="where (cuda if there is a GPU, else cpu)")
+    add("--precision", choices=("fp32", "bf16", "fp8"), help="of the GEMMs (as trained)")
+    add("--check", action="store_true", help="compare with generation without a cache")
+    return parser
+
+
+def load(options: argparse.Namespace) -> tuple[Settings, torch.nn.Module]:
+    """The settings and the model of a checkpoint."""
+    if not options.checkpoint.exists():
+        raise UsageError(f"there is no checkpoint {options.checkpoint}")
+    state = torch.load(options.checkpoint, map_location="cpu", weights_only=True)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = replace(Settings(**state["settings"]), device=device)
+    if options.precision:
+        settings = replace(settings, precision=options.precision)
+    if settings.model != "te":
+        raise UsageError("the checkpoint is of --model torch, which keeps no cache")
+    model = build_model(settings)
+    model.load_state_dict(state["model"])
+    return settings, model.eval()
+
+
+def show(written: Written, prompts: list[str]) -> None:
+    """The texts, and how fast they came."""
+    for prompt, text in zip(prompts, written.texts, strict=True):
+        print(f"--- {prompt!r}")
+        print(report.readable(text))
+    print("---")
+    print(f"{written.steps} steps of {len(prompts)}: {written.rate:,.0f} bytes/s with the cache")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 1 where --check finds a difference."""
+    options = make_parser().parse_args(arguments)
+    try:
+        settings, model = load(options)
+        prompts = options.prompt or ["\ndef "]
+        shortest = min(len(prompt.encode()) for prompt in prompts)
+        count = settings.seq - shortest if options.bytes is None else options.bytes
+        written = write(model, settings, prompts, count, options.temperature, options.seed)
+        show(written, prompts)
+        if not options.check:
+            return 0
+        begin = time.perf_counter()
+        plain = without_cache(model, settings, prompts, count, options.temperature, options.seed)
+        rate = len(prompts) * count / (time.perf_counter() - begin)
+        same = plain == written.texts
+        print(f"{rate:,.0f} bytes/s without; the texts are {'the same' if same else 'DIFFERENT'}")
+        return 0 if same else 1
+    except UsageError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

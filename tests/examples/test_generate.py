@@ -1,0 +1,82 @@
+"""generate.py: the texts are the same with and without a cache, token for token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+from gpt.data import load_text
+from gpt.generation import without_cache, write
+from gpt.model import build_model
+from gpt.settings import Settings
+from gpt.training import Training
+
+PROMPTS = ["ab", "a longer prompt"]
+
+
+def settings_on(device, **changes):
+    values = {
+        "data": None,
+        "device": device,
+        "model": "te",
+        "precision": "fp32",
+        "recipe": "delayed",
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "seq": 32,
+        "batch": 4,
+        "steps": 10,
+        "lr": 1e-2,
+        "dropout": 0.0,
+        "seed": 1,
+        "validate_every": 5,
+    }
+    return Settings(**{**values, **changes})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_the_cache_changes_no_token(device, precision, temperature):
+    torch.manual_seed(2)
+    settings = settings_on(device, precision=precision)
+    model = build_model(settings).to(device).eval()
+    written = write(model, settings, PROMPTS, 12, temperature)
+    assert written.texts == without_cache(model, settings, PROMPTS, 12, temperature)
+    assert [len(text) for text in written.texts] == [14, 27]
+    assert written.texts[1].startswith(PROMPTS[1].encode())
+    assert written.steps == 25, "one call for what all texts have, then one for each byte"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    data = tmp_path / "text"
+    data.write_bytes(b"to be or not to be, that is the question. " * 200)
+    settings = settings_on("cpu", data=str(data))
+    training = Training(settings, load_text(settings.data))
+    training.advance(3)
+    training.save(tmp_path / "run.pt")
+    return tmp_path / "run.pt"
+
+
+def test_program(checkpoint, capsys):
+    arguments = [str(checkpoint), "--device", "cpu", "--prompt", "to ", "--check"]
+    assert generate.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "--- 'to '\nto " in output
+    assert "the texts are the same" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.pt"], "there is no checkpoint missing.pt"),
+        (["--prompt", "x" * 40, "--bytes", "20"], "have 60 bytes"),
+        (["--prompt", ""], "prompts that are not empty"),
+    ],
+)
+def test_mistakes(checkpoint, capsys, arguments, message):
+    where = [] if arguments[0].endswith(".pt") else [str(checkpoint)]
+    assert generate.main([*where, *arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""KV cache: steps with a cache give what one call over all tokens gives."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+
+HIDDEN, HEADS, LONGEST = 32, 4, 24
+
+
+def make_layer(device, qkv_format="sbhd", mask="causal", **options):
+    torch.manual_seed(3)
+    return te.TransformerLayer(
+        HIDDEN,
+        48,
+        HEADS,
+        num_gqa_groups=2,
+        self_attn_mask_type=mask,
+        attn_input_format=qkv_format,
+        device=device,
+        **options,
+    ).eval()
+
+
+def angles_on(device):
+    return te.RotaryPositionEmbedding(HIDDEN // HEADS).to(device)(LONGEST)
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize(("rope", "window"), [(True, None), (False, (3, 0))], ids=str)
+@torch.no_grad()
+def test_steps_equal_one_call(device, qkv_format, rope, window):
+    layer = make_layer(device, qkv_format, window_size=window)
+    angles = angles_on(device) if rope else None
+    x = torch.randn(3, 11, HIDDEN, device=device)
+    tokens = 1 if qkv_format == "bshd" else 0
+    x = x if tokens else x.transpose(0, 1).contiguous()
+    whole = layer(x, rotary_pos_emb=angles)
+    params = te.InferenceParams(4, LONGEST)
+    params.batch_size_offset = 1
+    parts = []
+    for count in (5, 1, 1, 3, 1):
+        part = x.narrow(tokens, params.sequence_len_offset, count)
+        parts.append(layer(part, inference_params=params, rotary_pos_emb=angles))
+        params.sequence_len_offset += count
+    torch.testing.assert_close(torch.cat(parts, tokens), whole, rtol=1e-4, atol=1e-5)
+    keys, values = params.key_value_memory_dict[1]
+    assert keys.shape == values.shape == (LONGEST, 4, 2, HIDDEN // HEADS)
+    assert not keys[:, 0].any()
+    assert keys[:11, 1:].all()
+
+
+@torch.no_grad()
+def test_swap(device):
+    layer = make_layer(device)
+    x = torch.randn(7, 2, HIDDEN, device=device)
+    order = [1, 0]
+    params = te.InferenceParams(2, LONGEST)
+    with pytest.raises(ValueError, match="expected cached keys to swap"):
+        params.swap_key_value_dict(order)
+    layer(x[:6], inference_params=params)
+    params.sequence_len_offset = 6
+    params.swap_key_value_dict(order)
+    last = layer(x[6:, order], inference_params=params)
+    torch.testing.assert_close(last, layer(x)[6:, order], rtol=1e-4, atol=1e-5)
+
+
+def test_overflow_names_the_layer():
+    layer = make_layer("cpu", layer_number=7)
+    params = te.InferenceParams(2, 4)
+    layer(torch.randn(3, 2, HIDDEN), inference_params=params)
+    params.sequence_len_offset = 3
+    with pytest.raises(ValueError, match=r"at most 4 tokens of 2 sequences, got 5 of 2.*number 7"):
+        layer(torch.randn(2, 2, HIDDEN), inference_params=params)
+    params.sequence_len_offset = 0
+    with pytest.raises(ValueError, match="got 2 of 3"):
+        layer(torch.randn(2, 3, HIDDEN), inference_params=params)
+
+
+@torch.no_grad()
+def test_cross_attention_keeps_no_cache(device):
+    layer = make_layer(device, layer_type="decoder")
+    x, seen = torch.randn(5, 2, HIDDEN, device=device), torch.randn(6, 2, HIDDEN, device=device)
+    whole = layer(x, encoder_output=seen)
+    params = te.InferenceParams(2, LONGEST)
+    first = layer(x[:4], encoder_output=seen, inference_params=params)
+    params.sequence_len_offset = 4
+    last = layer(x[4:], encoder_output=seen, inference_params=params)
+    torch.testing.assert_close(torch.cat((first, last)), whole, rtol=1e-4, atol=1e-5)
+
+
+# ---- Named sequences ----
+
+# Sequences of each step, with how many new tokens: they join, grow by one or more, and end.
+STEPS = [{"a": 4, "b": 7}, {"a": 1, "b": 1}, {"b": 1, "c": 5}, {"d": 2, "c": 1, "b": 3}, {"d": 1}]
+ENDED_LENGTHS = {"a": 5, "b": 12, "c": 6, "d": 3}
+
+
+def manager_options(kind, device):
+    options = {"num_heads_kv": 2, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32}
+    if kind == "paged":  # as few pages as the steps need
+        options |= {"is_paged": True, "page_size": 4, "total_num_pages": 6}
+    return options
+
+
+def laid_out(tokens, qkv_format):
+    """`{name: [new, hidden]}` as one tensor in the format."""
+    if qkv_format == "thd":
+        return torch.cat(list(tokens.values()))
+    padded = torch.nn.utils.rnn.pad_sequence(list(tokens.values()), batch_first=True)
+    return padded if qkv_format == "bshd" else padded.transpose(0, 1).contiguous()
+
+
+def taken_apart(out, counts, qkv_format):
+    if qkv_format == "thd":
+        return out.split(list(counts.values()))
+    out = out if qkv_format == "bshd" else out.transpose(0, 1)
+    return [row[:count] for row, count in zip(out, counts.values(), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["whole", "paged"])
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
+@torch.no_grad()
+def test_named_sequences(device, kind, qkv_format):
+    layer = te.MultiheadAttention(
+        HIDDEN,
+        HEADS,
+        num_gqa_groups=2,
+        attn_mask_type="padding_causal",
+        qkv_format=qkv_format,
+        device=device,
+    ).eval()
+    angles = angles_on(device)
+    params = te.InferenceParams(
+        3, LONGEST, max_ctx_len=LONGEST, qkv_format=qkv_format, **manager_options(kind, device)
+    )
+    inputs = {name: torch.randn(n, HIDDEN, device=device) for name, n in ENDED_LENGTHS.items()}
+    done, results = dict.fromkeys(inputs, 0), {name: [] for name in inputs}
+    order = []
+    for step in STEPS:
+        params.pre_step(OrderedDict(step))
+        order = [name for name in order if name in step]
+        order += [name for name in step if name not in order]
+        counts = {name: step[name] for name in order}
+        new = {name: inputs[name][done[name] : done[name] + n] for name, n in counts.items()}
+        assert params.get_seqlens_pre_step().tolist() == [done[name] for name in order]
+        x = laid_out(new, qkv_format)
+        out = layer(x, inference_params=params, rotary_pos_emb=angles)
+        for name, rows in zip(order, taken_apart(out, counts, qkv_format), strict=True):
+            results[name].append(rows)
+            done[name] += counts[name]
+    assert done == ENDED_LENGTHS
+    reference = te.MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=2, device=device).eval()
+    reference.load_state_dict(layer.state_dict())
+    for name, x in inputs.items():
+        whole = reference(x[:, None], rotary_pos_emb=angles)[:, 0]
+        torch.testing.assert_close(torch.cat(results[name]), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_pages_come_back():
+    params = te.InferenceParams(3, LONGEST, **manager_options("paged", "cpu"))
+    params.pre_step({"a": 12, "b": 8})
+    with pytest.raises(RuntimeError, match=r"KV cache is full! .* at most 1 more pages of 4"):
+        params.pre_step({"a": 1, "b": 1})
+    assert params.get_seqlens_pre_step().tolist() == [0, 0], "an error leaves everything as it was"
+    params.pre_step({"b": 1})
+    params.pre_step({"b": 1, "c": 12})
+    params.reset()
+    params.pre_step({"d": 24})
+
+
+def test_paged_and_whole_hold_the_same():
+    keys = torch.randn(2, 5, 2, 8)
+    held = []
+    for kind in ("whole", "paged"):
+        params = te.InferenceParams(3, LONGEST, **manager_options(kind, "cpu"))
+        params.pre_step({"a": 5, "b": 3})
+        step = params.step(1, keys, -keys, "bshd")
+        assert step.cu_seqlens_q.tolist() == step.cu_seqlens_kv.tolist() == [0, 5, 8, 8]
+        assert (step.max_seqlen_kv, step.qkv_format) == (5, "bshd_2bshd")
+        rows = params.convert_paged_to_nonpaged(1)
+        assert rows[0].shape == (2, LONGEST, 2, 8)
+        held.append([rows[0][0, :5], rows[0][1, :3], rows[1][0, :5], rows[1][1, :3]])
+    for whole, paged in zip(*held, strict=True):
+        assert torch.equal(whole, paged)
+    assert torch.equal(held[0][0], keys[0])
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="together, got no dtype"):
+        te.InferenceParams(2, 8, num_heads_kv=2, head_dim_k=8)
+    with pytest.raises(ValueError, match="expected max_ctx_len with qkv_format 'thd'"):
+        te.InferenceParams(2, 8, 2, 8, torch.float32, qkv_format="thd")
+    with pytest.raises(ValueError, match="divisible by page_size, got 8 and 3"):
+        te.InferenceParams(2, 8, 2, 8, torch.float32, is_paged=True, page_size=3)
+    with pytest.raises(ValueError, match="with is_paged"):
+        te.InferenceParams(2, 8, is_paged=True, page_size=4)
+    with pytest.raises(ValueError, match="for steps of named sequences"):
+        te.InferenceParams(2, 8).pre_step({"a": 1})
+    params = te.InferenceParams(2, 8, 2, 8, torch.float32)
+    with pytest.raises(ValueError, match="at most 2 sequences, got 3"):
+        params.pre_step({"a": 1, "b": 1, "c": 1})
+    with pytest.raises(ValueError, match=r"at most 8 in all, got 9 and 9 \(sequence 'a'\)"):
+        params.pre_step({"a": 9})
+    params.pre_step({"a": 2})
+    attention = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd")
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 2, 8)
+    with pytest.raises(ValueError, match="expected a padding mask type"):
+        attention(query, key, key, inference_params=params)
+    with pytest.raises(ValueError, match=r"keys and values of 2 new tokens of \(2, 8\), got"):
+        attention(query[:, :1], key[:, :1], key[:, :1], inference_params=params)
+    packed = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="thd")
+    with pytest.raises(ValueError, match="expected qkv_format sbhd or bshd"):
+        packed(query[0], key[0], key[0], inference_params=te.InferenceParams(2, 8))

@@ -1,0 +1,71 @@
+"""A step of named sequences: queries of any format beside keys from a cache manager."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.core import Sequences
+from transformer_engine.pytorch.attention.inference import InferenceParams
+from transformer_engine.pytorch.attention.masks import mask_type as known_mask_type
+
+
+def check_params(params: object) -> None:
+    """TypeError for anything but this package's class."""
+    if not isinstance(params, InferenceParams):
+        raise TypeError(
+            "[DotProductAttention] expected inference_params of InferenceParams, got"
+            f" {type(params).__name__}"
+        )
+
+
+class CachedStep:
+    """Keeps the new keys and values, and brings queries and the result to the cache's format.
+
+    Args:
+        params: after `pre_step`.
+        layer_number: whose cache.
+        key: of the new tokens, in `qkv_format`.
+        value: likewise.
+        qkv_format: of queries, keys, values and the result.
+    """
+
+    def __init__(
+        self,
+        params: InferenceParams,
+        layer_number: int | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        qkv_format: str,
+    ) -> None:
+        step = params.step(layer_number or 1, key, value, qkv_format)
+        batch = step.keys.shape[0]
+        self.keys, self.values = step.keys, step.values
+        self.of_query = Sequences(step.cu_seqlens_q[: batch + 1])
+        self.of_key = Sequences(step.cu_seqlens_kv[: batch + 1], longest=step.max_seqlen_kv)
+        self.qkv_format = qkv_format
+        self._packed: formats.PackedRows | None = None
+
+    def batch_first(
+        self, query: torch.Tensor, mask_type: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, keys and values as `bshd`."""
+        if not known_mask_type(mask_type).padding:
+            raise ValueError(
+                "[attention] expected a padding mask type (padding, padding_causal, ...) for"
+                f" InferenceParams of named sequences, got {mask_type!r}"
+            )
+        if self.qkv_format == "thd":
+            cu_seqlens = self.of_query.cu_seqlens
+            assert cu_seqlens is not None
+            self._packed = formats.packed_rows(query.shape[0], cu_seqlens, None, None)
+            query = formats.pad_sequences(query, self._packed)
+        elif self.qkv_format == "sbhd":
+            query = query.transpose(0, 1)
+        return query, self.keys.to(query.dtype), self.values.to(query.dtype)
+
+    def restored(self, out: torch.Tensor) -> torch.Tensor:
+        """The result in the format of the queries."""
+        if self._packed is not None:
+            return formats.pack_sequences(out, self._packed)
+        return out.transpose(0, 1) if self.qkv_format == "sbhd" else out

@@ -1,0 +1,235 @@
+"""KV cache for generation: keys and values of earlier tokens are kept instead of computed anew.
+
+Two forms. The plain one keeps `[max_sequence_length, max_batch_size, heads, size]` per layer, and
+the caller moves `sequence_len_offset` on after each step of the whole model:
+
+    params = InferenceParams(max_batch_size, max_sequence_length)
+    logits = model(prompt, inference_params=params)
+    params.sequence_len_offset += prompt.shape[0]
+
+The other names the sequences of each step, which may differ in length, end and join at any time;
+it has a cache manager (see `kv_cache.py`), and `pre_step` is called before each step of the model:
+
+    params = InferenceParams(8, 1024, num_heads_kv=16, head_dim_k=64, dtype=torch.bfloat16)
+    params.pre_step(OrderedDict({sequence: new_tokens, ...}))
+
+Queries see the keys up to their own: causal masks are aligned bottom right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.formats import check_format
+from transformer_engine.pytorch.attention.kv_cache import (
+    KVCacheManager,
+    NonPagedKVCacheManager,
+    PagedKVCacheManager,
+    Step,
+)
+
+
+class InferenceParams:
+    """Where generation is, and the keys and values so far.
+
+    Args:
+        max_batch_size: sequences at a time.
+        max_sequence_length: tokens of a sequence, prompt included.
+        num_heads_kv: key heads of a layer. This and the next two choose the form with `pre_step`.
+        head_dim_k: size of a key.
+        dtype: of the cache.
+        head_dim_v: size of a value; None for that of a key.
+        is_paged: keep the cache in pages that sequences take as they grow.
+        total_num_pages: pages of a layer.
+        page_size: tokens of a page; divides `max_sequence_length`.
+        max_ctx_len: longest step; needed with `thd`.
+        qkv_format: of queries, keys and values of a step: `sbhd`, `bshd` or `thd`.
+        custom_cache_manager: used instead of a manager of this package.
+
+    Attributes:
+        sequence_len_offset: tokens in the cache (plain form); moved on by the caller.
+        batch_size_offset: first sequence of the batch at hand (plain form).
+        key_value_memory_dict: `{layer_number: (keys, values)}` (plain form).
+
+    Raises:
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> layer = MultiheadAttention(32, 4, device="cpu").eval()
+        >>> params = InferenceParams(max_batch_size=2, max_sequence_length=16)
+        >>> prompt = layer(torch.randn(5, 2, 32), inference_params=params)
+        >>> params.sequence_len_offset += 5
+        >>> layer(torch.randn(1, 2, 32), inference_params=params).shape
+        torch.Size([1, 2, 32])
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: KVCacheManager | None = None,
+    ) -> None:
+        self.max_batch_size = max_batch_size
+        self.max_sequence_length = max_sequence_length
+        self.sequence_len_offset = 0
+        self.batch_size_offset = 0
+        self.key_value_memory_dict: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.qkv_format = check_format(qkv_format)
+        self.max_ctx_len = max_ctx_len
+        self.is_paged = is_paged
+        self.cache_manager = custom_cache_manager
+        if custom_cache_manager is not None:
+            return
+        given = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "dtype": dtype}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            if is_paged:
+                raise ValueError(f"[InferenceParams] expected {', '.join(missing)} with is_paged")
+            return
+        if num_heads_kv is None or head_dim_k is None or dtype is None:
+            raise ValueError(
+                "[InferenceParams] expected num_heads_kv, head_dim_k and dtype together, got no"
+                f" {' and no '.join(missing)}"
+            )
+        if qkv_format == "thd" and max_ctx_len is None:
+            raise ValueError("[InferenceParams] expected max_ctx_len with qkv_format 'thd'")
+        sizes = (max_batch_size, max_sequence_length, num_heads_kv, head_dim_k)
+        if is_paged:
+            self.cache_manager = PagedKVCacheManager(
+                *sizes, dtype, head_dim_v, page_size=page_size, total_num_pages=total_num_pages
+            )
+        else:
+            self.cache_manager = NonPagedKVCacheManager(*sizes, dtype, head_dim_v)
+
+    # ---- The plain form ----
+
+    def append(
+        self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the keys and values of new tokens; all so far come back, in the same format.
+
+        Args:
+            layer_number: whose cache.
+            key: `[sequence, batch, heads, size]`, or batch first in `bshd`.
+            value: likewise.
+            qkv_format: `sbhd` or `bshd`.
+        """
+        if qkv_format == "thd":
+            raise ValueError(
+                "[InferenceParams] expected qkv_format sbhd or bshd with"
+                " InferenceParams(max_batch_size, max_sequence_length), got thd: give num_heads_kv,"
+                " head_dim_k and dtype too"
+            )
+        if qkv_format == "bshd":
+            key, value = key.transpose(0, 1), value.transpose(0, 1)
+        tokens, batch = key.shape[:2]
+        end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
+        if end > self.max_sequence_length or last > self.max_batch_size:
+            raise ValueError(
+                f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
+                f" tokens of {self.max_batch_size} sequences, got {end} of {last} (layer number"
+                f" {layer_number})"
+            )
+        rows = slice(self.batch_size_offset, last)
+        caches = self._plain_caches(layer_number, key, value)
+        for cache, new in zip(caches, (key, value), strict=True):
+            cache[end - tokens : end, rows] = new.detach()
+        keys, values = (cache[:end, rows] for cache in caches)
+        if qkv_format == "bshd":
+            return keys.transpose(0, 1), values.transpose(0, 1)
+        return keys, values
+
+    def _plain_caches(
+        self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = self.key_value_memory_dict.get(layer_number)
+        if caches is None:
+            sizes = (self.max_sequence_length, self.max_batch_size)
+            caches = (
+                key.new_zeros(*sizes, *key.shape[2:]),
+                value.new_zeros(*sizes, *value.shape[2:]),
+            )
+            self.key_value_memory_dict[layer_number] = caches
+        return caches
+
+    def swap_key_value_dict(self, batch_indices: Sequence[int] | torch.Tensor) -> None:
+        """Reorder the batch of every cache: sequence i becomes what `batch_indices[i]` was.
+
+        Raises:
+            ValueError: nothing is cached yet.
+        """
+        if not self.key_value_memory_dict:
+            raise ValueError("[InferenceParams] expected cached keys to swap, got none so far")
+        for layer, (keys, values) in self.key_value_memory_dict.items():
+            index = torch.as_tensor(batch_indices, device=keys.device)
+            self.key_value_memory_dict[layer] = (keys[:, index], values[:, index])
+
+    # ---- Either form ----
+
+    def positions(
+        self, angles: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
+        """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`."""
+        if self.cache_manager is not None:
+            starts = self.cache_manager.lengths_before().to(query.device)
+            return angles, starts, self.cache_manager.new_ends(query.device)
+        return tuple(one[self.sequence_len_offset :] for one in angles), None, None
+
+    # ---- The form with named sequences ----
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
+        """Say which sequences the next step of the model has, and how many new tokens of each.
+
+        Sequences that are not named have ended, and leave room; new ones start. The batch of the
+        step is: those that go on, in the order they had, then the new ones.
+
+        Raises:
+            ValueError: more sequences or tokens than there is room for.
+            RuntimeError: all pages are in use.
+        """
+        self._manager.pre_step(step_dict)
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the cache of a layer now instead of at its first step."""
+        self._manager.allocate_memory(layer_number)
+
+    def reset(self) -> None:
+        """Forget all tokens; memory stays."""
+        self.sequence_len_offset = self.batch_size_offset = 0
+        if self.cache_manager is not None:
+            self.cache_manager.reset()
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """int32 `[batch]`, tokens of each sequence before this step: where its positions start."""
+        return self._manager.lengths_before()
+
+    def step(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> Step:
+        """Keep the keys and values of a layer's new tokens, see `kv_cache.Step`."""
+        return self._manager.step(layer_number, new_k, new_v, qkv_format)
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer as `[batch, max_sequence_length, heads, size]`."""
+        return self._manager.gathered(layer_number, self.max_sequence_length)
+
+    @property
+    def _manager(self) -> KVCacheManager:
+        if self.cache_manager is None:
+            raise ValueError(
+                "[InferenceParams] expected num_heads_kv, head_dim_k and dtype in the constructor"
+                " for steps of named sequences, got none of them"
+            )
+        return self.cache_manager
