@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
 
@@ -61,8 +62,8 @@ def _outputs(
 @library_op(
     "activation_forward(Tensor x, int kind, bool plain=True, int format=5,"
     " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
-    " bool current=False, bool power_of_2=False, float epsilon=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " bool current=False, bool power_of_2=False, float epsilon=0, Tensor? moments=None,"
+    " Tensor? active=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def activation_forward(
     x: torch.Tensor,
@@ -76,6 +77,8 @@ def activation_forward(
     current: bool = False,
     power_of_2: bool = False,
     epsilon: float = 0.0,
+    moments: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> Result:
@@ -93,6 +96,9 @@ def activation_forward(
         current: current scaling: return the scales for quantising `y` (needs `plain`).
         power_of_2: current scaling: round the scale down to a power of two.
         epsilon: current scaling: lower bound of the amax.
+        moments: row that the moments of `y`, in the dtype of `x`, are merged into; see
+            `kernels.moments.moments`.
+        active: flag on the device for `moments`.
 
     Returns:
         `(y, rowwise, columnwise, scales)`, None where not asked for; `scales` is {1/scale, scale}.
@@ -100,7 +106,8 @@ def activation_forward(
     width = x.shape[-1]
     cols = width // 2 if is_gated(kind) else width
     delayed = rowwise or columnwise
-    results = _outputs(x, cols, (plain, rowwise, columnwise), delayed or current)
+    with_plain = plain or moments is not None
+    results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
     if launch:
         y, codes, transposed, scales = results
         _C.activation_forward(
@@ -118,13 +125,15 @@ def activation_forward(
             power_of_2,
             epsilon,
         )
-    return results
+        merge_moments(y, moments, active)
+    return results if plain else (None, *results[1:])
 
 
 @library_op(
     "activation_backward(Tensor dy, Tensor x, int kind, bool plain=True, int format=5,"
     " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
-    " bool current=False, bool power_of_2=False, float epsilon=0, ScalarType? dbias=None)"
+    " bool current=False, bool power_of_2=False, float epsilon=0, ScalarType? dbias=None,"
+    " Tensor? moments=None, Tensor? active=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def activation_backward(
@@ -141,6 +150,8 @@ def activation_backward(
     power_of_2: bool = False,
     epsilon: float = 0.0,
     dbias: torch.dtype | None = None,
+    moments: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> tuple[
@@ -166,13 +177,16 @@ def activation_backward(
         current: current scaling: return the scales for quantising `dx` (needs `plain`).
         power_of_2: as in forward.
         epsilon: as in forward.
+        moments: as in forward, for `dx`; so is `active`.
+        active: see `moments`.
 
     Returns:
         `(dx, rowwise, columnwise, scales, dbias)`, None where not asked for.
     """
     cols = x.shape[-1]
     delayed = rowwise or columnwise
-    results = _outputs(x, cols, (plain, rowwise, columnwise), delayed or current)
+    with_plain = plain or moments is not None
+    results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         dx, codes, transposed, scales = results
@@ -194,4 +208,5 @@ def activation_backward(
             bias_grad,
             None if bias_grad is None else column_sum_workspace(x, rows_of(x), cols),
         )
-    return *results, bias_grad
+        merge_moments(dx, moments, active)
+    return results[0] if plain else None, *results[1:], bias_grad

@@ -71,6 +71,14 @@ def moments(
         >>> statistics(row.tolist())["std"]
     """
     if launch:
+        merge_moments(x, row, active)
+
+
+def merge_moments(
+    x: torch.Tensor | None, row: torch.Tensor | None, active: torch.Tensor | None
+) -> None:
+    """`moments` within another op, which names `row` and `active` in its own schema."""
+    if row is not None and x is not None:
         _C.moments(x, row, active, moments_workspace(x.device))
 
 

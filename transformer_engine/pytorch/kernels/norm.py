@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
 
@@ -13,11 +14,23 @@ LAYER_NORM = 0
 RMS_NORM = 1
 
 
+def _fp8_outputs(
+    x: torch.Tensor, rowwise: bool, columnwise: bool, current: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Fresh (codes, transposed codes, scales) of a value like `x`, where asked for."""
+    scaled = rowwise or columnwise or current
+    return (
+        torch.empty_like(x, dtype=torch.uint8) if rowwise else None,
+        x.new_empty((x.shape[-1], rows_of(x)), dtype=torch.uint8) if columnwise else None,
+        x.new_empty(2, dtype=torch.float32) if scaled else None,
+    )
+
+
 @library_op(
     "norm_forward(Tensor x, Tensor gamma, Tensor? beta, int kind, float epsilon,"
     " bool zero_centered, ScalarType? out_dtype, int format=5, Tensor? scale=None,"
     " Tensor? amax=None, bool rowwise=False, bool columnwise=False, bool current=False,"
-    " bool power_of_2=False, float amax_epsilon=0)"
+    " bool power_of_2=False, float amax_epsilon=0, Tensor? moments=None, Tensor? active=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def norm_forward(
@@ -36,6 +49,8 @@ def norm_forward(
     current: bool = False,
     power_of_2: bool = False,
     amax_epsilon: float = 0.0,
+    moments: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> tuple[
@@ -64,17 +79,18 @@ def norm_forward(
         current: current scaling: return the scales for quantising the plain result.
         amax_epsilon: current scaling: smallest amax.
         power_of_2: current scaling: round the scale down to a power of two.
+        moments: row that the moments of `y` are merged into, as rounded to `out_dtype` (None: to
+            the dtype of `x`); see `kernels.moments.moments`.
+        active: flag on the device for `moments`.
 
     Returns:
         `(y, rowwise, columnwise, scales, mean, rstd)`, None where not asked for (`mean`: where
         there is none). `scales` is {1/scale, scale}; `mean` and `rstd` are fp32 `[rows]`.
     """
+    plain = x.dtype if out_dtype is None and moments is not None and columnwise else out_dtype
+    y = None if plain is None else torch.empty_like(x, dtype=plain)
+    codes, transposed, scales = _fp8_outputs(x, rowwise, columnwise, current)
     rows = rows_of(x)
-    delayed = rowwise or columnwise
-    y = None if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
-    codes = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
-    transposed = x.new_empty((x.shape[-1], rows), dtype=torch.uint8) if columnwise else None
-    scales = x.new_empty(2, dtype=torch.float32) if delayed or current else None
     mean = x.new_empty(rows, dtype=torch.float32) if kind == LAYER_NORM else None
     rstd = x.new_empty(rows, dtype=torch.float32)
     if launch:
@@ -98,7 +114,11 @@ def norm_forward(
             amax_epsilon,
             power_of_2,
         )
-    return y, codes, transposed, scales, mean, rstd
+        if moments is not None:
+            if y is None:  # a kernel of its own makes row-wise FP8 alone, and sums in its own order
+                y = norm_forward(x, gamma, beta, kind, epsilon, zero_centered, x.dtype)[0]
+            merge_moments(y, moments, active)
+    return None if out_dtype is None else y, codes, transposed, scales, mean, rstd
 
 
 @library_op(

@@ -6,13 +6,15 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
 
 
 @library_op(
     "quantize(Tensor x, int format, Tensor? scale, Tensor? amax, Tensor? scales,"
-    " bool rowwise, bool columnwise, ScalarType? dbias) -> (Tensor, Tensor, Tensor, Tensor)"
+    " bool rowwise, bool columnwise, ScalarType? dbias, Tensor? moments=None,"
+    " Tensor? active=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize(
     x: torch.Tensor,
@@ -23,6 +25,8 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     dbias: torch.dtype | None,
+    moments: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -37,6 +41,8 @@ def quantize(
         rowwise: return codes `[..., cols]`.
         columnwise: return the transposed codes `[cols, rows]`.
         dbias: dtype of the column sums of `x`; None for no bias gradient.
+        moments: row that the moments of `x` are merged into; see `kernels.moments.moments`.
+        active: flag on the device for `moments`.
 
     Returns:
         `(rowwise, columnwise, scales, dbias)`, None where not asked for; `scales` is None where
@@ -59,4 +65,5 @@ def quantize(
             bias_grad,
             None if bias_grad is None else column_sum_workspace(x, rows, cols),
         )
+        merge_moments(x, moments, active)
     return codes, transposed, own_scales, bias_grad
