@@ -41,4 +41,4 @@ bench: bootstrap
 	@tools/bench.sh $(ARGS)
 
 clean:
-	rm -rf build transformer_engine/_C*.so
+	rm -rf build transformer_engine/_C*.so nvdlfw_inspect/_engine*.so nvdlfw_inspect/libyaml-cpp.so*

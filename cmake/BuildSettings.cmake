@@ -34,6 +34,9 @@ function(te_compile_options target)
   # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
   set(cxx -Wall -Wextra -ffp-contract=off)
   set(cuda -lineinfo --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
+  if(TE_SANITIZE)
+    list(APPEND cxx -Wno-maybe-uninitialized) # instrumented code confuses GCC's analysis of std::variant and std::optional
+  endif()
   if(TE_WERROR)
     list(APPEND cxx -Werror)
     list(APPEND cuda -Werror all-warnings -Xcompiler=-Werror)

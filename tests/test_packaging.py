@@ -14,8 +14,26 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_inspect_imports_without_torch() -> None:
-    code = "import sys, nvdlfw_inspect; sys.exit('torch' in sys.modules)"
+    code = "import sys, nvdlfw_inspect._engine; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inspect_carries_its_own_yaml_cpp() -> None:
+    """The wheel must import where no libyaml-cpp is installed."""
+    if not any("_engine" in str(file) for file in metadata_files()):
+        pytest.skip("built in place: no distribution is installed")
+    from nvdlfw_inspect import _engine  # noqa: PLC0415 - loads the library that is looked for
+
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    libraries = [Path(path) for path in mapped if "libyaml-cpp" in path]
+    assert [path.parent for path in libraries] == [Path(_engine.__file__).parent]
+
+
+def metadata_files() -> list[metadata.PackagePath]:
+    try:
+        return metadata.files("transformer-engine") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def test_metadata_wheel_has_the_version_of_the_package() -> None:

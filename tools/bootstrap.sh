@@ -18,6 +18,7 @@ install_system_packages() {
   has make || missing+=(make)
   has git || missing+=(git)
   [ -e /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
+  [ -e /usr/include/yaml-cpp/yaml.h ] || missing+=(libyaml-cpp-dev)
   has "$PYTHON" || missing+=(python3)
   if ! "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
     missing+=(python3-venv)

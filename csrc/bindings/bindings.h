@@ -5,7 +5,6 @@
 
 namespace te::bindings {
 
-void register_errors(pybind11::module_& m);
 void bind_runtime(pybind11::module_& m);
 void bind_gemm(pybind11::module_& m);
 void bind_activation(pybind11::module_& m);

@@ -1,11 +1,13 @@
-// te::Error -> the Python exception of its kind.
-#include "bindings/bindings.h"
+#include "bindings/errors.h"
+
+#include <pybind11/pybind11.h>
+
 #include "core/error.h"
 
 namespace te::bindings {
 
-void register_errors(pybind11::module_&) {
-  pybind11::register_exception_translator([](std::exception_ptr thrown) {
+void register_errors() {
+  pybind11::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const Error& error) {

@@ -1,0 +1,81 @@
+#include "bindings/inspect_node.h"
+
+#include <string>
+
+#include "core/error.h"
+
+namespace te::bindings {
+
+namespace py = pybind11;
+using inspect::Node;
+
+namespace {
+
+constexpr int kMaxDepth = 32;
+
+struct ToPython {
+  py::object operator()(std::monostate) const { return py::none(); }
+  py::object operator()(bool value) const { return py::bool_(value); }
+  py::object operator()(int64_t value) const { return py::int_(value); }
+  py::object operator()(double value) const { return py::float_(value); }
+  py::object operator()(const std::string& value) const { return py::str(value); }
+  py::object operator()(const Node::Sequence& items) const {
+    py::list list;
+    for (const Node& item : items) list.append(to_python(item));
+    return list;
+  }
+  py::object operator()(const Node::Mapping& items) const {
+    py::dict dict;
+    for (const auto& [key, item] : items) dict[to_python(key)] = to_python(item);
+    return dict;
+  }
+};
+
+std::string place(const std::string& path) { return path.empty() ? "the configuration" : path; }
+
+Node convert(const py::handle& value, const std::string& path, int depth) {
+  if (depth > kMaxDepth)
+    fail(Kind::Value, "config", "expected at most ", kMaxDepth, " levels at ", place(path),
+         ", got more");
+  Node node;
+  if (value.is_none()) return node;
+  if (py::isinstance<py::bool_>(value)) {
+    node.value = value.cast<bool>();
+  } else if (py::isinstance<py::int_>(value)) {
+    node.value = value.cast<int64_t>();
+  } else if (py::isinstance<py::float_>(value)) {
+    node.value = value.cast<double>();
+  } else if (py::isinstance<py::str>(value)) {
+    node.value = value.cast<std::string>();
+  } else if (py::isinstance<py::dict>(value)) {
+    Node::Mapping items;
+    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) {
+      const std::string inner = (path.empty() ? "" : path + ".") + py::str(key).cast<std::string>();
+      Node name = convert(key, inner, depth + 1);
+      if (!name.is_scalar()) fail(Kind::Type, "config", "expected a plain value as key at ", inner);
+      items.emplace_back(std::move(name), convert(item, inner, depth + 1));
+    }
+    node.value = std::move(items);
+  } else if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
+    Node::Sequence items;
+    for (const auto& item : value)
+      items.push_back(convert(item, path + "[" + std::to_string(items.size()) + "]", depth + 1));
+    node.value = std::move(items);
+  } else if (py::hasattr(value, "__fspath__")) {
+    node.value = py::str(value.attr("__fspath__")()).cast<std::string>();
+  } else {
+    fail(Kind::Type, "config", "expected a dict, list, str, bool, int, float or None at ",
+         place(path), ", got ", py::str(py::type::handle_of(value)).cast<std::string>());
+  }
+  return node;
+}
+
+}  // namespace
+
+py::object to_python(const Node& node) { return std::visit(ToPython(), node.value); }
+
+Node from_python(const py::handle& value, const std::string& path) {
+  return convert(value, path, 0);
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,69 @@
+// A configuration as a tree of our own: what a YAML file or a Python dict says, with places for
+// messages.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace te::inspect {
+
+// 1-based, columns in characters; line 0: the tree was not read from a file.
+struct Mark {
+  int line = 0;
+  int column = 0;
+};
+
+class Node {
+ public:
+  using Sequence = std::vector<Node>;
+  using Mapping = std::vector<std::pair<Node, Node>>;  // in file order; keys are unique scalars
+
+  Mark mark = {};
+  std::variant<std::monostate, bool, int64_t, double, std::string, Sequence, Mapping> value = {};
+
+  bool is_null() const { return holds<std::monostate>(); }
+  bool is_bool() const { return holds<bool>(); }
+  bool is_int() const { return holds<int64_t>(); }
+  bool is_double() const { return holds<double>(); }
+  bool is_string() const { return holds<std::string>(); }
+  bool is_sequence() const { return holds<Sequence>(); }
+  bool is_mapping() const { return holds<Mapping>(); }
+  bool is_scalar() const { return !is_sequence() && !is_mapping(); }
+
+  // These throw std::bad_variant_access where the node holds something else.
+  bool as_bool() const { return std::get<bool>(value); }
+  int64_t as_int() const { return std::get<int64_t>(value); }
+  double as_double() const { return std::get<double>(value); }
+  const std::string& as_string() const { return std::get<std::string>(value); }
+  const Sequence& as_sequence() const { return std::get<Sequence>(value); }
+  const Mapping& as_mapping() const { return std::get<Mapping>(value); }
+  Sequence& as_sequence() { return std::get<Sequence>(value); }
+  Mapping& as_mapping() { return std::get<Mapping>(value); }
+
+  // The value under a string key; null where there is none, and for everything but mappings.
+  const Node* find(std::string_view key) const;
+  // Replaces the value under a string key of a mapping, or appends the pair.
+  void set(std::string_view key, Node node);
+  // Removes a string key of a mapping, if it is there.
+  void erase(std::string_view key);
+
+ private:
+  template <class T>
+  bool holds() const {
+    return std::holds_alternative<T>(value);
+  }
+};
+
+// The node as a person would write it on one line, shortened to about forty characters: for
+// messages.
+std::string brief(const Node& node);
+
+// FNV-1a of types and values, marks left out: equal trees have equal hashes on every rank and
+// platform.
+uint64_t content_hash(const Node& node);
+
+}  // namespace te::inspect

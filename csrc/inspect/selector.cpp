@@ -1,0 +1,103 @@
+#include "inspect/selector.h"
+
+#include <algorithm>
+#include <charconv>
+#include <ranges>
+#include <system_error>
+
+namespace te::inspect {
+namespace {
+
+constexpr std::pair<std::string_view, std::string_view> kAliases[] = {
+    {"self_attention", "self_attn"}, {"layernorm_qkv", "layernorm_linear_qkv"},
+    {"qkv", "linear_qkv"},           {"layernorm_query", "layernorm_linear_q"},
+    {"query", "linear_q"},           {"key_value", "linear_kv"},
+};
+constexpr int kMostAliased = 8;
+
+std::string_view alias_of(std::string_view component) {
+  const auto* found =
+      std::ranges::find(kAliases, component, &std::pair<std::string_view, std::string_view>::first);
+  return found == std::end(kAliases) ? std::string_view() : found->second;
+}
+
+bool is_digit(char c) { return '0' <= c && c <= '9'; }
+
+std::optional<int> layer_number(std::string_view layer) {
+  std::optional<int> number;
+  for (size_t begin = 0; begin < layer.size();) {
+    size_t end = begin;
+    while (end < layer.size() && is_digit(layer[end])) ++end;
+    if (end == begin) {
+      ++begin;
+      continue;
+    }
+    if (!layer.substr(0, begin).ends_with("fc")) {
+      int value = 0;
+      const auto parsed = std::from_chars(layer.data() + begin, layer.data() + end, value);
+      if (number || parsed.ec != std::errc()) return std::nullopt;
+      number = value;
+    }
+    begin = end;
+  }
+  return number;
+}
+
+bool type_matches(const std::vector<std::string>& types, const std::vector<std::string>& names) {
+  return types.empty() || std::ranges::any_of(types, [&](const std::string& type) {
+           return type == "all" || std::ranges::any_of(names, [&](const std::string& name) {
+                    return name.find(type) != name.npos;
+                  });
+         });
+}
+
+bool number_matches(const std::vector<std::pair<int, int>>& ranges, std::string_view layer) {
+  const auto holds = [&](int number) {
+    return std::ranges::any_of(
+        ranges, [&](const auto& r) { return r.first <= number && number <= r.second; });
+  };
+  if (std::ranges::find(ranges, std::pair(0, Selector::kEveryNumber)) != ranges.end()) return true;
+  const std::optional<int> number = layer_number(layer);
+  return number && holds(*number);
+}
+
+}  // namespace
+
+std::vector<std::string> names_of_layer(std::string_view layer) {
+  std::vector<std::string> names = {""};
+  int aliased = 0;
+  for (size_t begin = 0; begin <= layer.size();) {
+    const size_t end = std::min(layer.find('.', begin), layer.size());
+    const std::string_view component = layer.substr(begin, end - begin);
+    const std::string_view alias =
+        aliased < kMostAliased ? alias_of(component) : std::string_view();
+    const size_t count = names.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (begin > 0) names[i] += '.';
+      if (!alias.empty()) names.push_back(names[i] + std::string(alias));
+      names[i] += component;
+    }
+    aliased += !alias.empty();
+    begin = end + 1;
+  }
+  return names;
+}
+
+bool Selector::matches(std::string_view layer, const RegexSearch& regex) const {
+  const std::vector<std::string> names = names_of_layer(layer);
+  const auto any_name = [&](const auto& test) { return std::ranges::any_of(names, test); };
+  if (!exact_layer_names.empty()) {
+    return any_name([&](const std::string& name) {
+      return std::ranges::find(exact_layer_names, name) != exact_layer_names.end();
+    });
+  }
+  if (layer_name_regex_pattern) {
+    return any_name(
+        [&](const std::string& name) { return regex(*layer_name_regex_pattern, name); });
+  }
+  if (!layer_types && !layer_numbers) return false;
+  return (!layer_types || type_matches(*layer_types, names)) &&
+         (!layer_numbers || number_matches(*layer_numbers, layer));
+}
+
+}  // namespace te::inspect

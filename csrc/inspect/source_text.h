@@ -1,0 +1,38 @@
+// The bytes of a configuration file: what characters it may hold, and where an offset is.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "inspect/node.h"
+
+namespace te::inspect {
+
+// What is wrong with a file's text, and where.
+class TextError : public std::runtime_error {
+ public:
+  TextError(Mark mark, const std::string& message) : std::runtime_error(message), mark(mark) {}
+  Mark mark;
+};
+
+class SourceText {
+ public:
+  static constexpr size_t kMaxBytes = size_t{1} << 20;
+
+  // Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8 and control
+  // characters. Keeps the view.
+  explicit SourceText(std::string_view text);
+
+  std::string_view text() const { return text_; }
+  Mark mark(size_t offset) const;
+
+ private:
+  void check_characters() const;
+
+  std::string_view text_;
+  std::vector<size_t> lines_;  // offsets at which lines begin
+};
+
+}  // namespace te::inspect

@@ -1,0 +1,16 @@
+// What a plain scalar of YAML 1.1 is, as PyYAML's safe_load decides: users' files were written for
+// it.
+#pragma once
+
+#include <string_view>
+
+#include "inspect/node.h"
+
+namespace te::inspect {
+
+// `yes`, `on`: true; `010`: 8; `1_000`: 1000; `1:30`: 90; `1e3`: a string (a float needs a dot and
+// a signed exponent);
+// `~` and nothing: null. Dates stay strings. Throws te::Error for an integer beyond 64 bits.
+decltype(Node::value) resolve_plain(std::string_view text);
+
+}  // namespace te::inspect
