@@ -1,0 +1,214 @@
+#include "inspect/config.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "core/error.h"
+#include "inspect/config_feature.h"
+#include "inspect/config_layers.h"
+#include "inspect/config_yaml.h"
+#include "inspect/suggest.h"
+
+namespace te::inspect {
+namespace {
+
+constexpr std::string_view kBase = "base";
+
+class Loader {
+ public:
+  Loader(Loaded& loaded, const std::vector<FeatureRule>& rules, const RegexSearch& regex)
+      : loaded_(loaded), rules_(rules), regex_(regex) {}
+
+  void load(const Node& root) {
+    const Place top(loaded_.problems, Severity::Error);
+    if (root.is_null()) return;
+    if (!root.is_mapping()) {
+      top.mistake(root.mark, "expected sections, each under its name, got " + brief(root));
+      return;
+    }
+    for (const auto& [key, body] : root.as_mapping())
+      load_section(key, body, top.at(key_text(key)));
+  }
+
+ private:
+  void load_section(const Node& key, const Node& body, const Place& strict) {
+    Section section{.name = key_text(key), .mark = key.mark};
+    const std::optional<bool> enabled = read_enabled(body, key.mark, strict);
+    section.enabled = enabled.value_or(false);
+    loaded_.config.sections.push_back(section);
+    if (!body.is_mapping()) return;
+    const Place place = enabled == false ? strict.as_warnings() : strict;
+    Section& stored = loaded_.config.sections.back();
+    const Node* layers = body.find("layers");
+    if (layers) {
+      stored.selector = read_selector(*layers, place.at("layers"), regex_);
+    } else {
+      place.mistake(key.mark, "expected the key layers, got none");
+    }
+    load_features(body, place);
+    if (found_ == 0) place.warn(key.mark, "expected at least one feature, got none");
+    check_conflicts(stored.uses, rules_of_uses_, place);
+    if (!stored.enabled) stored.uses.clear();
+  }
+
+  // Empty after a mistake.
+  std::optional<bool> read_enabled(const Node& body, Mark mark, const Place& place) const {
+    if (!body.is_mapping()) {
+      place.mistake(body.mark.line > 0 ? body.mark : mark,
+                    "expected a mapping, got " + brief(body));
+      return std::nullopt;
+    }
+    const Node* enabled = body.find("enabled");
+    if (!enabled) {
+      place.mistake(mark, "expected the key enabled, got none");
+    } else if (!enabled->is_bool()) {
+      place.at("enabled").mistake(enabled->mark, "expected True or False, got " + brief(*enabled));
+    } else {
+      return enabled->as_bool();
+    }
+    return std::nullopt;
+  }
+
+  void load_features(const Node& body, const Place& place) {
+    rules_of_uses_.clear();
+    found_ = 0;
+    for (const auto& [key, node] : body.as_mapping()) {
+      const std::string name = key_text(key);
+      if (name == "enabled" || name == "layers") continue;
+      ++found_;
+      if (is_namespace(name)) {
+        load_namespace(name, node, place.at(name));
+      } else if (find_rule(rules_, kBase, name)) {
+        load_feature(kBase, key, node, place.at(name));
+      } else {
+        place.at(name).mistake(key.mark, unknown_key(name));
+      }
+    }
+  }
+
+  bool is_namespace(std::string_view name) const {
+    return std::ranges::any_of(rules_, [&](const FeatureRule& rule) { return rule.ns == name; });
+  }
+
+  void load_namespace(const std::string& ns, const Node& body, const Place& place) {
+    if (!body.is_mapping()) {
+      place.mistake(body.mark, "expected features, each under its name, got " + brief(body));
+      return;
+    }
+    for (const auto& [key, node] : body.as_mapping()) {
+      const std::string name = key_text(key);
+      if (find_rule(rules_, ns, name)) {
+        load_feature(ns, key, node, place.at(name));
+      } else {
+        place.at(name).mistake(key.mark,
+                               "unknown feature: " + expected_one_of(features_of(ns), name));
+      }
+    }
+  }
+
+  void load_feature(std::string_view ns, const Node& key, const Node& body, const Place& strict) {
+    const FeatureRule& rule = *find_rule(rules_, ns, key_text(key));
+    const std::optional<bool> enabled = read_enabled(body, key.mark, strict);
+    if (!body.is_mapping()) return;
+    FeatureUse use{.ns = rule.ns,
+                   .feature = rule.name,
+                   .written = key_text(key),
+                   .section = static_cast<int>(loaded_.config.sections.size()) - 1,
+                   .body = body,
+                   .mark = key.mark};
+    use.body.erase("enabled");
+    check_feature(use, rule, enabled == false ? strict.as_warnings() : strict, regex_);
+    if (enabled != true) return;
+    loaded_.config.sections.back().uses.push_back(std::move(use));
+    rules_of_uses_.push_back(&rule);
+  }
+
+  std::vector<std::string> features_of(std::string_view ns) const {
+    std::vector<std::string> names;
+    for (const FeatureRule& rule : rules_) {
+      if (rule.ns != ns) continue;
+      names.push_back(rule.name);
+      names.insert(names.end(), rule.aliases.begin(), rule.aliases.end());
+    }
+    return names;
+  }
+
+  // A key of a section that is neither a namespace nor a feature of the base namespace.
+  std::string unknown_key(const std::string& name) const {
+    std::vector<std::string> known = {"enabled", "layers"};
+    std::set<std::string> namespaces;
+    for (const FeatureRule& rule : rules_) namespaces.insert(rule.ns);
+    known.insert(known.end(), namespaces.begin(), namespaces.end());
+    for (const std::string& ns : namespaces) {
+      if (ns != kBase && find_rule(rules_, ns, name)) {
+        return concat("expected a namespace around the feature ", name,
+                      ", got none; did you mean '", ns, ": {", name, ": ...}'?");
+      }
+    }
+    const std::vector<std::string> base = features_of(kBase);
+    known.insert(known.end(), base.begin(), base.end());
+    return "unknown namespace or feature: " + expected_one_of(known, name);
+  }
+
+  Loaded& loaded_;
+  const std::vector<FeatureRule>& rules_;
+  const RegexSearch& regex_;
+  std::vector<const FeatureRule*> rules_of_uses_;  // of the section that is being read
+  int found_ = 0;                                  // namespaces and features in it
+};
+
+}  // namespace
+
+std::string describe(const Problem& problem, std::string_view origin) {
+  std::string text(origin);
+  if (problem.at.line > 0) text += concat(":", problem.at.line, ":", problem.at.column);
+  if (!text.empty()) text += ": ";
+  if (!problem.path.empty()) text += problem.path + ": ";
+  return text + problem.message;
+}
+
+std::vector<std::string> Config::names() const {
+  std::vector<std::string> names;
+  for (const Section& section : sections) names.push_back(section.name);
+  return names;
+}
+
+bool Loaded::has_errors() const {
+  return std::ranges::find(problems, Severity::Error, &Problem::severity) != problems.end();
+}
+
+const FeatureRule* find_rule(const std::vector<FeatureRule>& rules, std::string_view ns,
+                             std::string_view feature) {
+  const auto found = std::ranges::find_if(rules, [&](const FeatureRule& rule) {
+    return rule.ns == ns &&
+           (rule.name == feature || std::ranges::find(rule.aliases, feature) != rule.aliases.end());
+  });
+  return found == rules.end() ? nullptr : &*found;
+}
+
+Loaded load_config(const Node& root, std::string origin, const std::vector<FeatureRule>& rules,
+                   const RegexSearch& regex) {
+  Loaded loaded;
+  loaded.config.origin = std::move(origin);
+  loaded.config.hash = content_hash(root);
+  Loader(loaded, rules, regex).load(root);
+  std::ranges::stable_sort(loaded.problems, {}, [](const Problem& problem) {
+    return std::pair(problem.at.line, problem.at.column);
+  });
+  return loaded;
+}
+
+Loaded load_config(std::string_view text, std::string origin, const std::vector<FeatureRule>& rules,
+                   const RegexSearch& regex) {
+  try {
+    return load_config(parse_yaml(text), std::move(origin), rules, regex);
+  } catch (const TextError& error) {
+    Loaded loaded;
+    loaded.config.origin = std::move(origin);
+    loaded.problems.push_back({Severity::Error, error.mark, "", error.what()});
+    return loaded;
+  }
+}
+
+}  // namespace te::inspect

@@ -1,0 +1,289 @@
+#include "inspect/config_feature.h"
+
+#include <algorithm>
+#include <set>
+
+#include "core/error.h"
+#include "inspect/config_schedule.h"
+#include "inspect/gemm_names.h"
+#include "inspect/suggest.h"
+
+namespace te::inspect {
+namespace {
+
+using Strings = std::vector<std::string>;
+using Name = std::optional<std::string_view>;
+
+const Strings kGemmNames(kGemms.begin(), kGemms.end());
+const Strings kTensorNames(kTensors.begin(), kTensors.end());
+
+enum class Level { Feature, Gemm, Tensor };
+
+bool has(const Strings& names, std::string_view name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+bool has_any(const Node& node, std::initializer_list<std::string_view> keys) {
+  return std::ranges::any_of(keys, [&](std::string_view key) { return node.find(key) != nullptr; });
+}
+
+bool accepts_gemms(const FeatureRule& rule) { return rule.takes_gemms || !rule.tensors.empty(); }
+
+class BodyCheck {
+ public:
+  BodyCheck(const FeatureRule& rule, const RegexSearch& regex) : rule_(rule), regex_(regex) {}
+
+  void check_level(const Node& level, Level kind, const Place& place) const {
+    if (!level.is_mapping()) {
+      place.mistake(level.mark, "expected a mapping, got " + brief(level));
+      return;
+    }
+    for (const auto& [key, node] : level.as_mapping()) {
+      const std::string name = key_text(key);
+      const Place here = place.at(name);
+      if (!rule_.free_form && !has(allowed(kind), name)) {
+        here.mistake(key.mark, expected_one_of(allowed(kind), name));
+      } else {
+        check_key(name, node, kind, here);
+      }
+    }
+    const std::string_view own = kind == Level::Gemm ? "gemm" : "tensor";
+    if (kind != Level::Feature && !level.find(own)) {
+      place.mistake(level.mark, concat("expected the key ", own, ", got ", brief(level)));
+    }
+  }
+
+ private:
+  Strings allowed(Level kind) const {
+    Strings keys;
+    const auto add = [&](bool condition, std::initializer_list<const char*> names) {
+      if (condition) keys.insert(keys.end(), names.begin(), names.end());
+    };
+    add(kind == Level::Gemm, {"gemm"});
+    add(kind == Level::Tensor, {"tensor"});
+    add(kind == Level::Feature && accepts_gemms(rule_), {"gemms", "gemms_struct"});
+    add(kind != Level::Tensor && !rule_.tensors.empty(), {"tensors", "tensors_struct"});
+    add(!rule_.statistics.empty(), {"stats"});
+    add(rule_.scheduled, {"freq", "start_step", "end_step", "start_end_list"});
+    for (const KeyRule& key : rule_.keys) keys.push_back(key.name);
+    return keys;
+  }
+
+  void check_key(const std::string& name, const Node& node, Level kind, const Place& place) const {
+    const auto key = std::ranges::find(rule_.keys, name, &KeyRule::name);
+    if (key != rule_.keys.end()) return check_value(*key, node, place);
+    if (is_schedule_key(name)) return check_schedule_key(name, node, place);
+    if (name == "stats" && !rule_.statistics.empty()) return check_statistics(node, place);
+    if (kind == Level::Gemm && name == "gemm") return check_name(node, kGemmNames, place);
+    if (kind == Level::Tensor && name == "tensor") return check_name(node, tensors(), place);
+    if (kind == Level::Feature && name == "gemms") return check_names(node, kGemmNames, place);
+    if (kind != Level::Tensor && name == "tensors") return check_names(node, tensors(), place);
+    if (kind == Level::Feature && name == "gemms_struct") check_items(node, Level::Gemm, place);
+    if (kind != Level::Tensor && name == "tensors_struct") check_items(node, Level::Tensor, place);
+  }
+
+  const Strings& tensors() const { return rule_.tensors.empty() ? kTensorNames : rule_.tensors; }
+
+  // Free-form features may have names of their own: those of Transformer Engine are suggested, not
+  // demanded.
+  void check_name(const Node& node, const Strings& legal, const Place& place) const {
+    if (!node.is_string()) {
+      place.mistake(node.mark, "expected a name, got " + brief(node));
+    } else if (!has(legal, node.as_string())) {
+      const bool near = nearest(node.as_string(), legal).has_value();
+      if (rule_.free_form && !near) return;
+      (rule_.free_form ? place.as_warnings() : place)
+          .mistake(node.mark, expected_one_of(legal, node.as_string()));
+    }
+  }
+
+  void check_names(const Node& node, const Strings& legal, const Place& place) const {
+    size_t index = 0;
+    for (const Node* item : as_list(node)) {
+      check_name(*item, legal, node.is_sequence() ? place.at(index++) : place);
+    }
+  }
+
+  void check_items(const Node& list, Level kind, const Place& place) const {
+    if (!list.is_sequence()) {
+      place.mistake(list.mark, "expected a list of mappings, got " + brief(list));
+      return;
+    }
+    const std::string_view field = kind == Level::Gemm ? "gemm" : "tensor";
+    std::set<std::string> seen;
+    for (size_t i = 0; i < list.as_sequence().size(); ++i) {
+      const Node& item = list.as_sequence()[i];
+      check_level(item, kind, place.at(i));
+      const Node* name = item.find(field);
+      if (name && name->is_string() && !seen.insert(name->as_string()).second) {
+        place.at(i).mistake(name->mark,
+                            concat("expected each ", field, " once, got ", brief(*name), " again"));
+      }
+    }
+  }
+
+  void check_value(const KeyRule& key, const Node& node, const Place& place) const {
+    if (node.is_null() && !key.required) return;
+    const bool fits = key.kind == "bool"     ? node.is_bool()
+                      : key.kind == "int"    ? node.is_int()
+                      : key.kind == "number" ? node.is_int() || node.is_double()
+                      : key.kind == "string" ? node.is_string()
+                                             : true;
+    if (!fits) {
+      const char* article = key.kind == "int" ? "an " : "a ";
+      place.mistake(node.mark, concat("expected ", article, key.kind, ", got ", brief(node)));
+    } else if (key.kind == "choice") {
+      const std::string text = key_text(node);
+      const bool legal = node.is_string() && std::ranges::any_of(key.choices, [&](const auto& c) {
+                           return equal_without_case(c, text);
+                         });
+      if (!legal) place.mistake(node.mark, expected_one_of(key.choices, text));
+    }
+  }
+
+  // A statistic with parameters is written as a mapping of its name.
+  void check_statistics(const Node& node, const Place& place) const {
+    const std::vector<const Node*> items = as_list(node);
+    if (items.empty()) place.mistake(node.mark, "expected at least one statistic, got none");
+    for (size_t i = 0; i < items.size(); ++i) {
+      const Node* item = items[i];
+      if (item->is_mapping() && item->as_mapping().size() == 1) item = &item->as_mapping()[0].first;
+      const Place here = node.is_sequence() ? place.at(i) : place;
+      if (!item->is_string()) {
+        here.mistake(item->mark, "expected the name of a statistic, got " + brief(*item));
+      } else if (!is_statistic(item->as_string())) {
+        here.mistake(item->mark, expected_one_of(rule_.statistics, item->as_string()));
+      }
+    }
+  }
+
+  bool is_statistic(const std::string& name) const {
+    return std::ranges::any_of(rule_.statistics, [&](const std::string& pattern) {
+      return pattern == name || regex_("^(?:" + pattern + ")$", name);
+    });
+  }
+
+  const FeatureRule& rule_;
+  const RegexSearch& regex_;
+};
+
+// Every (gemm, tensor) that a body may distinguish; absent where it does not.
+std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
+  std::vector<Name> gemms = {std::nullopt}, tensors = {std::nullopt};
+  bool structured = false;
+  if (const Node* items = body.find("gemms_struct")) {
+    for (const Node* item : as_list(*items))
+      structured |= has_any(*item, {"tensors", "tensors_struct"});
+  }
+  if (has_any(body, {"gemms", "gemms_struct"})) gemms.assign(kGemms.begin(), kGemms.end());
+  if (structured || has_any(body, {"tensors", "tensors_struct"})) {
+    tensors.assign(kTensors.begin(), kTensors.end());
+  }
+  std::vector<std::pair<Name, Name>> pairs;
+  for (const Name& gemm : gemms) {
+    for (const Name& tensor : tensors) pairs.emplace_back(gemm, tensor);
+  }
+  return pairs;
+}
+
+// What only shows once outer and inner keys are put together.
+class WholeCheck {
+ public:
+  WholeCheck(const FeatureUse& use, const FeatureRule& rule, const Place& place)
+      : use_(use), rule_(rule), place_(place) {}
+
+  void check() {
+    if (rule_.takes_gemms && !has_any(use_.body, {"gemms", "gemms_struct"})) {
+      place_.mistake(use_.mark, "expected the key gemms or gemms_struct, got neither");
+    }
+    FeatureRule raw = rule_;  // sees pairs that are no operands, too
+    raw.takes_gemms = false;
+    for (const auto& [gemm, tensor] : pairs_of(use_.body)) {
+      const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
+      if (!config) continue;
+      if (rule_.takes_gemms && gemm && tensor && !takes_or_gives(*gemm, *tensor)) {
+        strangers_ += concat(strangers_.empty() ? "" : ", ", *tensor, " in ", *gemm);
+        continue;
+      }
+      check_one(*config, tensor);
+    }
+    if (!strangers_.empty()) {
+      place_.warn(use_.mark, "expected operands of the GEMMs, got " + strangers_ +
+                                 ", which those GEMMs do not take: ignored");
+    }
+  }
+
+ private:
+  void check_one(const Node& config, const Name& tensor) {
+    if (!rule_.tensors.empty() && !tensor) missing("tensors or tensors_struct", config);
+    if (!rule_.statistics.empty() && !config.find("stats")) missing("stats", config);
+    for (const KeyRule& key : rule_.keys) {
+      if (key.required && !config.find(key.name)) missing(key.name, config);
+    }
+    const Node *start = config.find("start_step"), *end = config.find("end_step");
+    const bool both = start && end && start->is_int() && end->is_int();
+    const bool scheduled = rule_.scheduled || rule_.free_form;
+    if (scheduled && both && end->as_int() >= 0 && end->as_int() < start->as_int()) {
+      once(place_.at("end_step"), end->mark,
+           concat("expected at least start_step, ", start->as_int(), ", got ", end->as_int()));
+    }
+  }
+
+  void missing(std::string_view key, const Node& config) {
+    once(place_, config.mark.line > 0 ? config.mark : use_.mark,
+         concat("expected the key ", key, ", got none"));
+  }
+
+  void once(const Place& place, Mark mark, const std::string& message) {
+    if (said_.insert(place.path() + message).second) place.mistake(mark, message);
+  }
+
+  const FeatureUse& use_;
+  const FeatureRule& rule_;
+  const Place& place_;
+  std::string strangers_;
+  std::set<std::string> said_;
+};
+
+// The first tensor and gemm that both features act on.
+std::optional<std::string> common(const FeatureUse& a, const FeatureRule& rule_a,
+                                  const FeatureUse& b, const FeatureRule& rule_b) {
+  for (const std::string_view gemm : kGemms) {
+    for (const std::string_view tensor : kTensors) {
+      if (takes_or_gives(gemm, tensor) && config_for(a, rule_a, gemm, tensor) &&
+          config_for(b, rule_b, gemm, tensor)) {
+        return concat(tensor, " in ", gemm);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+void check_feature(const FeatureUse& use, const FeatureRule& rule, const Place& place,
+                   const RegexSearch& regex) {
+  BodyCheck(rule, regex).check_level(use.body, Level::Feature, place);
+  WholeCheck(use, rule, place).check();
+}
+
+void check_conflicts(const std::vector<FeatureUse>& uses,
+                     const std::vector<const FeatureRule*>& rules, const Place& section) {
+  for (size_t i = 0; i < uses.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      const bool same = rules[i] == rules[j];
+      const bool conflict =
+          same || (rules[i]->ns == rules[j]->ns && (has(rules[i]->conflicts, rules[j]->name) ||
+                                                    has(rules[j]->conflicts, rules[i]->name)));
+      if (!conflict) continue;
+      if (const auto where = common(uses[j], *rules[j], uses[i], *rules[i])) {
+        section.at(uses[i].ns)
+            .at(uses[i].written)
+            .mistake(uses[i].mark, concat("expected one of ", uses[j].written, " and ",
+                                          uses[i].written, " on ", *where, ", got both"));
+      }
+    }
+  }
+}
+
+}  // namespace te::inspect

@@ -1,0 +1,18 @@
+// The body of one feature, checked against its rule.
+#pragma once
+
+#include "inspect/place.h"
+#include "inspect/selector.h"
+
+namespace te::inspect {
+
+// Keys, values, names of gemms, tensors and statistics, schedules, and what is missing.
+void check_feature(const FeatureUse& use, const FeatureRule& rule, const Place& place,
+                   const RegexSearch& regex);
+
+// Features of one section that act on the same tensor and gemm though they must not: the same one
+// under two names, or two that conflict. `rules[i]` is the rule of `uses[i]`.
+void check_conflicts(const std::vector<FeatureUse>& uses,
+                     const std::vector<const FeatureRule*>& rules, const Place& section);
+
+}  // namespace te::inspect

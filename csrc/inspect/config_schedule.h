@@ -1,0 +1,15 @@
+// The schedule keys of a feature: freq, start_step, end_step, start_end_list.
+#pragma once
+
+#include <string_view>
+
+#include "inspect/place.h"
+
+namespace te::inspect {
+
+bool is_schedule_key(std::string_view key);
+
+// One of the keys on its own; null means its default.
+void check_schedule_key(std::string_view key, const Node& node, const Place& place);
+
+}  // namespace te::inspect

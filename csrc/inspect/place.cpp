@@ -1,0 +1,58 @@
+#include "inspect/place.h"
+
+#include <utility>
+
+namespace te::inspect {
+
+Place Place::at(std::string_view key) const {
+  Place inner = *this;
+  if (!inner.path_.empty()) inner.path_ += '.';
+  inner.path_ += key;
+  return inner;
+}
+
+Place Place::at(size_t index) const {
+  Place inner = *this;
+  inner.path_.append("[").append(std::to_string(index)).append("]");
+  return inner;
+}
+
+Place Place::as_warnings() const {
+  Place inner = *this;
+  inner.mistakes_ = Severity::Warning;
+  return inner;
+}
+
+void Place::mistake(Mark mark, std::string message) const {
+  problems_->push_back({mistakes_, mark, path_, std::move(message)});
+}
+
+void Place::warn(Mark mark, std::string message) const {
+  problems_->push_back({Severity::Warning, mark, path_, std::move(message)});
+}
+
+std::vector<const Node*> as_list(const Node& node) {
+  if (node.is_null()) return {};
+  if (!node.is_sequence()) return {&node};
+  std::vector<const Node*> items;
+  for (const Node& item : node.as_sequence()) items.push_back(&item);
+  return items;
+}
+
+std::vector<std::string> strings(const Node& node, const Place& place) {
+  std::vector<std::string> found;
+  size_t index = 0;
+  for (const Node* item : as_list(node)) {
+    if (item->is_string()) {
+      found.push_back(item->as_string());
+    } else {
+      place.at(index).mistake(item->mark, "expected a string, got " + brief(*item));
+    }
+    ++index;
+  }
+  return found;
+}
+
+std::string key_text(const Node& key) { return key.is_string() ? key.as_string() : brief(key); }
+
+}  // namespace te::inspect

@@ -1,0 +1,41 @@
+// Where in a configuration a check is, and what it has to say.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "inspect/config.h"
+
+namespace te::inspect {
+
+class Place {
+ public:
+  Place(std::vector<Problem>& problems, Severity mistakes)
+      : problems_(&problems), mistakes_(mistakes) {}
+
+  Place at(std::string_view key) const;
+  Place at(size_t index) const;
+  Place as_warnings() const;  // the same place, where mistakes do not matter
+
+  const std::string& path() const { return path_; }
+  void mistake(Mark mark, std::string message) const;
+  void warn(Mark mark, std::string message) const;
+
+ private:
+  std::vector<Problem>* problems_;
+  Severity mistakes_;
+  std::string path_ = {};
+};
+
+// A list, or a single value in place of a list of one; for null an empty list. Pointers into
+// `node`.
+std::vector<const Node*> as_list(const Node& node);
+
+// The strings among as_list(node); anything else is a mistake.
+std::vector<std::string> strings(const Node& node, const Place& place);
+
+// The text of a key, whatever scalar it is.
+std::string key_text(const Node& key);
+
+}  // namespace te::inspect

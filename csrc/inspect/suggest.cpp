@@ -1,0 +1,65 @@
+#include "inspect/suggest.h"
+
+#include <algorithm>
+
+namespace te::inspect {
+namespace {
+
+constexpr size_t kLongestWord = 64;  // longer ones are no misspelt names
+
+char lower(char c) { return 'A' <= c && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
+
+}  // namespace
+
+bool equal_without_case(std::string_view a, std::string_view b) {
+  return std::ranges::equal(a, b, {}, lower, lower);
+}
+
+int edit_distance(std::string_view a, std::string_view b) {
+  std::vector<int> before(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) last[j] = static_cast<int>(j);
+  for (size_t i = 1; i <= a.size(); ++i) {
+    row[0] = static_cast<int>(i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const bool same = lower(a[i - 1]) == lower(b[j - 1]);
+      row[j] = std::min({last[j] + 1, row[j - 1] + 1, last[j - 1] + (same ? 0 : 1)});
+      const bool swapped = i > 1 && j > 1 && lower(a[i - 1]) == lower(b[j - 2]) &&
+                           lower(a[i - 2]) == lower(b[j - 1]);
+      if (swapped) row[j] = std::min(row[j], before[j - 2] + 1);
+    }
+    before = last;
+    last = row;
+  }
+  return last[b.size()];
+}
+
+std::optional<std::string> nearest(std::string_view word,
+                                   const std::vector<std::string>& candidates) {
+  if (word.size() > kLongestWord) return std::nullopt;
+  std::optional<std::string> best;
+  int best_distance = std::max(1, static_cast<int>(word.size() + 1) / 3) + 1;
+  for (const std::string& candidate : candidates) {
+    const int distance = edit_distance(word, candidate);
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word) {
+  std::string text = candidates.empty() ? "expected nothing" : "expected ";
+  if (candidates.size() > 1) text += "one of ";
+  for (const std::string& candidate : candidates) {
+    if (&candidate != &candidates.front()) text += ", ";
+    text += candidate;
+  }
+  text.append(", got '").append(word.substr(0, kLongestWord)).append("'");
+  if (const auto suggestion = nearest(word, candidates)) {
+    text.append("; did you mean '").append(*suggestion).append("'?");
+  }
+  return text;
+}
+
+}  // namespace te::inspect

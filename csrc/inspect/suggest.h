@@ -1,0 +1,25 @@
+// "did you mean ...?"
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace te::inspect {
+
+// Equal but for the case of ASCII letters.
+bool equal_without_case(std::string_view a, std::string_view b);
+
+// Insertions, deletions, replacements and swaps of neighbours that turn one word into the other;
+// case counts for nothing.
+int edit_distance(std::string_view a, std::string_view b);
+
+// The candidate nearest to a word, if it is near: at most a third of the word's letters differ.
+std::optional<std::string> nearest(std::string_view word,
+                                   const std::vector<std::string>& candidates);
+
+// "expected one of a, b, c, got 'd'; did you mean 'a'?"
+std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word);
+
+}  // namespace te::inspect
