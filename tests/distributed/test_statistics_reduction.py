@@ -1,0 +1,66 @@
+"""Statistics over the ranks of a group: two processes over gloo, on the CPU."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from statistics_ranks import parts_of, run_rank
+from statistics_reference import assert_statistics, reference
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (str(folder / "store"), str(folder / "result")), nprocs=2)
+    return [torch.load(folder / f"result.{rank}") for rank in range(2)]
+
+
+def _both(outcomes, scenario: str):
+    return [outcome[scenario] for outcome in outcomes]
+
+
+def test_unequal_micro_batches_count_as_one_tensor(outcomes) -> None:
+    expected = reference(*parts_of(0), *parts_of(1))
+    for found in _both(outcomes, "unequal_micro_batches"):
+        assert_statistics(found[0, "layer", "activation"], expected)
+
+
+def test_a_rank_without_tensors_adds_nothing(outcomes) -> None:
+    for found in _both(outcomes, "a_rank_without_tensors"):
+        assert_statistics(found[0, "layer", "activation"], reference(*parts_of(0)))
+
+
+def test_the_order_of_first_use_does_not_matter(outcomes) -> None:
+    for found in _both(outcomes, "layers_in_another_order"):
+        assert found == {"a": ord("a") + 10.0, "b": ord("b") + 10.0}
+
+
+def test_weights_are_reduced_over_their_tensor_parallel_group_alone(outcomes) -> None:
+    first = [parts_of(rank)[0] for rank in range(2)]
+    for rank, found in enumerate(_both(outcomes, "weights")):
+        assert_statistics(found["together"], reference(*first))
+        for alone in ("switched off", "no group", "one rank"):
+            assert_statistics(found[alone], reference(first[rank]))
+
+
+def test_a_collective_only_where_something_may_be_due(outcomes) -> None:
+    for values, collectives in _both(outcomes, "steps_between"):
+        assert values == {0: 8.0, 2: 12.0, 4: 8.0}
+        assert collectives == 3
+
+
+def test_layers_that_come_later_find_room(outcomes) -> None:
+    for found in _both(outcomes, "layers_that_come_later"):
+        assert found == {f"layer.{i}": i + 1.0 for i in range(100)}
+
+
+def test_different_layers_are_an_error_on_both_ranks(outcomes) -> None:
+    for message in _both(outcomes, "different_layers"):
+        assert "not on all ranks: a activation" in message
+        assert "configurations differ" in message
+        assert "set_tensor_reduction_group" in message
+
+
+def test_ranks_that_part_company_later_stop(outcomes) -> None:
+    for message in _both(outcomes, "different_layers_later"):
+        assert message[0] in "12"
+        assert "2 rows in iteration 1 (rank 0), 1 rows in iteration 1 (rank 1)" in message

@@ -1,0 +1,152 @@
+"""What each rank of test_statistics_reduction runs, where a spawned process can import it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from statistics_reference import ALL
+from statistics_session import Every, FakeManager, Session, moments_of
+
+Outcome = Any
+LAYER = {"layer": moments_of(*ALL)}
+
+
+def parts_of(rank: int) -> list[torch.Tensor]:
+    """Micro-batches of a rank: unequal ones, and none on rank 1 in some tests."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = ((100, 3, 1), (7,))[rank]
+    return [torch.randn(n, 8, generator=generator) + 10 * rank for n in sizes]
+
+
+def _known(session: Session, *layers: str) -> None:
+    for layer in layers:
+        session.collector.tensor(layer, "activation", torch.device("cpu"))
+
+
+def unequal_micro_batches(rank: int) -> Outcome:
+    session = Session(FakeManager(LAYER))
+    for part in parts_of(rank):
+        session.feed("layer", "activation", part)
+    session.step()
+    return session.logged()
+
+
+def a_rank_without_tensors(rank: int) -> Outcome:
+    session = Session(FakeManager(LAYER))
+    _known(session, "layer")
+    if rank == 0:
+        for part in parts_of(rank):
+            session.feed("layer", "activation", part)
+    session.step()
+    return session.logged()
+
+
+def layers_in_another_order(rank: int) -> Outcome:
+    session = Session(FakeManager({"a": moments_of("max"), "b": moments_of("max")}))
+    for layer in ("ab", "ba")[rank]:
+        session.feed(layer, "activation", torch.full((2,), ord(layer) + 10.0 * rank))
+    session.step()
+    return {key[1]: values["max"] for key, values in session.logged().items()}
+
+
+def weights(rank: int) -> Outcome:
+    """Of a tensor parallel group, of one that is not reduced, and of no group."""
+    outcome = {}
+    group = dist.new_group([0, 1])
+    for name, tp_group, tp_size, reduced in (
+        ("together", group, 2, True),
+        ("switched off", group, 2, False),
+        ("no group", None, 2, True),
+        ("one rank", None, 1, True),
+    ):
+        session = Session(FakeManager(LAYER, text=Every(start=100)))
+        session.collector.weights_over_tp_group = reduced
+        x = parts_of(rank)[0]
+        found = session.collector.tensor("layer", "weight", x.device, tp_group, tp_size)
+        for _ in range(2):
+            found.feed_moments(x)
+        session.step()
+        outcome[name] = session.logged()[0, "layer", "weight"]
+    return outcome
+
+
+def steps_between(rank: int) -> Outcome:
+    """Only every second step is due, and only rank 0 feeds in the fourth."""
+    session = Session(
+        FakeManager({"layer": moments_of("l1_norm", schedule=Every(2))}, text=Every(2))
+    )
+    _known(session, "layer")
+    for iteration in range(5):
+        if rank == 0 or iteration != 4:
+            session.feed("layer", "activation", torch.ones(4 + iteration))
+        session.step()
+    collectives = session.collector.account.collectives
+    return {i: v["l1_norm"] for (i, _, _), v in session.logged().items()}, collectives
+
+
+def layers_that_come_later(rank: int) -> Outcome:
+    """More of them than the first collective had room for."""
+    layers = {f"layer.{i}": moments_of("max") for i in range(100)}
+    session = Session(FakeManager(layers))
+    for count in (1, 100, 100):
+        for i in range(count):
+            session.feed(f"layer.{i}", "activation", torch.full((2,), float(i + rank)))
+        session.step()
+    found = session.logged()
+    return {i: v["max"] for (step, name, _), v in found.items() if step == 2 for i in [name]}
+
+
+def different_layers(rank: int) -> Outcome:
+    layers = ({"a": moments_of("max"), "both": moments_of("max")}, {"both": moments_of("max")})
+    session = Session(FakeManager(layers[rank], config_hash=rank))
+    for layer in layers[rank]:
+        session.feed(layer, "activation", torch.ones(2))
+    try:
+        session.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def different_layers_later(rank: int) -> Outcome:
+    session = Session(FakeManager({"a": moments_of("max"), "b": moments_of("max")}))
+    try:
+        for iteration in range(3):
+            session.feed("a", "activation", torch.ones(2))
+            if rank == 0 and iteration:
+                session.feed("b", "activation", torch.ones(2))
+            session.step()
+    except RuntimeError as error:
+        return f"{iteration}: {error}"
+    return "no error"
+
+
+SCENARIOS: dict[str, Callable[[int], Outcome]] = {
+    run.__name__: run
+    for run in (
+        unequal_micro_batches,
+        a_rank_without_tensors,
+        layers_in_another_order,
+        weights,
+        steps_between,
+        layers_that_come_later,
+        different_layers,
+        different_layers_later,
+    )
+}
+
+
+def run_rank(rank: int, store: str, results: str) -> None:
+    """All scenarios in turn."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=20),
+    )
+    torch.set_num_threads(1)
+    torch.save({name: run(rank) for name, run in SCENARIOS.items()}, f"{results}.{rank}")
+    dist.destroy_process_group()

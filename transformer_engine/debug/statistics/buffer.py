@@ -1,0 +1,121 @@
+"""The rows of all inspected tensors on one device.
+
+Rows live in chunks whose addresses never change, because captured graphs write into them. Beside
+each row is a flag, int32, that such a graph reads: zero, and its kernels leave the row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row
+
+CHUNK = 1024
+Asks = tuple[tuple[str, str], ...]
+
+
+class Slot:
+    """One row: `row` float64 `[16]`, `active` int32 `[1]`, both views of its chunk.
+
+    `position` counts the slots of the buffer. Before each iteration it is decided what is read off
+    the row: `asks`, pairs of a name in the logs and a statistic. `fed` says that this iteration
+    handed the row out; `scales_only` that it was fed with nothing but scales.
+    """
+
+    __slots__ = ("active", "asks", "fed", "kind", "numel", "position", "row", "scales_only")
+
+    def __init__(self, position: int, kind: Kind, row: torch.Tensor, active: torch.Tensor) -> None:
+        self.position = position
+        self.kind = kind
+        self.row = row
+        self.active = active
+        self.asks: Asks = ()
+        self.fed = False
+        self.scales_only = False
+        self.numel = 0  # of a weight; zero where feeds accumulate
+
+    @property
+    def due(self) -> bool:
+        """Whether something is read off it in this iteration."""
+        return bool(self.asks)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that nobody waits for."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+class _Chunk:
+    def __init__(self, device: torch.device) -> None:
+        neutral = torch.tensor([empty_row(kind) for kind in Kind], dtype=torch.float64)
+        self.neutral = to_device(neutral, device)
+        self.empty = torch.zeros(CHUNK, WIDTH, dtype=torch.float64, device=device)
+        self.rows = torch.zeros_like(self.empty)
+        self.active = torch.zeros(CHUNK, dtype=torch.int32, device=device)
+        self.used = 0
+
+
+class DeviceBuffer:
+    """Slots on one device; see the module's docstring."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: list[Slot] = []
+        self.captured = False  # a graph may hold addresses of rows and flags
+        self._chunks: list[_Chunk] = []
+        self._flags: list[bool] = []
+
+    def slot(self, kind: Kind) -> Slot:
+        """A new slot with an empty row.
+
+        Raises:
+            RuntimeError: memory is needed inside a CUDA graph capture.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise RuntimeError(
+                "[statistics] a tensor is inspected for the first time inside a CUDA graph "
+                "capture; run one step with the same layers before capturing"
+            )
+        if not self._chunks or self._chunks[-1].used == CHUNK:
+            self._chunks.append(_Chunk(self.device))
+        chunk = self._chunks[-1]
+        at = chunk.used
+        chunk.used += 1
+        for rows in (chunk.empty, chunk.rows):
+            rows[at].copy_(chunk.neutral[kind])
+        slot = Slot(len(self.slots), kind, chunk.rows[at], chunk.active[at : at + 1])
+        self.slots.append(slot)
+        return slot
+
+    def refresh(self) -> None:
+        """Tell captured graphs which slots are due from here on: at most one small copy a chunk.
+
+        Graphs may be captured later, when nothing can be copied, so flags are always right.
+        """
+        flags = [slot.due for slot in self.slots]
+        if flags == self._flags:
+            return
+        self._flags = flags
+        for number, chunk in enumerate(self._chunks):
+            own = torch.tensor(flags[number * CHUNK :][: chunk.used], dtype=torch.int32)
+            chunk.active[: chunk.used].copy_(to_device(own, self.device))
+
+    def take(self) -> torch.Tensor:
+        """The rows `[slots, 16]` as they are now, in a copy on the device; they start anew."""
+        taken = [chunk.rows[: chunk.used].clone() for chunk in self._chunks]
+        for chunk in self._chunks:
+            chunk.rows[: chunk.used].copy_(chunk.empty[: chunk.used])
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def close(self) -> None:
+        """The session is over: captured graphs find their flags at zero, and their memory alive."""
+        if self.captured:
+            self.refresh()
+            _KEPT_FOR_GRAPHS.extend(self._chunks)
+
+
+# Graphs outlive the session in which they were captured, and go on reading flags.
+_KEPT_FOR_GRAPHS: list[_Chunk] = []

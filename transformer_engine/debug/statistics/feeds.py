@@ -1,0 +1,169 @@
+"""From tensors as hooks and users have them to what the kernels of statistics take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine.debug.statistics.subscription import Source
+from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION
+from transformer_engine.pytorch.kernels.moments import cast_moments
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.transpose import transpose
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix
+from transformer_engine.pytorch.quantizers import CurrentQuantizer, Fp8Quantizer, Scaling
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+RECIPES = {Scaling.DELAYED: "fp8_delayed_scaling", Scaling.CURRENT: "fp8_current_scaling"}
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """`x` detached, contiguous and in a dtype that kernels take; quantised ones are dequantised."""
+    x = x.detach()
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    if x.dtype not in HIGH_PRECISION:
+        x = x.float()
+    return x.contiguous()
+
+
+def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Tensor | None) -> None:
+    """Raise element 1 of a blocks row to the largest dynamic range of a block of `x`.
+
+    Raises:
+        ValueError: the tensor cannot be cut into such blocks.
+    """
+    magnitudes = plain(x).reshape(-1, x.shape[-1] if x.ndim else 1).abs().float()
+    ranges = [_largest_range(magnitudes, source)]
+    if source.both:
+        ranges.append(_largest_range(magnitudes.t().contiguous(), source))
+    found = torch.stack([torch.full_like(ranges[0], x.numel()), torch.stack(ranges).amax()])
+    merged = torch.stack([row[0] + found[0], torch.maximum(row[1], found[1])])
+    row[:2].copy_(merged if active is None else torch.where(active != 0, merged, row[:2]))
+
+
+def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
+    """float64 scalar: log2 of the largest over the smallest non-zero value of a block, at most."""
+    side = source.block
+    if not magnitudes.numel():
+        return magnitudes.new_zeros((), dtype=torch.float64)
+    sizes = [magnitudes.numel()] if source.dims == 1 else list(magnitudes.shape)
+    if any(size % side for size in sizes):
+        raise ValueError(
+            f"[LogTensorStats] expected sizes divisible by block_size {side} for "
+            f"max_blockwise_dynamic_range, got {tuple(magnitudes.shape)}"
+        )
+    if source.dims == 1:
+        cut = magnitudes.reshape(-1, side)
+    else:
+        rows, cols = magnitudes.shape
+        tiles = magnitudes.view(rows // side, side, cols // side, side)
+        cut = tiles.transpose(1, 2).reshape(-1, side * side)
+    top = cut.amax(dim=1)
+    bottom = torch.where(cut == 0, torch.inf, cut).amin(dim=1)
+    ranges = top.double().log2() - bottom.double().log2()
+    return torch.where(top == 0, 0.0, ranges).amax()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor beside its codes, in the same order of elements."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    format: int
+
+    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
+        """Merge what the cast did into a casts row."""
+        cast_moments(self.x, self.codes, self.scales, self.format, row, active)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.x.numel()
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What is known of a parameter that is kept in FP8: its scales."""
+
+    matrix: Fp8Matrix
+
+    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
+        """Merge the scales, and the count of elements, into a casts row."""
+        inverse = self.matrix.scales[:1].double()
+        least = torch.minimum(row[4:5], torch.where(inverse == 0, torch.inf, inverse))
+        merged = torch.cat([row[:1] + self.numel, row[1:4], least, row[5:6].maximum(inverse)])
+        row[:6].copy_(merged if active is None else torch.where(active != 0, merged, row[:6]))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.matrix.codes.numel()
+
+
+def cast(
+    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, where: str
+) -> Cast | Scales | str:
+    """What a casts slot is fed with, or why there is nothing to feed it with.
+
+    Args:
+        x: the tensor in high precision; None where it exists in FP8 alone.
+        side: what the GEMMs of that direction take.
+        source: the slot's.
+        quantizer: the layer's, of this tensor.
+        where: layer and tensor, for errors.
+
+    Raises:
+        ValueError: the recipe cannot be evaluated after the fact.
+    """
+    if x is not None:
+        x = plain(x)
+    current = RECIPES.get(getattr(quantizer, "scaling", Scaling.NONE), "")
+    if source.recipe and source.recipe != current:
+        if x is None:
+            return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
+        return _cast_again(x, source, quantizer, current, where)
+    matrix = _matrix(side, source.columnwise)
+    if matrix is None:
+        direction = "columnwise" if source.columnwise else "rowwise"
+        return f"the tensor is not quantised to FP8 ({direction})"
+    if x is None:
+        return Scales(matrix)
+    codes = transpose(matrix.codes) if source.columnwise else matrix.codes
+    if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
+        codes = codes.reshape(-1)[: x.numel()]
+    return Cast(x, codes.reshape(x.shape), _pair(matrix.scales), matrix.format)
+
+
+def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
+    if isinstance(side, Fp8Matrix):
+        return side
+    if isinstance(side, Float8Tensor):
+        codes = side.transposed_codes() if columnwise else side._data.contiguous()
+        return Fp8Matrix(codes, side._scale_inv, int(side._fp8_dtype))
+    return None
+
+
+def _pair(scales: torch.Tensor) -> torch.Tensor:
+    return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
+
+
+def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:
+    """A cast that the layer does not make, for its statistics alone."""
+    if source.recipe != RECIPES[Scaling.CURRENT]:
+        raise ValueError(
+            f"[LogFp8TensorStats] Cannot recreate quantizer for {source.recipe}: its scale comes "
+            f"from a history of amaxes that was not kept, and the tensor is quantised by "
+            f"{current or 'nothing'} ({where})"
+        )
+    format = quantizer.format if isinstance(quantizer, Fp8Quantizer) else E4M3
+    again = CurrentQuantizer(format)
+    flat = x.view(rows_of(x), x.shape[-1])
+    matrix = again.operands(flat, Demand(again, True, False)).rowwise
+    assert isinstance(matrix, Fp8Matrix)
+    return Cast(x, matrix.codes.view(x.shape), matrix.scales, format)

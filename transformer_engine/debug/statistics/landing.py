@@ -1,0 +1,105 @@
+"""Rows on their way to the host, and what becomes of them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.debug.statistics.buffer import Slot
+from transformer_engine.debug.statistics.layout import Layout
+from transformer_engine.debug.statistics.ranks import GroupRows
+from transformer_engine.debug.statistics.rows import read
+from transformer_engine.debug.statistics.subscription import Reading
+
+SCALES = ("scale_inv_min", "scale_inv_max")  # what is known without the tensor itself
+
+
+class Due(NamedTuple):
+    """What is read for one tensor, in the order of its configuration."""
+
+    layer: str
+    tensor: str
+    readings: tuple[Reading, ...]
+
+
+class Logged(NamedTuple):
+    """Statistics of one tensor, ready for the logs; None where the tensor was empty."""
+
+    layer: str
+    tensor: str
+    values: Mapping[str, float | None]
+
+
+class Landing:
+    """The rows of one step in one copy, on the host as soon as `landed` says so.
+
+    Args:
+        rows: `[slots, 16]`, or `[ranks, capacity, 16]` with a layout, on any device.
+        iteration: that ended.
+        due: what is read off them.
+        shared: of rows that the ranks of a group have gathered: the group, and their layout.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        iteration: int,
+        due: Sequence[Due],
+        shared: tuple[GroupRows, Layout] | None = None,
+    ) -> None:
+        self.iteration = iteration
+        self.due = due
+        self.shared = shared
+        self._event: torch.cuda.Event | None = None
+        self._rows = rows
+        self.nbytes = 0
+        if rows.is_cuda:
+            self.nbytes = rows.nbytes
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._rows.copy_(rows, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def landed(self, wait: bool) -> bool:
+        """Whether the rows are here."""
+        if self._event is None:
+            return True
+        if wait:
+            self._event.synchronize()
+        return self._event.query()
+
+    def statistics(self) -> Iterator[Logged]:
+        """The statistics of every tensor that was seen.
+
+        Raises:
+            RuntimeError: the ranks of a group looked at different tensors.
+        """
+        rows, place, ranks = self._rows, None, 1
+        if self.shared is not None:
+            group, layout = self.shared
+            rows, place, ranks = group.merged(rows, layout), layout.place, group.size
+        values = rows.tolist()
+        for layer, tensor, readings in self.due:
+            found = _values(readings, values, place, ranks)
+            if found:
+                yield Logged(layer, tensor, found)
+
+
+def _values(
+    readings: Sequence[Reading],
+    rows: Sequence[Sequence[float]],
+    place: Mapping[Slot, int] | None,
+    ranks: int,
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for slot, asks, numel, fed, scales_only in readings:
+        row = rows[slot.position if place is None else place[slot]]
+        values = read(slot.kind, row, numel * ranks) if row[0] else None
+        for name, statistic in asks:
+            if values is not None and (statistic in SCALES or not scales_only):
+                found[name] = values[statistic]
+            elif values is None and fed:
+                found[name] = None
+    return found

@@ -1,0 +1,216 @@
+"""The statistics of one tensor of one layer: its slots, who reads them, and how they are fed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.debug.statistics import feeds
+from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
+from transformer_engine.debug.statistics.rows import Kind
+from transformer_engine.debug.statistics.subscription import MOMENTS, Reading, Source, Subscription
+from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, moments
+
+Rows = tuple[torch.Tensor | None, torch.Tensor | None]
+_NO_ROWS: Rows = (None, None)
+_NO_END = 2**63 - 1  # of a schedule
+
+
+class TensorStatistics:
+    """See the module's docstring.
+
+    Every method that takes `captured` is told whether the call is being captured in a CUDA graph
+    or compiled: then rows are always given out, with the flag that says on the device whether
+    they are due.
+
+    Args:
+        layer: name of the layer.
+        tensor: activation, weight, gradient, output, dgrad or wgrad.
+        buffer: of the tensor's device.
+        subscriptions: what is asked of it, in the order of the logs.
+        group: the process group that merges its rows, or `LOCAL`.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        tensor: str,
+        buffer: DeviceBuffer,
+        subscriptions: Sequence[Subscription],
+        group: Any,
+    ) -> None:
+        self.layer = layer
+        self.tensor = tensor
+        self.buffer = buffer
+        self.group = group
+        self.due = False
+        self.slots: dict[Source, Slot] = {}
+        self._schedules: dict[tuple[int, Source], tuple[Any, Asks]] = {}
+        for name, source, statistic, schedule in subscriptions:
+            if source not in self.slots:
+                self.slots[source] = buffer.slot(source.kind)
+            key = (id(schedule), source)
+            _, asks = self._schedules.get(key, (schedule, ()))
+            self._schedules[key] = (schedule, (*asks, (name, statistic)))
+        self._moments = self.slots.get(MOMENTS)
+        self._casts = [s for s in self.slots if s.kind is Kind.CASTS]
+        self._blocks = [s for s in self.slots if s.kind is Kind.BLOCKS]
+        self._once = tensor == "weight"  # only the first feed of a step counts
+        self._warned = False
+
+    def schedule(self, iteration: int) -> None:
+        """Decide what is due in the coming iteration; what was fed before is forgotten."""
+        self._clear()
+        for (_, source), (schedule, asks) in self._schedules.items():
+            if schedule is None or schedule.due(iteration):
+                self.slots[source].asks += asks
+                self.due = True
+
+    def _clear(self) -> None:
+        self.due = False
+        for slot in self.slots.values():
+            slot.asks, slot.fed, slot.scales_only = (), False, False
+
+    def ended(self) -> tuple[Reading, ...]:
+        """What is to be read off the rows of the iteration that ends."""
+        return tuple(Reading.of(slot) for slot in self.slots.values() if slot.asks)
+
+    def next_change(self, iteration: int) -> int | None:
+        """The first later iteration at which `due` may be another; None if there is none."""
+        schedules = [schedule for schedule, _ in self._schedules.values()]
+        if not self.due:
+            following = [schedule.next(iteration) for schedule in schedules]
+            return min((i for i in following if i is not None), default=None)
+        ends = [_end_of_run(s, iteration) for s in schedules if s is None or s.due(iteration)]
+        return None if None in ends else max(ends)  # type: ignore[type-var]
+
+    def _rows(self, slot: Slot | None, numel: int, captured: bool) -> Rows:
+        if slot is None:
+            return _NO_ROWS
+        if self._once:
+            slot.numel = numel
+        if captured:
+            self.buffer.captured = True
+            return slot.row, slot.active
+        if not slot.due or (self._once and slot.fed):
+            return _NO_ROWS
+        slot.fed = True
+        return slot.row, None
+
+    def moments_row(self, numel: int = 0, captured: bool = False) -> Rows:
+        """Row and flag for a kernel that handles the tensor anyway; `(None, None)`: not now.
+
+        Asking counts as a feed: the kernel must be given what is returned.
+
+        Args:
+            numel: elements of the tensor; needed for weights.
+            captured: see the class.
+        """
+        return self._rows(self._moments, numel, captured)
+
+    def wants_moments(self, captured: bool = False) -> bool:
+        """Whether `moments_row` would give a row."""
+        return self._open(self._moments, captured)
+
+    def _open(self, slot: Slot | None, captured: bool) -> bool:
+        if slot is None:
+            return False
+        return captured or (slot.due and not (self._once and slot.fed))
+
+    def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
+        """Merge a tensor's moments, and the dynamic ranges of its blocks, in a pass of their own.
+
+        Args:
+            x: any shape and strides.
+            captured: see the class.
+        """
+        row, active = self._rows(self._moments, x.numel(), captured)
+        if row is not None:
+            moments(feeds.plain(x), row, active)
+        self.feed_blocks(x, captured)
+
+    def feed_blocks(self, x: torch.Tensor, captured: bool = False) -> None:
+        """The second half of `feed_moments`, for tensors whose kernel has taken the row."""
+        for source in self._blocks:
+            row, active = self._rows(self.slots[source], x.numel(), captured)
+            if row is not None:
+                feeds.blocks(x, source, row, active)
+
+    def wants_casts(self, captured: bool = False) -> bool:
+        """Whether `feed_casts` would do anything."""
+        return any(self._open(self.slots[source], captured) for source in self._casts)
+
+    def feed_casts(
+        self,
+        x: torch.Tensor | None,
+        rowwise: Any,
+        columnwise: Any,
+        quantizer: Any = None,
+        captured: bool = False,
+    ) -> None:
+        """Note what casts to FP8 have done to a tensor.
+
+        Args:
+            x: in high precision, without padding; None for a parameter that is kept in FP8.
+            rowwise: `Fp8Matrix`, quantised tensor, plain tensor or None: what the GEMMs take.
+            columnwise: likewise; the codes are transposed.
+            quantizer: that made them.
+            captured: see the class.
+
+        Raises:
+            ValueError: a statistic of a recipe that cannot be evaluated after the fact.
+        """
+        for source in self._casts:
+            slot = self.slots[source]
+            if not self._open(slot, captured):
+                continue
+            side = columnwise if source.columnwise else rowwise
+            found = feeds.cast(x, side, source, quantizer, self._where())
+            if isinstance(found, str):
+                self._skip(found)
+                continue
+            if isinstance(found, feeds.Scales):
+                slot.scales_only = True
+            row, active = self._rows(slot, found.numel, captured)
+            if row is not None:
+                found.into(row[:CAST_MOMENTS_FIELDS], active)
+
+    def feed(
+        self,
+        x: torch.Tensor,
+        rowwise: Any = None,
+        columnwise: Any = None,
+        quantizer: Any = None,
+        captured: bool = False,
+    ) -> None:
+        """Everything that is due about a tensor; arguments as above."""
+        self.feed_moments(x, captured)
+        self.feed_casts(x, rowwise, columnwise, quantizer, captured)
+
+    def _where(self) -> str:
+        return f"layer {self.layer}, tensor {self.tensor}"
+
+    def _skip(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"[LogFp8TensorStats] Skipping stats collection for {self._where()}: {reason}",
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Nothing is due any more."""
+        self._clear()
+
+
+def _end_of_run(schedule: Any, iteration: int) -> int | None:
+    """The first iteration after one that is due at which the schedule may not be."""
+    if schedule is None:
+        return None
+    if schedule.freq > 1:
+        return iteration + 1
+    end = next(end for start, end in schedule.intervals if start <= iteration <= end)
+    return None if end >= _NO_END else end + 1
