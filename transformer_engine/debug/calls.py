@@ -25,6 +25,7 @@ class FeatureCalls:
         tp_group: tensor parallel group of the layer.
         tp_size: its size.
         repeated: this forward recomputes one that was inspected already.
+        device: of the layer.
     """
 
     manager: Any
@@ -34,6 +35,7 @@ class FeatureCalls:
     tp_group: Any
     tp_size: int
     repeated: bool = False
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
 
     def modify(
         self,

@@ -61,6 +61,7 @@ class Inspection:
     end: int
     first: Run | None  # None: the run stays as it is
     repeated: Run | None  # the same for a forward that is computed again in a backward
+    statistics: bool  # of a tensor of the module, now or at another time
 
 
 class Inspector:
@@ -99,12 +100,15 @@ class Inspector:
     def run_for(self, module: TransformerEngineBaseModule, run: Run) -> Run:
         """The run to use for this call; called when `tick >= run.inspect_at`."""
         found: Inspection | None = run.inspection
-        if found is None or not found.begin <= self.tick < found.end:
+        if _capturing():
+            found = self._captured(module, run)
+        elif found is None or not found.begin <= self.tick < found.end:
             found = run.inspection = self._inspect(module, run)
-            run.inspect_at = found.end if found.first is None else found.begin
+            # Where statistics are due at other times, a captured graph must hear of it.
+            stays = found.first is None and not found.statistics
+            run.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return run
-        self._refuse_capture(module)
         if torch._C._current_graph_task_id() == -1:
             return found.first
         return found.repeated or run  # inside a backward: a recomputed forward
@@ -124,17 +128,18 @@ class Inspector:
             for p, q in zip(plans, run.quantizers, strict=True)
         ]
         active = any(p.active for p in plans)
+        statistics = any(tensor.statistics for p in plans for tensor in p.tensors.values())
         end = (self.session + 1) * _ITERATIONS
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(run.quantizers):
-            return Inspection(self.tick, end, None, None)
+            return Inspection(self.tick, end, None, None, statistics)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
         first, repeated = (
             self._wrapped(module, run, plans, attached, again) for again in (False, True)
         )
-        return Inspection(self.tick, end, first, repeated)
+        return Inspection(self.tick, end, first, repeated, statistics)
 
     def _attach(
         self,
@@ -201,6 +206,7 @@ class Inspector:
             module.tp_group,
             module.tp_size,
             repeated,
+            next(module.parameters()).device,
         )
 
     def _log(self, plan: LayerPlan) -> None:
@@ -224,11 +230,16 @@ class Inspector:
                 )
         return None
 
-    def _refuse_capture(self, module: TransformerEngineBaseModule) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture")
-            if reason is not None:
-                raise RuntimeError(reason)
+    def _captured(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
+        """What a graph that is being captured does in all iterations in which it is replayed."""
+        reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture")
+        if reason is not None:
+            raise RuntimeError(reason)
+        return self._inspect(module, run)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _wrapping(

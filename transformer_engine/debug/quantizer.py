@@ -9,6 +9,8 @@ import torch
 
 from transformer_engine.debug.calls import FeatureCalls
 from transformer_engine.debug.plans import Plan, TensorPlan
+from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
+from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
@@ -56,6 +58,9 @@ class InspectedQuantizer(WrappingQuantizer):
         self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls, dtype: torch.dtype
     ) -> None:
         assert plan.tensor.columnwise is not None
+        self.statistics: TensorStatistics | None = None
+        if isinstance(inner, StatisticsQuantizer):  # they are about what GEMMs take in the end
+            self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
         self.plan = plan
         self.calls = calls
@@ -121,6 +126,8 @@ class InspectedQuantizer(WrappingQuantizer):
         if demand.rowwise:
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
         self._show(x, [quantized if s is None else s for s in seen], demand)
+        if self.statistics is not None:
+            self.statistics.feed(x, result.rowwise, result.columnwise, self.inner)
         return result
 
     def _side(

@@ -32,6 +32,7 @@ class Quantizer:
 
     scaling = Scaling.NONE
     format = -1
+    replaces = True  # `result` may return something else than it was given
 
     @property
     def cache_key(self) -> Hashable:

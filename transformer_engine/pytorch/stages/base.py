@@ -164,7 +164,7 @@ class FusedArguments(NamedTuple):
 def fused_arguments(wants: Demand | None) -> FusedArguments:
     """How a producing kernel serves a demand in its own pass."""
     quantizer, plain = quantizer_of(wants), False
-    if isinstance(quantizer, WrappingQuantizer):
+    while isinstance(quantizer, WrappingQuantizer):
         assert wants is not None
         wants, plain = quantizer.inner_demand(wants), True
         quantizer = quantizer_of(wants)

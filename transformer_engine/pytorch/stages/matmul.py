@@ -11,7 +11,7 @@ from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.quantizers import GemmQuantizers
+from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
@@ -241,12 +241,18 @@ class Matmul(Stage):
         facts = saved.facts
         x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
         target, fast = facts.target, plan.fast_accumulation[2]
-        if plan.wrapped and target.main_grad is not None:
-            target = gemm.WgradTarget(target.main_grad.dtype)  # to be seen before it is added
+        quantizer = plan.quantizers.wgrad
+        apart = quantizer is not IDENTITY and target.main_grad is not None
+        if apart:  # to be seen before it is added
+            target = gemm.WgradTarget(target.main_grad.dtype)
         dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
-        if plan.wrapped:
+        if quantizer is not IDENTITY:
             assert dw is not None
-            dw = _delivered(plan.quantizers.wgrad.result(dw), facts.target)
+            dw = quantizer.result(dw)
+        if apart and quantizer.replaces:
+            dw = _delivered(dw, facts.target)
+        elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
+            dw, _ = gemm.wgrad(grad.columnwise, x, facts.target, fast, None, self.name)
         return dw, summed if bias_grad is None else bias_grad
 
 
@@ -254,9 +260,8 @@ def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
     return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
 
 
-def _delivered(dw: torch.Tensor, target: gemm.WgradTarget) -> torch.Tensor | None:
-    if target.main_grad is None:
-        return dw
+def _delivered(dw: torch.Tensor | None, target: gemm.WgradTarget) -> torch.Tensor | None:
+    assert dw is not None and target.main_grad is not None
     if target.accumulate:
         target.main_grad.add_(dw)
     else:
