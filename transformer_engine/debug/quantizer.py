@@ -97,8 +97,11 @@ class InspectedQuantizer(WrappingQuantizer):
         inner = self.inner_demand(demand)
         return inner.quantizer.padded(x, padding, inner)  # type: ignore[attr-defined]
 
-    def finish(self, x: torch.Tensor, cast: torch.Tensor | Operands, demand: Demand) -> Operands:
+    def finish(
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+    ) -> Operands:
         """After a fused kernel."""
+        assert x is not None
         return self._finish(x, cast if isinstance(cast, Operands) else Operands(x, x), demand, 0)
 
     def _finish(

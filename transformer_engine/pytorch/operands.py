@@ -51,9 +51,13 @@ class Operands:
 
 
 class Demand:
-    """What the next GEMMs want of a tensor: by which quantizer, which sides, a bias gradient."""
+    """What the next GEMMs want of a tensor: by which quantizer, which sides, a bias gradient.
 
-    __slots__ = ("bias_grad", "columnwise", "quantizer", "rowwise")
+    Who looks at the tensor may also want its `moments` merged into a row, where the flag `active`
+    allows it; see `kernels.moments.moments`.
+    """
+
+    __slots__ = ("active", "bias_grad", "columnwise", "moments", "quantizer", "rowwise")
 
     def __init__(
         self,
@@ -61,8 +65,12 @@ class Demand:
         rowwise: bool,
         columnwise: bool,
         bias_grad: torch.dtype | None = None,
+        moments: torch.Tensor | None = None,
+        active: torch.Tensor | None = None,
     ) -> None:
         self.quantizer = quantizer
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.bias_grad = bias_grad
+        self.moments = moments
+        self.active = active

@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
 
@@ -62,17 +63,24 @@ class Quantizer:
 class WrappingQuantizer(Quantizer):
     """Base of quantizers that add something to another one's work (the debugger does).
 
-    Kernels that produce a tensor serve `inner_demand`, always with a plain result beside, and
-    `finish` makes of both what the GEMMs will take.
+    Kernels that produce a tensor serve `inner_demand`, with a plain result beside where
+    `needs_plain`, and `finish` makes of both what the GEMMs will take.
     """
 
     inner: Quantizer
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether `finish` must be given the plain tensor."""
+        return True
 
     def inner_demand(self, demand: Demand) -> Demand:
         """The part of a demand that the wrapped quantizer serves."""
         raise NotImplementedError
 
-    def finish(self, x: torch.Tensor, cast: torch.Tensor | Operands, demand: Demand) -> Operands:
+    def finish(
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+    ) -> Operands:
         """The operands of `x`; `cast` is what a kernel made of `inner_demand`."""
         raise NotImplementedError
 
@@ -82,6 +90,8 @@ class IdentityQuantizer(Quantizer):
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Both sides are `x`."""
+        if demand.moments is not None:
+            moments(x.contiguous(), demand.moments, demand.active)
         return Operands(x, x)
 
 
@@ -94,7 +104,7 @@ class CalibratingQuantizer(IdentityQuantizer):
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Both sides are `x`; its amax replaces the running one."""
         self.note(x)
-        return Operands(x, x)
+        return super().operands(x, demand)
 
     def note(self, x: torch.Tensor) -> None:
         """The amax."""
@@ -149,6 +159,8 @@ class DelayedQuantizer(Fp8Quantizer):
             demand.rowwise,
             demand.columnwise,
             demand.bias_grad,
+            demand.moments,
+            demand.active,
         )
         assert scales is not None
         return self.pack(codes, transposed, scales, bias_grad)
@@ -188,6 +200,8 @@ class CurrentQuantizer(Fp8Quantizer):
             demand.rowwise,
             demand.columnwise,
             demand.bias_grad,
+            demand.moments,
+            demand.active,
         )
         return self.pack(codes, transposed, scales, bias_grad)
 

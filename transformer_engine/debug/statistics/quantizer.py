@@ -39,39 +39,59 @@ class StatisticsQuantizer(WrappingQuantizer):
         """Cached weights are those of the wrapped quantizer."""
         return self.inner.cache_key
 
-    def inner_demand(self, demand: Demand) -> Demand:
-        """All of it."""
-        return Demand(self.inner, demand.rowwise, demand.columnwise, demand.bias_grad)
+    @property
+    def needs_plain(self) -> bool:
+        """Casts are compared with what was cast; moments are taken by the kernel."""
+        return self.statistics.wants_tensor(self.captured)
+
+    def inner_demand(self, demand: Demand, numel: int = 0) -> Demand:
+        """All of it, and the moments."""
+        row, active = self.statistics.moments_row(numel, self.captured)
+        sides = demand.rowwise, demand.columnwise
+        return Demand(self.inner, *sides, demand.bias_grad, row, active)
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Cast, and take statistics."""
-        return self.finish(x, self.inner.operands(x, demand), demand)
+        inner = self.inner_demand(demand, x.numel())
+        return self.finish(x, self.inner.operands(x, inner), demand)
 
     def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
         """The same; statistics leave the padding out."""
+        if not padding:
+            return self.operands(x, demand)
+        self.statistics.feed_moments(x, self.captured)
         return self.finish(x, self.inner.padded(x, padding, demand), demand)
 
     def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
         """The same."""
-        return self.finish(x, self.inner.refreshed(x, demand, cached), demand)
+        inner = self.inner_demand(demand, x.numel())
+        return self.finish(x, self.inner.refreshed(x, inner, cached), demand)
 
-    def finish(self, x: torch.Tensor, cast: torch.Tensor | Operands, demand: Demand) -> Operands:
-        """Take statistics after a kernel has made both."""
-        operands = cast if isinstance(cast, Operands) else Operands(x, x)
-        rowwise, columnwise = operands.rowwise, operands.columnwise
-        self.statistics.feed(x, rowwise, columnwise, self.inner, self.captured)
+    def finish(
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+    ) -> Operands:
+        """What is left to do after a kernel that has taken the moments."""
+        operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
+        if x is not None:
+            self.statistics.feed_blocks(x, self.captured)
+            rowwise, columnwise = operands.rowwise, operands.columnwise
+            self.statistics.feed_casts(x, rowwise, columnwise, self.inner, self.captured)
         return operands
 
     def note(self, x: torch.Tensor) -> None:
         """`x` goes by without a cast."""
         self.inner.note(x)
-        self.statistics.feed_moments(x, self.captured)
+        self._look(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """The result of a GEMM goes by."""
         x = self.inner.result(x)
-        self.statistics.feed_moments(x, self.captured)
+        self._look(x)
         return x
+
+    def _look(self, x: torch.Tensor) -> None:
+        self.statistics.feed_moments(x, self.captured)
+        self.statistics.feed_blocks(x, self.captured)
 
     def __repr__(self) -> str:
         return f"StatisticsQuantizer({self.inner!r})"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.debug.schedules import end_of_run
 from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
 from transformer_engine.debug.statistics.rows import Kind
@@ -16,7 +17,6 @@ from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, mome
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 _NO_ROWS: Rows = (None, None)
-_NO_END = 2**63 - 1  # of a schedule
 
 
 class TensorStatistics:
@@ -84,7 +84,7 @@ class TensorStatistics:
         if not self.due:
             following = [schedule.next(iteration) for schedule in schedules]
             return min((i for i in following if i is not None), default=None)
-        ends = [_end_of_run(s, iteration) for s in schedules if s is None or s.due(iteration)]
+        ends = [end_of_run(s, iteration) for s in schedules if s is None or s.due(iteration)]
         return None if None in ends else max(ends)  # type: ignore[type-var]
 
     def _rows(self, slot: Slot | None, numel: int, captured: bool) -> Rows:
@@ -111,17 +111,13 @@ class TensorStatistics:
         """
         return self._rows(self._moments, numel, captured)
 
-    def wants_moments(self, captured: bool = False) -> bool:
-        """Whether `moments_row` would give a row."""
-        return self._open(self._moments, captured)
-
     def _open(self, slot: Slot | None, captured: bool) -> bool:
         if slot is None:
             return False
         return captured or (slot.due and not (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
-        """Merge a tensor's moments, and the dynamic ranges of its blocks, in a pass of their own.
+        """Merge a tensor's moments in a pass of their own.
 
         Args:
             x: any shape and strides.
@@ -130,18 +126,18 @@ class TensorStatistics:
         row, active = self._rows(self._moments, x.numel(), captured)
         if row is not None:
             moments(feeds.plain(x), row, active)
-        self.feed_blocks(x, captured)
 
     def feed_blocks(self, x: torch.Tensor, captured: bool = False) -> None:
-        """The second half of `feed_moments`, for tensors whose kernel has taken the row."""
+        """Merge the dynamic ranges of a tensor's blocks."""
         for source in self._blocks:
             row, active = self._rows(self.slots[source], x.numel(), captured)
             if row is not None:
                 feeds.blocks(x, source, row, active)
 
-    def wants_casts(self, captured: bool = False) -> bool:
-        """Whether `feed_casts` would do anything."""
-        return any(self._open(self.slots[source], captured) for source in self._casts)
+    def wants_tensor(self, captured: bool = False) -> bool:
+        """Whether `feed_blocks` or `feed_casts` would do anything."""
+        sources = (*self._blocks, *self._casts)
+        return any(self._open(self.slots[source], captured) for source in sources)
 
     def feed_casts(
         self,
@@ -188,6 +184,7 @@ class TensorStatistics:
     ) -> None:
         """Everything that is due about a tensor; arguments as above."""
         self.feed_moments(x, captured)
+        self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
 
     def _where(self) -> str:
@@ -204,13 +201,3 @@ class TensorStatistics:
     def close(self) -> None:
         """Nothing is due any more."""
         self._clear()
-
-
-def _end_of_run(schedule: Any, iteration: int) -> int | None:
-    """The first iteration after one that is due at which the schedule may not be."""
-    if schedule is None:
-        return None
-    if schedule.freq > 1:
-        return iteration + 1
-    end = next(end for start, end in schedule.intervals if start <= iteration <= end)
-    return None if end >= _NO_END else end + 1

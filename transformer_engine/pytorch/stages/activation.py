@@ -48,7 +48,9 @@ class Activation(Stage):
             grad,
             x,
             self.kind,
-            *fused,
-            dbias=None if wants is None else wants.bias_grad,
+            *fused[:-2],
+            None if wants is None else wants.bias_grad,
+            fused.moments,
+            fused.active,
         )
         return fused_result(wants, dx, codes, transposed, scales, bias_grad), None

@@ -41,7 +41,9 @@ class Uncast(NamedTuple):
         """The operands; the column sums have been taken already."""
         wants = self.wants
         quantizer: CurrentQuantizer = wants.quantizer  # type: ignore[assignment]
-        sides = Demand(quantizer, wants.rowwise, wants.columnwise)
+        sides = Demand(
+            quantizer, wants.rowwise, wants.columnwise, None, wants.moments, wants.active
+        )
         operands = quantizer.cast(self.plain, self.scales, sides)
         operands.bias_grad = self.bias_grad
         return operands
@@ -159,6 +161,8 @@ class FusedArguments(NamedTuple):
     current: bool = False
     power_of_2: bool = False
     epsilon: float = 0.0
+    moments: torch.Tensor | None = None
+    active: torch.Tensor | None = None
 
 
 def fused_arguments(wants: Demand | None) -> FusedArguments:
@@ -166,7 +170,8 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
     quantizer, plain = quantizer_of(wants), False
     while isinstance(quantizer, WrappingQuantizer):
         assert wants is not None
-        wants, plain = quantizer.inner_demand(wants), True
+        plain = plain or quantizer.needs_plain
+        wants = quantizer.inner_demand(wants)
         quantizer = quantizer_of(wants)
     if isinstance(quantizer, DelayedQuantizer):
         assert wants is not None
@@ -177,8 +182,10 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
             quantizer.amax,
             wants.rowwise,
             wants.columnwise,
+            moments=wants.moments,
+            active=wants.active,
         )
-    if isinstance(quantizer, CurrentQuantizer):
+    if isinstance(quantizer, CurrentQuantizer):  # moments are taken by the cast
         return FusedArguments(
             True,
             quantizer.format,
@@ -186,7 +193,9 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
             power_of_2=quantizer.power_of_2,
             epsilon=quantizer.epsilon,
         )
-    return FusedArguments(True)
+    if wants is None:
+        return FusedArguments(True)
+    return FusedArguments(True, moments=wants.moments, active=wants.active)
 
 
 def fused_result(
@@ -200,7 +209,7 @@ def fused_result(
     """What a fused kernel returned, as the result of its stage."""
     quantizer = quantizer_of(wants)
     if isinstance(quantizer, WrappingQuantizer):
-        assert wants is not None and plain is not None
+        assert wants is not None
         inner = quantizer.inner_demand(wants)
         cast = fused_result(inner, plain, codes, transposed, scales, bias_grad)
         return quantizer.finish(plain, cast.cast() if isinstance(cast, Uncast) else cast, wants)

@@ -1,0 +1,25 @@
+"""What follows from a schedule (`nvdlfw_inspect._engine.Schedule`) beyond one iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NO_END = 2**63 - 1
+
+
+def end_of_run(schedule: Any, iteration: int) -> int | None:
+    """The first iteration after one that is due at which the schedule may not be.
+
+    Args:
+        schedule: None: always due.
+        iteration: that is due.
+
+    Returns:
+        None if all that follow are due.
+    """
+    if schedule is None:
+        return None
+    if schedule.freq > 1:
+        return iteration + 1
+    end: int = next(end for start, end in schedule.intervals if start <= iteration <= end)
+    return None if end >= _NO_END else end + 1
