@@ -136,8 +136,8 @@ def test_a_hundred_million_elements():
     x = 100 + torch.randn(10**8, device="cuda")
     got = dict(zip(MOMENTS, row_of(x).tolist(), strict=False))
     mean = x.mean(dtype=torch.float64)
-    assert got["mean"] == pytest.approx(float(mean), rel=1e-9)
-    assert got["sum_abs"] == pytest.approx(float(x.abs().sum(dtype=torch.float64)), rel=1e-9)
+    assert got["mean"] == pytest.approx(float(mean), rel=1e-7)
+    assert got["sum_abs"] == pytest.approx(float(x.abs().sum(dtype=torch.float64)), rel=1e-7)
     m2 = float((x.double() - mean).square().sum())
     assert got["m2"] == pytest.approx(m2, rel=1e-5)
 

@@ -85,7 +85,10 @@ OPS = {
     "cast transpose dbias": (cast(True, BF16), lambda t: t.x),
     "cast current": (cast(True, current=True), lambda t: t.x),
     "layernorm": (lambda t, e: norm(t, LAYER_NORM, BF16, **e), lambda t: norm(t, 0, BF16)[0]),
-    "layernorm fp8": (delayed(norm, LAYER_NORM), lambda t: norm(t, 0, t.x.dtype)[0]),
+    "layernorm fp8": (
+        delayed(norm, LAYER_NORM),
+        lambda t: delayed(norm, LAYER_NORM, out_dtype=t.x.dtype)(t, {})[0],
+    ),
     "rmsnorm current": (
         lambda t, e: norm(t, RMS_NORM, BF16, current=True, **e),
         lambda t: norm(t, RMS_NORM, BF16)[0],
