@@ -6,7 +6,7 @@
 # A step that cannot run says why and is listed as skipped.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-STEPS=(lint types budget layering cpp_tests cuda_build build python_tests)
+STEPS=(lint types budget layering cpp_tests fuzz cuda_build build python_tests)
 LOGS=$ROOT/build/logs
 SKIPPED=77
 
@@ -47,6 +47,13 @@ step_cpp_tests() {
   cmake --preset cpu-debug
   cmake --build --preset cpu-debug
   ctest --preset cpu-debug
+}
+
+# Twenty seconds of broken configurations under the same sanitizers.
+step_fuzz() {
+  cmake --preset cpu-debug
+  cmake --build --preset cpu-debug --target config_fuzzer
+  (cd build/cpu-debug && tests/fuzz/config_fuzzer "$ROOT/tests/fuzz/corpus" 20)
 }
 
 # Compiles the CUDA backend for Hopper with warnings as errors; no GPU is needed. Everything is compiled again, through the
