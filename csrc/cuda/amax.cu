@@ -41,13 +41,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for (; octet + (kInFlight - 1) * stride < args.octets; octet += kInFlight * stride) {
     Octet<In> x[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k)
-      x[k] = load_octet<Reuse::Soon>(args.x + 8 * (octet + k * stride));
+    for (int k = 0; k < kInFlight; ++k) x[k] = load_octet(args.x + 8 * (octet + k * stride));
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) amax = amax_of(x[k], amax);
   }
-  for (; octet < args.octets; octet += stride)
-    amax = amax_of(load_octet<Reuse::Soon>(args.x + 8 * octet), amax);
+  for (; octet < args.octets; octet += stride) amax = amax_of(load_octet(args.x + 8 * octet), amax);
   for (int64_t i = 8 * args.octets + thread; i < args.count; i += stride)
     amax = fmaxf(amax, fabsf(static_cast<float>(args.x[i])));
   block_amax.leave(amax);

@@ -65,7 +65,7 @@ __device__ __forceinline__ CastMoments gather(const CastStream<In, Fp8>& args) {
       Octet<In> x[kBatch];
       uint2 codes[kBatch];
       walk.template for_batch<kBatch>(at + first * walk.kThreads, [&](int k, int64_t octet) {
-        x[k] = load_octet<Reuse::Soon>(args.x + 8 * octet);
+        x[k] = load_octet(args.x + 8 * octet);
         codes[k] = __ldg(reinterpret_cast<const uint2*>(args.codes) + octet);
       });
       walk.template for_batch<kBatch>(at + first * walk.kThreads, [&](int k, int64_t) {

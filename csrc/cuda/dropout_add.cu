@@ -16,11 +16,12 @@
 namespace te::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kLineThreads = 512;
+constexpr int kThreads = 256;  // down the columns
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kChunksPerThread = 2;  // in a line: loads of both are in flight at once
-constexpr int kRowsPerThread = 4;    // down a column, likewise
+constexpr int kRowsPerThread = 4;  // down a column: loads of all are in flight at once
+constexpr int kRowsPerDraw = 2;    // more random words than of two rows would not fit
 constexpr int kBlocksPerMultiprocessor = 3;
 constexpr int64_t kMostBlocksInY = 65535;
 
@@ -34,7 +35,7 @@ inline constexpr int kElements = 16 / std::max(sizeof(In), sizeof(Out));
 template <bool kAligned, int V, class T>
 __device__ __forceinline__ Pack<T, V> load(const T* from, int64_t left) {
   if constexpr (kAligned) {
-    return load_pack_once<T, V>(from);
+    return load_pack_here<T, V>(from);
   } else {
     Pack<T, V> pack;
 #pragma unroll
@@ -65,31 +66,37 @@ struct Randomness {
   }
 };
 
-// Applies dropout to N runs of V elements. A run is whole draws of four words, or (V == 1) one
-// element, which draws four words and uses its own.
+// The random words of N runs of V elements. A run is whole draws of four words, or (V == 1) one
+// element, which draws four words and uses its own. They depend on no load: drawn behind the loads
+// of the elements and before their first use, they cost the time that those take anyway.
 template <int N, int V>
-__device__ __forceinline__ void drop(float (&values)[N][V], const int64_t (&first)[N], uint64_t key,
-                                     DropoutRule rule) {
-  constexpr int kDraws = (V + 3) / 4;
-  PhiloxWords words[N * kDraws];
+struct Words {
+  static constexpr int kDraws = (V + 3) / 4;
+  PhiloxWords drawn[N * kDraws] = {};
+
+  __device__ __forceinline__ void draw(const int64_t (&first)[N], uint64_t key) {
 #pragma unroll
-  for (int i = 0; i < N * kDraws; ++i)
-    words[i] = philox_counter(static_cast<uint64_t>(first[i / kDraws]) / 4 + i % kDraws);
-  draw(words, key);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    if constexpr (V == 1) {
-      const bool odd = first[n] % 2 != 0, upper = first[n] % 4 >= 2;
-      const uint32_t low = odd ? words[n].at[1] : words[n].at[0];
-      const uint32_t high = odd ? words[n].at[3] : words[n].at[2];
-      values[n][0] = dropout(values[n][0], upper ? high : low, rule);
-    } else {
-#pragma unroll
-      for (int k = 0; k < V; ++k)
-        values[n][k] = dropout(values[n][k], words[n * kDraws + k / 4].at[k % 4], rule);
-    }
+    for (int i = 0; i < N * kDraws; ++i)
+      drawn[i] = philox_counter(static_cast<uint64_t>(first[i / kDraws]) / 4 + i % kDraws);
+    te::draw(drawn, key);
   }
-}
+
+  __device__ __forceinline__ uint32_t word(int n, int k, int64_t first) const {
+    const PhiloxWords& words = drawn[n * kDraws + k / 4];
+    if constexpr (V > 1) return words.at[k % 4];
+    const bool odd = first % 2 != 0, upper = first % 4 >= 2;
+    const uint32_t low = odd ? words.at[1] : words.at[0];
+    const uint32_t high = odd ? words.at[3] : words.at[2];
+    return upper ? high : low;
+  }
+
+  // Without a draw all words are 0, and the rule of p = 0 keeps the values as they are.
+  __device__ __forceinline__ void drop(float (&values)[V], int n, int64_t first,
+                                       DropoutRule rule) const {
+#pragma unroll
+    for (int k = 0; k < V; ++k) values[k] = dropout(values[k], word(n, k, first), rule);
+  }
+};
 
 // ---- Along the line -----------------------------------------------------------------------------
 
@@ -120,41 +127,33 @@ __device__ __forceinline__ void add_bias(float (&values)[V], const In* bias, int
   }
 }
 
+// A thread takes one access and goes: blocks that follow each other closely through memory move
+// more of it than blocks that hold several accesses a thread, and other warps hide the random
+// numbers.
 template <class In, class Out, bool kAligned>
-__global__ void __launch_bounds__(kThreads) line_kernel(Line<In, Out> line, Randomness randomness) {
+__global__ void __launch_bounds__(kLineThreads)
+    line_kernel(Line<In, Out> line, Randomness randomness) {
   constexpr int V = kElements<In, Out>;
+  const int64_t first[1] = {(static_cast<int64_t>(blockIdx.x) * kLineThreads + threadIdx.x) * V};
+  const int64_t left = line.count - first[0];
+  if (left <= 0) return;
   const uint64_t key = randomness.key();
-  const int64_t chunk =
-      static_cast<int64_t>(blockIdx.x) * (kThreads * kChunksPerThread) + threadIdx.x;
-  int64_t first[kChunksPerThread], left[kChunksPerThread];
-  Pack<In, V> x[kChunksPerThread] = {};
-  Pack<Out, V> residual[kChunksPerThread];
+  const Pack<In, V> x = load<kAligned, V>(line.x + first[0], left);
+  Pack<Out, V> residual;
+  if (line.residual) residual = load<kAligned, V>(line.residual + first[0], left);
+  Words<1, V> words;
+  if (randomness.drops()) words.draw(first, key);
+  float values[V];
+  widen(x, values);
+  if (line.bias) add_bias<kAligned>(values, line.bias, first[0], line.cols);
+  words.drop(values, 0, first[0], randomness.rule);
+  if (line.residual) {
+    float addend[V];
+    widen(residual, addend);
 #pragma unroll
-  for (int u = 0; u < kChunksPerThread; ++u) {
-    first[u] = (chunk + u * kThreads) * V;
-    left[u] = line.count - first[u];
-    if (left[u] <= 0) continue;
-    x[u] = load<kAligned, V>(line.x + first[u], left[u]);
-    if (line.residual) residual[u] = load<kAligned, V>(line.residual + first[u], left[u]);
+    for (int k = 0; k < V; ++k) values[k] = rounded_sum(values[k], addend[k]);
   }
-  float values[kChunksPerThread][V];
-#pragma unroll
-  for (int u = 0; u < kChunksPerThread; ++u) {
-    widen(x[u], values[u]);
-    if (line.bias && left[u] > 0) add_bias<kAligned>(values[u], line.bias, first[u], line.cols);
-  }
-  if (randomness.drops()) drop(values, first, key, randomness.rule);
-#pragma unroll
-  for (int u = 0; u < kChunksPerThread; ++u) {
-    if (left[u] <= 0) continue;
-    if (line.residual) {
-      float addend[V];
-      widen(residual[u], addend);
-#pragma unroll
-      for (int k = 0; k < V; ++k) values[u][k] = rounded_sum(values[u][k], addend[k]);
-    }
-    store<kAligned>(line.out + first[u], values[u], left[u]);
-  }
+  store<kAligned>(line.out + first[0], values, left);
 }
 
 template <class In, class Out>
@@ -165,10 +164,9 @@ void launch_line(const Line<In, Out>& line, const Randomness& randomness, cudaSt
       is_aligned(line.x, V * sizeof(In)) && is_aligned(line.bias, V * sizeof(In)) &&
       is_aligned(line.residual, V * sizeof(Out)) && is_aligned(line.out, V * sizeof(Out)) &&
       line.count % V == 0 && (line.bias == nullptr || line.cols % V == 0);
-  const auto blocks =
-      static_cast<unsigned>(ceil_div(line.count, int64_t{V} * kThreads * kChunksPerThread));
+  const auto blocks = static_cast<unsigned>(ceil_div(line.count, int64_t{V} * kLineThreads));
   dispatch_bool(aligned, [&](auto wide) {
-    line_kernel<In, Out, decltype(wide)::value><<<blocks, kThreads, 0, stream>>>(line, randomness);
+    line_kernel<In, Out, wide()><<<blocks, kLineThreads, 0, stream>>>(line, randomness);
   });
 }
 
@@ -211,17 +209,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 #pragma unroll
     for (int u = 0; u < kRowsPerThread; ++u)
       if (row + u * kWarps < end)
-        dout[u] = load_pack_once<In, V>(c.dout + (row + u * kWarps) * c.cols + column);
+        dout[u] = load_pack_here<In, V>(c.dout + (row + u * kWarps) * c.cols + column);
 #pragma unroll
-    for (int u = 0; u < kRowsPerThread; ++u) {
-      if (row + u * kWarps >= end) break;
-      const int64_t first[1] = {(row + u * kWarps) * c.cols + column};
-      float values[1][V];
-      widen(dout[u], values[0]);
-      if (randomness.drops()) drop(values, first, key, randomness.rule);
+    for (int begin_u = 0; begin_u < kRowsPerThread; begin_u += kRowsPerDraw) {
+      int64_t first[kRowsPerDraw];
 #pragma unroll
-      for (int k = 0; k < V; ++k) sums[k] += values[0][k];
-      if (c.dx) store_pack_global(c.dx + first[0], narrow<Out, V>(values[0]));
+      for (int u = 0; u < kRowsPerDraw; ++u)
+        first[u] = (row + (begin_u + u) * kWarps) * c.cols + column;
+      Words<kRowsPerDraw, V> words;
+      if (randomness.drops()) words.draw(first, key);
+#pragma unroll
+      for (int u = 0; u < kRowsPerDraw; ++u) {
+        if (row + (begin_u + u) * kWarps >= end) break;
+        float values[V];
+        widen(dout[begin_u + u], values);
+        words.drop(values, u, first[u], randomness.rule);
+#pragma unroll
+        for (int k = 0; k < V; ++k) sums[k] += values[k];
+        if (c.dx) store_pack_global(c.dx + first[u], narrow<Out, V>(values));
+      }
     }
   }
   let_next_kernel_start();  // the sum of the parts

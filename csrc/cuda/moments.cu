@@ -19,8 +19,7 @@ struct MomentsStream {
   using Batch = Octet<In>[OctetWalk<In>::kInFlight];
 
   __device__ __forceinline__ void load(int64_t at, Batch& batch) const {
-    walk.for_batch(
-        at, [&](int k, int64_t octet) { batch[k] = load_octet<Reuse::Soon>(x + 8 * octet); });
+    walk.for_batch(at, [&](int k, int64_t octet) { batch[k] = load_octet(x + 8 * octet); });
   }
 };
 
@@ -74,7 +73,7 @@ __device__ __forceinline__ MomentSums exact_sums_of_octets(const MomentsStream<I
 #pragma unroll 1
     for (int k = 0; k < OctetWalk<In>::kInFlight; ++k)
       args.walk.template for_batch<1>(at + k * OctetWalk<In>::kThreads, [&](int, int64_t octet) {
-        const auto x = load_octet<Reuse::Soon>(args.x + 8 * octet);
+        const auto x = load_octet(args.x + 8 * octet);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sums.add(static_cast<double>(x[i]), pivot);
       });

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   Pack<T, V> raw[P];
 #pragma unroll
   for (int p = 0; p < P; ++p)
-    if (touches<V>(row.seen, column(p))) raw[p] = load_pack_once<T, V>(x + column(p));
+    if (touches<V>(row.seen, column(p))) raw[p] = load_pack_here<T, V>(x + column(p));
   HiddenKeys<V> hidden[P];
   if (row.hidden != nullptr) {
 #pragma unroll
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
   for (int p = 0; p < P; ++p) {
     if (column(p) >= keys) continue;
-    gradients[p] = load_pack_once<T, V>(dy + column(p));
-    weights[p] = load_pack_once<T, V>(y + column(p));
+    gradients[p] = load_pack_here<T, V>(dy + column(p));
+    weights[p] = load_pack_here<T, V>(y + column(p));
   }
   float gradient[V], weight[V];
   float sum = 0.0f;
@@ -262,7 +262,7 @@ void softmax_forward(const SoftmaxForwardArgs& args, Stream stream) {
   const int elements = static_cast<int>(16 / size_of(x.dtype));
   const bool aligned = rows_are_aligned(x) && rows_are_aligned(args.y);
   const auto policy = SoftmaxPolicy::of(x.cols(), x.dtype, aligned);
-  const SoftmaxGeometry g = geometry_of(args, policy, aligned ? elements : 1);
+  const SoftmaxGeometry g = geometry_of(args, aligned ? elements : 1);
   dispatch_softmax(policy, x.dtype, kOp, [&](auto tag, auto v, auto p) {
     using T = typename decltype(tag)::type;
     constexpr int V = decltype(v)::value, P = decltype(p)::value;

@@ -19,9 +19,9 @@ struct SoftmaxMask {
 struct SoftmaxGeometry {
   int64_t rows, heads, queries;
   int keys;
-  // The rows of a block belong to one query in neighbouring heads, so that a mask which the heads
-  // share comes from L2 once per block; otherwise to neighbouring queries.
-  bool blocks_span_heads = false;
+  // Warps and blocks that follow each other take one query in all heads, so that a mask which the
+  // heads share comes from memory once; otherwise the queries of one head.
+  bool heads_first = false;
   AttentionWindow window;
   bool windowed = false;
   SoftmaxMask mask;
@@ -45,10 +45,13 @@ __device__ __forceinline__ int64_t row_number() {
 
 __device__ __forceinline__ SoftmaxRow row_of(const SoftmaxGeometry& g) {
   if (g.mask.hidden == nullptr && !g.windowed) return {row_number(), {0, g.keys}, nullptr};
-  const Quotient place = divide_by(g.blocks_span_heads ? blockIdx.x : row_number(), g.queries);
-  const int64_t query = place.remainder;
-  const int64_t matrix =
-      g.blocks_span_heads ? place.quotient * blockDim.y + threadIdx.y : place.quotient;
+  const Quotient outer = divide_by(row_number(), g.heads_first ? g.heads : g.queries);
+  int64_t query = outer.remainder, matrix = outer.quotient;
+  if (g.heads_first) {
+    const Quotient inner = divide_by(outer.quotient, g.queries);
+    query = inner.remainder;
+    matrix = inner.quotient * g.heads + outer.remainder;
+  }
   const KeyRange seen = visible_keys(g.window, query, g.keys);
   SoftmaxRow row{matrix * g.queries + query,
                  {static_cast<int>(seen.first), static_cast<int>(seen.end)},
@@ -107,8 +110,7 @@ inline SoftmaxMask mask_of(const TensorView& t, int64_t elements_per_access) {
   return mask;
 }
 
-inline SoftmaxGeometry geometry_of(const SoftmaxForwardArgs& args, const SoftmaxPolicy& policy,
-                                   int elements_per_access) {
+inline SoftmaxGeometry geometry_of(const SoftmaxForwardArgs& args, int elements_per_access) {
   const TensorView& x = args.x;
   SoftmaxGeometry g{.rows = x.rows(),
                     .heads = x.size(1),
@@ -117,8 +119,7 @@ inline SoftmaxGeometry geometry_of(const SoftmaxForwardArgs& args, const Softmax
                     .window = args.window,
                     .windowed = !args.window.unlimited(),
                     .mask = mask_of(args.mask, elements_per_access)};
-  g.blocks_span_heads =
-      args.mask && args.mask.stride(1) == 0 && g.heads % policy.rows_per_block() == 0;
+  g.heads_first = args.mask && args.mask.stride(1) == 0;
   return g;
 }
 
