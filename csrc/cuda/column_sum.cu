@@ -1,32 +1,57 @@
 #include "cuda/column_sum.h"
 
 #include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/vector.cuh"
 
 namespace te::cuda {
 namespace {
 
-constexpr int kColumns = 32;  // a warp reads 128 contiguous bytes of a part
-constexpr int kRows = 16;     // parts summed side by side, then in order
+constexpr int kColumns = 32;  // of a block: 128 contiguous bytes of a part
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
 
-// blockIdx.y picks the vector.
-template <class Out>
-__global__ void __launch_bounds__(kColumns* kRows)
+// Of kWide columns, over the parts that this thread takes: `kSide` of them side by side.
+template <int kWide, int kSide>
+__device__ __forceinline__ Pack<float, kWide> sum_of_parts(const float* partials, int64_t parts,
+                                                           int64_t pitch, int first) {
+  Pack<float, kWide> sum{};
+#pragma unroll 4
+  for (int64_t part = first; part < parts; part += kSide) {
+    const auto values = load_pack<float, kWide>(partials + part * pitch);
+#pragma unroll
+    for (int k = 0; k < kWide; ++k) sum.at[k] += values.at[k];
+  }
+  return sum;
+}
+
+// blockIdx.y picks the vector. Threads that own the same columns are spread over all warps; those
+// of one warp meet by shuffles, then the warps in order.
+template <class Out, int kWide>
+__global__ void __launch_bounds__(kThreads)
     reduce_kernel(const float* partials, int64_t parts, int64_t pitch, int64_t cols, Out* first,
                   Out* second) {
-  __shared__ float sums[kRows][kColumns];
+  constexpr int kOwners = kColumns / kWide;  // threads that cover the block's columns once
+  __shared__ float sums[kWarps][kColumns];
   wait_for_previous_kernel();
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
-  partials += blockIdx.y * cols;
-  float sum = 0.0f;
-  if (col < cols)
-#pragma unroll 4
-    for (int64_t part = threadIdx.y; part < parts; part += kRows)
-      sum += partials[part * pitch + col];
-  sums[threadIdx.y][threadIdx.x] = sum;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int64_t block_col = static_cast<int64_t>(blockIdx.x) * kColumns;
+  const int owned = lane % kOwners * kWide;
+  partials += blockIdx.y * cols + block_col + owned;
+  Pack<float, kWide> sum{};
+  if (block_col + owned < cols)
+    sum = sum_of_parts<kWide, kThreads / kOwners>(partials, parts, pitch, thread / kOwners);
+#pragma unroll
+  for (int k = 0; k < kWide; ++k)
+#pragma unroll
+    for (int offset = 16; offset >= kOwners; offset /= 2)
+      sum.at[k] += __shfl_xor_sync(0xffffffffu, sum.at[k], offset);
+  if (lane < kOwners) store_pack(&sums[thread / 32][owned], sum);
   __syncthreads();
-  if (threadIdx.y != 0 || col >= cols) return;
-  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
-  (blockIdx.y == 0 ? first : second)[col] = Out(sum);
+  if (thread >= kColumns || block_col + thread >= cols) return;
+  float total = sums[0][thread];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) total += sums[warp][thread];
+  (blockIdx.y == 0 ? first : second)[block_col + thread] = Out(total);
 }
 
 void launch(const float* partials, int64_t parts, int64_t pitch, const TensorView& first,
@@ -34,11 +59,11 @@ void launch(const float* partials, int64_t parts, int64_t pitch, const TensorVie
   const int64_t cols = first.numel();
   if (cols == 0) return;
   const dim3 blocks(static_cast<unsigned>(ceil_div(cols, kColumns)), second ? 2 : 1);
-  const dim3 threads(kColumns, kRows);
+  const bool wide = cols % 4 == 0 && pitch % 4 == 0 && is_aligned(partials, 16);
   dispatch_high_precision(first.dtype, "column_sum", [&](auto tag) {
     using Out = typename decltype(tag)::type;
-    launch_dependent(&reduce_kernel<Out>, blocks, threads, stream, partials, parts, pitch, cols,
-                     first.ptr<Out>(), second.ptr<Out>());
+    launch_dependent(wide ? &reduce_kernel<Out, 4> : &reduce_kernel<Out, 1>, blocks, dim3(kThreads),
+                     stream, partials, parts, pitch, cols, first.ptr<Out>(), second.ptr<Out>());
   });
 }
 

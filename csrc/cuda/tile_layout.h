@@ -50,13 +50,13 @@ struct CodeTileLayout {
   static_assert(kRows % 16 == 0, "columns are read back 16 bytes at a time");
   static constexpr int kUnits = kRows / 8;  // per column
 
-  TE_HD static int key(int col) { return col / 8 % 16; }
+  TE_HD static int key(int col) { return (col >> 3) & 15; }
   // Where codes [8 * row_block, 8 * row_block + 8) of a column are, counted in units.
   TE_HD static int unit(int row_block, int col) { return (col * kUnits + row_block) ^ key(col); }
   // Where codes [16 * part, 16 * part + 16) of a column are, counted in pairs of units; the two
   // units of the pair have changed places where `swapped`.
-  TE_HD static int pair(int part, int col) { return unit(2 * part, col) / 2; }
-  TE_HD static bool swapped(int col) { return key(col) % 2 != 0; }
+  TE_HD static int pair(int part, int col) { return unit(2 * part, col) >> 1; }
+  TE_HD static bool swapped(int col) { return (col & 8) != 0; }
 };
 
 }  // namespace te::cuda

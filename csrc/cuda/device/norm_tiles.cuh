@@ -297,7 +297,7 @@ class Worker {
         static_cast<int>(min(p.rows - tile_row_, int64_t{kRows})), columns(step),
         p.rows % 16 == 0 && reinterpret_cast<uintptr_t>(p.fp8.columnwise) % 16 == 0};
     constexpr int kStoring = kThreads / kColumnWarps;
-    tile.template store<kStoring>(target, thread % kStoring);
+    tile.template store<kStoring>(target, static_cast<unsigned>(thread) % kStoring);
   }
 
   const Problem& p;

@@ -72,6 +72,14 @@ __device__ __forceinline__ TileTarget target_of(uint8_t* out, int64_t matrix_row
           block.rows, block.cols, (matrix_rows | reinterpret_cast<intptr_t>(out)) % 16 == 0};
 }
 
+// The first `count` of 16 codes, where they are not aligned.
+__device__ __forceinline__ void store_bytes(uint8_t* to, const uint4& codes, int64_t count) {
+  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (i < count) to[i] = static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)));
+}
+
 template <int kRows, int kCols>
 class CodeTile {
   using Layout = CodeTileLayout<kRows>;
@@ -99,52 +107,37 @@ class CodeTile {
   // Called by `kThreads` threads, numbered from 0; kRows / 16 neighbours write one column.
   template <int kThreads>
   __device__ __forceinline__ void store(const TileTarget& target,
-                                        int thread = static_cast<int>(threadIdx.x)) const {
-    constexpr int kTurns = kCols * kParts / kThreads;
-    static_assert(kTurns * kThreads == kCols * kParts, "every thread writes as many parts");
+                                        unsigned thread = threadIdx.x) const {
+    constexpr int kTurnCols = kThreads / kParts, kTurns = kCols / kTurnCols;
+    static_assert(kTurns * kTurnCols * kParts == kCols * kParts && kTurnCols * kParts == kThreads,
+                  "every thread writes as many parts");
+    const int part = static_cast<int>(thread % kParts), col = static_cast<int>(thread / kParts);
+    uint8_t* const to = target.to + col * target.pitch + part * 16;
+    const int cols = part * 16 < target.rows ? target.cols - col : 0;  // left from the first on
     if (target.wide) {
       uint4 codes[kTurns];
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) codes[turn] = part_at(turn * kThreads + thread);
+      for (int turn = 0; turn < kTurns; ++turn) codes[turn] = part_at(part, col + turn * kTurnCols);
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn)
-        if (const Part part(turn * kThreads + thread); part.exists_in(target))
-          *reinterpret_cast<uint4*>(part.to(target)) = codes[turn];
+        if (turn * kTurnCols < cols)
+          *reinterpret_cast<uint4*>(to + turn * kTurnCols * target.pitch) = codes[turn];
     } else {
 #pragma unroll 1
       for (int turn = 0; turn < kTurns; ++turn)
-        if (const Part part(turn * kThreads + thread); part.exists_in(target))
-          store_bytes(part.to(target), part_at(turn * kThreads + thread), target.rows - part.row);
+        if (turn * kTurnCols < cols)
+          store_bytes(to + turn * kTurnCols * target.pitch, part_at(part, col + turn * kTurnCols),
+                      target.rows - part * 16);
     }
   }
 
  private:
   static constexpr int kParts = kRows / 16;  // pieces of 16 codes per column
 
-  struct Part {
-    int row, col;
-    __device__ __forceinline__ explicit Part(int number)
-        : row(number % kParts * 16), col(number / kParts) {}
-    __device__ __forceinline__ bool exists_in(const TileTarget& target) const {
-      return row < target.rows && col < target.cols;
-    }
-    __device__ __forceinline__ uint8_t* to(const TileTarget& target) const {
-      return target.to + col * target.pitch + row;
-    }
-  };
-
-  __device__ __forceinline__ uint4 part_at(int number) const {
-    const Part part(number);
-    const uint4 codes = static_cast<const uint4*>(memory_)[Layout::pair(part.row / 16, part.col)];
-    if (!Layout::swapped(part.col)) return codes;
+  __device__ __forceinline__ uint4 part_at(int part, int col) const {
+    const uint4 codes = static_cast<const uint4*>(memory_)[Layout::pair(part, col)];
+    if (!Layout::swapped(col)) return codes;
     return {codes.z, codes.w, codes.x, codes.y};
-  }
-
-  __device__ __forceinline__ static void store_bytes(uint8_t* to, const uint4& codes, int count) {
-    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (i < count) to[i] = static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)));
   }
 
   void* memory_;
