@@ -1,7 +1,7 @@
-// Norm forward with one result, plain or row-wise FP8. A row lies in the registers of one warp or
-// of one block, read from memory once. Blocks stay and take row after row: each pack of x is
-// replaced by that of the next row as soon as its result is computed, so that loads are always in
-// flight.
+// Norm forward with one result, plain or row-wise FP8. A row lies in the registers of a part of a
+// warp, of one warp or of one block, read from memory once. A block that takes several rows
+// replaces each pack of x by that of its next row as soon as its result is computed, so that loads
+// are always in flight.
 #include <array>
 #include <atomic>
 
@@ -35,6 +35,9 @@ struct Problem {
   CurrentScaleSink current;  // without; no scratch: none
   float* mean = nullptr;
   float* rstd = nullptr;
+
+  // Whether blocks have an amax to report.
+  bool tracked() const { return fp8.amax || current.scratch; }
 };
 
 // x - mean is taken as (x - mean) - rest: what one fp32 cannot hold of the mean of fp32 values.
@@ -233,7 +236,8 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
   R current;
 #pragma unroll
   for (int j = 0; j < kPacks; ++j)
-    current.x[j].load_streaming(R::template at<In>(from, j), row < p.rows && R::has(j, packs));
+    current.x[j].template load_where<false>(R::template at<In>(from, j),
+                                            row < p.rows && R::has(j, packs));
 
   RowSum row_sum(slots);
   for (; row < p.rows; row += step) {
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
       if constexpr (sizeof(In) == 2) current.x[j].stay_packed();
       float y[R::kWidth];
       current.result(p, s, gamma, beta, j, y);
-      current.x[j].load_streaming(R::template at<In>(from, j), more);
+      current.x[j].template load_where<true>(R::template at<In>(from, j), more);
       if constexpr (kTracked) {
         if (tracked) amax = fmaxf(amax, amax_of(y));
       }
@@ -281,8 +285,9 @@ void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaS
   const auto kernel = forward_kernel<In, Gamma, Out, kKind, kPacks, kTracked>;
   const int threads = policy.threads * policy.rows;
   const int resident = resident_blocks(kernel, threads, known[static_cast<size_t>(threads / 32)]);
-  const int64_t grid =
-      balanced_grid(ceil_div(p.rows, policy.rows), int64_t{resident} * multiprocessors(device));
+  const bool staying = p.tracked() || (policy.rows > 1 && kPacks > 1);
+  const int64_t grid = norm_rows_grid(ceil_div(p.rows, policy.rows),
+                                      int64_t{resident} * multiprocessors(device), staying);
   const dim3 block(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.rows));
   kernel<<<static_cast<unsigned>(grid), block, 0, stream>>>(p);
   check_launch(kOp);

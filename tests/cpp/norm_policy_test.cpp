@@ -13,9 +13,10 @@ TEST(NormRowsPolicy, CoversEveryRow) {
   for (int64_t packs = 1; packs <= 4096; ++packs) {
     const auto policy = norm_rows_policy(packs);
     ASSERT_GE(int64_t{policy.threads} * policy.packs, packs);
-    ASSERT_EQ(policy.threads % 32, 0);
+    ASSERT_TRUE(policy.threads % 32 == 0 || (policy.packs == 1 && 32 % policy.threads == 0));
     ASSERT_LE(policy.threads * policy.rows, 1024);
-    ASSERT_TRUE(policy.rows == 1 || policy.threads == 32);
+    ASSERT_TRUE(policy.rows == 1 || policy.threads <= 32);
+    ASSERT_EQ(policy.threads * policy.rows % 32, 0);
   }
   EXPECT_EQ(norm_rows_policy(4097).threads, 0);
 }
@@ -37,6 +38,13 @@ TEST(NormTilesPolicy, CoversEveryRowWithinTheSharedMemory) {
   }
 }
 
+TEST(NormRowsGrid, SharesOutAFewRowsAndLetsManyCome) {
+  EXPECT_EQ(norm_rows_grid(100, 1056, false), 100);
+  EXPECT_EQ(norm_rows_grid(2048, 1056, false), 1024);
+  EXPECT_EQ(norm_rows_grid(8192, 1056, false), 8192);
+  EXPECT_EQ(norm_rows_grid(8192, 1056, true), 1024);
+}
+
 void expect_room(const NormBackwardShape& shape, const NormBackwardPolicy& policy) {
   ASSERT_EQ(policy.width % 8, 0);
   ASSERT_GE(int64_t{policy.cluster} * policy.width, shape.cols);
@@ -49,7 +57,7 @@ void expect_room(const NormBackwardShape& shape, const NormBackwardPolicy& polic
   const int64_t stage = policy.groups * policy.width * shape.read_bytes;
   ASSERT_LE(policy.stages * stage + 4 * policy.width, kBackwardSharedBytes);
   // The partial sums of all groups meet in what were the stages.
-  ASSERT_GE(policy.stages * stage, 8 * policy.width);
+  ASSERT_GE(policy.stages * stage, 8 * policy.groups * policy.width);
   const int64_t clusters = norm_backward_clusters(shape, policy);
   ASSERT_LE(clusters, std::max<int64_t>(shape.max_parts, 1));
   ASSERT_LE(clusters * policy.cluster, kMultiprocessors);

@@ -52,18 +52,30 @@ struct Packed {
     }
   }
 
-  // 16 bytes that are read once: past the L1 cache, which is for gamma and beta. Keeps what it
-  // holds unless `wanted`; predicated, because a branch would cost moves.
-  __device__ __forceinline__ void load_streaming(const void* from, bool wanted) {
+  // Keeps what it holds unless `wanted`; predicated, because a branch would cost moves. kPastL1:
+  // leaves the L1 cache to gamma and beta, which a block that stays reads for every row.
+  template <bool kPastL1>
+  __device__ __forceinline__ void load_where(const void* from, bool wanted) {
     static_assert(kWords == 4);
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %5, 0;\n"
-        "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-        : "l"(from), "r"(static_cast<uint32_t>(wanted)));
+    const auto flag = static_cast<uint32_t>(wanted);
+    if constexpr (kPastL1)
+      asm volatile(
+          "{\n"
+          ".reg .pred wanted;\n"
+          "setp.ne.u32 wanted, %5, 0;\n"
+          "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+          "}\n"
+          : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+          : "l"(from), "r"(flag));
+    else
+      asm volatile(
+          "{\n"
+          ".reg .pred wanted;\n"
+          "setp.ne.u32 wanted, %5, 0;\n"
+          "@wanted ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+          "}\n"
+          : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+          : "l"(from), "r"(flag));
   }
 
   __device__ __forceinline__ void convert(float (&values)[N]) const {
@@ -134,8 +146,8 @@ struct Standardised {
   __device__ __forceinline__ float operator()(float x) const { return fmaf(x, rstd, shift); }
 };
 
-// Sums over the threads of one row: a warp, or a whole block of them (then all threads of the block
-// call). Two sets of slots take turns, so that one barrier a sum is enough.
+// Sums over the threads of one row: 8 or 16 lanes, a warp, or a whole block of warps (then all
+// threads of the block call). Two sets of slots take turns, so that one barrier a sum is enough.
 class RowSum {
  public:
   static constexpr int kQuads = 9;  // four warps each, and room for the zeros behind 32 warps
@@ -145,7 +157,7 @@ class RowSum {
       : quads_(slots[0]),
         mine_(reinterpret_cast<float*>(slots[0]) + threadIdx.x / 32),
         warps_(static_cast<int>(blockDim.x) / 32) {
-    if (warps_ == 1) return;
+    if (warps_ <= 1) return;
     // The last quad may lack warps. The barrier of the first sum comes before anyone reads.
     if (threadIdx.x < 6) {
       auto* turn = reinterpret_cast<float*>(slots[threadIdx.x / 3]);
@@ -154,6 +166,7 @@ class RowSum {
   }
 
   __device__ __forceinline__ float operator()(float value) {
+    if (warps_ == 0) return sum_of_lanes(value);
     value = warp_reduce(value, Sum{});
     if (warps_ == 1) return value;
     if (threadIdx.x % 32 == 0) mine_[turn_ * 4] = value;
@@ -169,6 +182,16 @@ class RowSum {
   }
 
  private:
+  // Rows of a warp may differ in whether they exist: only the lanes of one row meet.
+  __device__ __forceinline__ static float sum_of_lanes(float value) {
+    const unsigned lanes = blockDim.x, first = threadIdx.y * lanes % 32;
+    const unsigned mask = ((1u << lanes) - 1) << first;
+    if (lanes == 16) value += __shfl_xor_sync(mask, value, 8);
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) value += __shfl_xor_sync(mask, value, offset);
+    return value;
+  }
+
   const float4* quads_;
   float* mine_;
   int warps_;

@@ -13,13 +13,14 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 // Forward with a row in registers. A pack is 16 bytes of x; a thread holds up to `packs` of them:
 // enough loads in flight, and few enough threads a row that summing over them stays cheap.
 struct NormRowsPolicy {
-  int threads = 0;  // per row; 0: the row does not fit
+  int threads = 0;  // per row: 8, 16 or whole warps; 0: the row does not fit
   int rows = 1;     // per block
   int packs = 4;    // per thread
 };
 
 constexpr NormRowsPolicy norm_rows_policy(int64_t packs_per_row) {
-  if (packs_per_row <= 32) return {.threads = 32, .rows = 4, .packs = 1};
+  for (const int threads : {8, 16, 32})
+    if (packs_per_row <= threads) return {.threads = threads, .rows = 128 / threads, .packs = 1};
   if (packs_per_row <= 128) return {.threads = 32, .rows = 4, .packs = 4};
   const int64_t threads = round_up((packs_per_row + 3) / 4, 32);
   if (threads > 1024) return {};
@@ -144,6 +145,14 @@ constexpr int64_t balanced_grid(int64_t items, int64_t resident) {
   if (items <= resident) return std::max<int64_t>(items, 1);
   const int64_t rounds = (items + resident - 1) / resident;
   return (items + rounds - 1) / rounds;
+}
+
+// Forward: a few rows more than the chip holds at once are shared out evenly. With many, blocks
+// that take one row each and go keep all multiprocessors in one place of the tensor, which memory
+// likes; blocks that each have something to report at their end stay instead.
+constexpr int64_t norm_rows_grid(int64_t items, int64_t resident, bool staying) {
+  if (!staying && items > 4 * resident) return items;
+  return balanced_grid(items, resident);
 }
 
 }  // namespace te::cuda
