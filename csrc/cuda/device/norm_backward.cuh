@@ -62,13 +62,21 @@ class Worker {
         columns_(min(p.cols - rank_ * p.width, p.width)) {}
 
   __device__ __forceinline__ void run() {
-    start();
+    let_next_kernel_start();  // the sum of the partials; there is room for it
     const int clusters = static_cast<int>(gridDim.x) / p.cluster;
     const int batches = (p.rows + groups() - 1) / groups();
     const int first = static_cast<int>(blockIdx.x) / p.cluster;
-    for (int i = 0; i < p.stages; ++i)
-      if (first + i * clusters < batches) fetch(first + i * clusters, i);
+    init_barriers();
+    // Gamma goes ahead of copies that are not wanted yet; a cluster meets before it copies, because
+    // its barrier would wait for them.
+    const int early = p.cluster == 1 ? 1 : 0;
+    if (early && first < batches) fetch(first, 0);
     load_statistics(first);
+    load_gamma();
+    if (!early) meet();
+    for (int i = early; i < p.stages; ++i)
+      if (first + i * clusters < batches) fetch(first + i * clusters, i);
+    if (early) meet();
     int stage = 0, turn = 0;
     uint32_t stage_phase = 0, turn_phase = 0;
     for (int batch = first; batch < batches; batch += clusters) {
@@ -90,8 +98,6 @@ class Worker {
         stage_phase ^= 1;
       }
     }
-    __syncthreads();
-    let_next_kernel_start();  // the sum of the partials
     write_partials(first);
   }
 
@@ -125,12 +131,17 @@ class Worker {
     load_values<T>(row + column(j) * static_cast<int>(sizeof(T)), values);
   }
 
-  __device__ __forceinline__ void start() {
-    const bool first = thread() == 0 && group() == 0;
-    if (first) {
+  // By the warp that starts the copies.
+  __device__ __forceinline__ void init_barriers() const {
+    if (group() != 0 || thread() >= 32) return;
+    if (thread() == 0) {
       for (int i = 0; i < p.stages; ++i) init_barrier(&shared_.arrived[i]);
       for (auto& barrier : shared_.summed) init_barrier(&barrier);
     }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void load_gamma() const {
     const int threads = row_threads() * groups();
     for (int col = group() * row_threads() + thread(); col < columns_; col += threads) {
       with_dtype(p.gamma_dtype, [&](auto tag) {
@@ -139,6 +150,10 @@ class Worker {
         *gamma_at(col) = static_cast<float>(value) + p.gamma_offset;
       });
     }
+  }
+
+  // Behind it everyone has gamma and knows the barriers, in the whole cluster.
+  __device__ __forceinline__ void meet() const {
     __syncthreads();
     if (p.cluster == 1) return;
     cluster_arrive();
@@ -300,33 +315,36 @@ class Worker {
     }
   }
 
-  // The groups add up their sums in order, in what were the stages; the last one writes them out.
-  __device__ __forceinline__ void write_partials(int cluster) {
-    float* totals = reinterpret_cast<float*>(stages_);
+  // The groups leave their sums in what were the stages; then threads add those of a few columns,
+  // in the order of the groups.
+  __device__ __forceinline__ void write_partials(int cluster) const {
+    constexpr int kVectors = kCentered ? 2 : 1;
+    float* sums = reinterpret_cast<float*>(stages_);
+    const int pitch = kVectors * p.width;  // from group to group
+    __syncthreads();
+    leave(dgamma_, sums + group() * pitch);
+    if constexpr (kCentered) leave(dbeta_, sums + group() * pitch + p.width);
+    __syncthreads();
     float* out = p.partials + int64_t{cluster} * 2 * p.cols + rank_ * p.width;
-    for (int turn = 0; turn < groups(); ++turn) {
-      if (turn == group()) {
-        const bool first = turn == 0, last = turn == groups() - 1;
-        add_up(dgamma_, first ? nullptr : totals, last ? out : totals);
-        if constexpr (kCentered)
-          add_up(dbeta_, first ? nullptr : totals + p.width,
-                 last ? out + p.cols : totals + p.width);
+    const int threads = row_threads() * groups(), quads = columns_ / 4;
+#pragma unroll 1
+    for (int i = group() * row_threads() + thread(); i < kVectors * quads; i += threads) {
+      const int vector = i / quads, col = i % quads * 4;
+      float total[4] = {};
+#pragma unroll 4
+      for (int g = 0; g < groups(); ++g) {
+        float values[4];
+        load_values<float>(sums + g * pitch + vector * p.width + col, values);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) total[k] += values[k];
       }
-      __syncthreads();
+      store_values<float>(out + int64_t{vector} * p.cols + col, total);
     }
   }
-  // `to` is in shared or in global memory.
-  __device__ __forceinline__ void add_up(float (&sums)[kPacks][kWidth], const float* from,
-                                         float* to) const {
+  __device__ __forceinline__ void leave(const float (&sums)[kPacks][kWidth], float* to) const {
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       if (!has(j)) continue;
-      if (from) {
-        float values[kWidth];
-        load_values<float>(from + column(j), values);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) sums[j][k] += values[k];
-      }
 #pragma unroll
       for (int k = 0; k < kWidth; k += 4)
         store_pack(to + column(j) + k,
