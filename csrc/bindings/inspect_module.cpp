@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "bindings/errors.h"
+#include "bindings/inspect_bindings.h"
 #include "bindings/inspect_node.h"
 #include "core/error.h"
 #include "inspect/config_yaml.h"
@@ -30,6 +31,8 @@ py::object parse_yaml(const py::bytes& text, const std::string& origin) {
 PYBIND11_MODULE(_engine, m) {
   m.doc() = "Native engine of nvdlfw_inspect.";
   te::bindings::register_errors();
+  te::bindings::bind_session(m);
+  te::bindings::bind_engine(m);
   m.def("parse_yaml", &te::bindings::parse_yaml, pybind11::arg("text"), pybind11::arg("origin"),
         "Plain Python values of a YAML document, as the engine reads it. ValueError with file, "
         "line and column.");

@@ -1,0 +1,140 @@
+// The process-wide registry of features, and the beginning of sessions.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/inspect_bindings.h"
+#include "bindings/inspect_calls.h"
+#include "bindings/inspect_node.h"
+#include "inspect/discovery.h"
+#include "inspect/engine.h"
+
+namespace te::bindings {
+namespace {
+
+namespace py = pybind11;
+using inspect::Engine;
+
+// A configuration and the features that it was read for.
+struct LoadedConfig {
+  inspect::Loaded loaded;
+  inspect::Registry registry;
+
+  std::vector<std::string> problems(inspect::Severity severity) const {
+    std::vector<std::string> texts;
+    for (const inspect::Problem& problem : loaded.problems) {
+      if (problem.severity == severity) texts.push_back(describe(problem, loaded.config.origin));
+    }
+    return texts;
+  }
+};
+
+LoadedConfig load(const Engine& engine, const py::object& source, std::string origin) {
+  const inspect::RegexSearch regex = python_regex();
+  LoadedConfig result{{}, engine.registry()};
+  const auto rules = result.registry.rules();
+  if (py::isinstance<py::bytes>(source)) {
+    const std::string text = source.cast<std::string>();
+    const py::gil_scoped_release released;
+    result.loaded = inspect::load_config(text, std::move(origin), rules, regex);
+  } else {
+    const inspect::Node root = from_python(source);
+    const py::gil_scoped_release released;
+    result.loaded = inspect::load_config(root, std::move(origin), rules, regex);
+  }
+  return result;
+}
+
+std::shared_ptr<inspect::Session> begin(Engine& engine, const LoadedConfig& config,
+                                        std::shared_ptr<PythonCalls> calls,
+                                        inspect::LogOptions log) {
+  return engine.begin(config.loaded.config, config.registry, {python_regex(), calls, calls},
+                      std::move(log));
+}
+
+std::vector<std::pair<std::string, std::string>> discover(
+    const std::vector<std::string>& directories, PythonCalls& calls) {
+  std::vector<std::pair<std::string, std::string>> broken;
+  for (auto& file : inspect::discover(directories, calls))
+    broken.emplace_back(file.path, file.reason);
+  return broken;
+}
+
+inspect::FeatureRule rule_of(const py::dict& described) {
+  const auto get = [&](const char* key, auto fallback) {
+    return described.contains(key) ? described[key].cast<decltype(fallback)>() : fallback;
+  };
+  using Names = std::vector<std::string>;
+  inspect::FeatureRule rule;
+  rule.ns = get("namespace", std::string());
+  rule.name = get("name", std::string());
+  rule.free_form = get("free_form", true);
+  rule.aliases = get("aliases", Names());
+  rule.statistics = get("statistics", Names());
+  rule.tensors = get("tensors", Names());
+  rule.conflicts = get("conflicts", Names());
+  rule.takes_gemms = get("gemms", false);
+  rule.scheduled = get("scheduled", false);
+  using Key = std::tuple<std::string, std::string, Names, bool>;
+  for (auto& [name, kind, choices, required] : get("keys", std::vector<Key>())) {
+    rule.keys.push_back({name, kind, choices, required});
+  }
+  return rule;
+}
+
+inspect::Parsing parsing_of(const std::string& name) {
+  if (name == "engine") return inspect::Parsing::Engine;
+  return name == "feature" ? inspect::Parsing::Feature : inspect::Parsing::Nobody;
+}
+
+std::optional<inspect::FeatureId> add(Engine& engine, const py::dict& described,
+                                      std::set<std::string> apis, const std::string& parsing,
+                                      std::string origin) {
+  inspect::Feature feature{0, rule_of(described), {}, parsing_of(parsing), std::move(origin)};
+  feature.apis.insert(apis.begin(), apis.end());
+  return engine.add(std::move(feature));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  py::class_<inspect::LogOptions>(m, "LogOptions")
+      .def(py::init([](std::string directory, int rank, std::string stamp, bool append_text,
+                       bool append_rows, bool timestamps, int level) {
+             return inspect::LogOptions{
+                 std::move(directory), rank, std::move(stamp), append_text, append_rows,
+                 timestamps,           level};
+           }),
+           py::kw_only(), py::arg("directory"), py::arg("rank"), py::arg("stamp"),
+           py::arg("append_text"), py::arg("append_rows"), py::arg("timestamps"), py::arg("level"));
+
+  py::class_<LoadedConfig>(m, "LoadedConfig")
+      .def_property_readonly("names", [](const LoadedConfig& c) { return c.loaded.config.names(); })
+      .def_property_readonly("hash", [](const LoadedConfig& c) { return c.loaded.config.hash; })
+      .def_property_readonly(
+          "errors", [](const LoadedConfig& c) { return c.problems(inspect::Severity::Error); })
+      .def_property_readonly(
+          "warnings", [](const LoadedConfig& c) { return c.problems(inspect::Severity::Warning); });
+
+  py::class_<PythonCalls, std::shared_ptr<PythonCalls>>(m, "Callouts").def(py::init<py::object>());
+
+  py::class_<Engine>(m, "Engine")
+      .def(py::init<>())
+      .def("add", &add, py::arg("rule"), py::arg("apis"), py::arg("parsing"), py::arg("origin"))
+      .def("remove", &Engine::remove, py::arg("id"))
+      .def(
+          "discover",
+          [](Engine&, const std::vector<std::string>& directories, PythonCalls& calls) {
+            return discover(directories, calls);
+          },
+          py::arg("directories"), py::arg("calls"), py::call_guard<py::gil_scoped_release>())
+      .def("load", &load, py::arg("source"), py::arg("origin"))
+      .def("begin", &begin, py::arg("config"), py::arg("calls"), py::arg("log"),
+           py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,65 @@
+// How the engine reaches what is not its own: the features, and the person who watches. The
+// bindings implement these interfaces, tests use fakes. None is ever called while the engine holds
+// its mutex, and they may be called on any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "inspect/node.h"
+
+namespace te::inspect {
+
+using FeatureId = int;
+
+// What a hook asks about: a call of a namespace's api for a layer, and what else the call carries.
+struct Target {
+  std::string ns, api, layer;
+  std::optional<std::string> tensor, gemm;
+
+  bool operator==(const Target&) const = default;
+};
+
+struct TargetHash {
+  size_t operator()(const Target& target) const;
+};
+
+// "layer fc1, tensor weight, gemm fprop"
+std::string describe(const Target& target);
+
+// What a routing call (`*_enabled`) returned.
+struct Answer {
+  bool yes = false;
+  std::optional<int64_t> next;  // the iteration at which it may change; none: never
+
+  bool operator==(const Answer&) const = default;
+};
+
+struct RoutedUse;
+
+class FeatureCall {
+ public:
+  virtual ~FeatureCall() = default;
+
+  // Runs a feature file, which registers what it defines. Returns what went wrong, if anything did.
+  virtual std::optional<std::string> load(const std::string& file) = 0;
+
+  // The configuration of a feature that reads its own: what `written` says for the target, or
+  // nothing.
+  virtual std::optional<Node> parse(FeatureId feature, const Node& written,
+                                    const Target& target) = 0;
+
+  // A routing call.
+  virtual Answer ask(const RoutedUse& use, const Target& target, int64_t iteration) = 0;
+};
+
+class Sink {
+ public:
+  virtual ~Sink() = default;
+
+  virtual void warn(const std::string& text) = 0;   // for the user's program
+  virtual void print(const std::string& line) = 0;  // for the terminal
+};
+
+}  // namespace te::inspect

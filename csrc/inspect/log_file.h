@@ -1,0 +1,46 @@
+// A file that lines are added to: one write per flush, and nothing lost while the disk is full for
+// a while.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace te::inspect {
+
+class LogFile {
+ public:
+  // Creates the folders above. With `append`, what is there stays, and a last line that was cut
+  // short is ended. Throws Error (Value) where the file cannot be written.
+  LogFile(std::string path, bool append);
+  ~LogFile();
+  LogFile(const LogFile&) = delete;
+  LogFile& operator=(const LogFile&) = delete;
+
+  // Keeps the line, which must end in a newline, for the next flush. Beyond the bound the oldest
+  // lines go.
+  void add(std::string_view line);
+
+  // Writes what is kept. False: some of it could not be written and is kept for the next time;
+  // error() says why.
+  bool flush();
+
+  const std::string& path() const { return path_; }
+  const std::string& error() const { return error_; }
+  size_t dropped() const { return dropped_; }
+
+  static constexpr size_t kBound = 16 << 20;  // bytes kept while writing fails
+
+ private:
+  void end_torn_line();
+
+  const std::string path_;
+  const int process_;  // a forked child keeps out of its parent's files
+  int file_ = -1;
+  bool inside_line_ = false;  // a part of the first kept line has been written
+  std::string kept_;
+  std::string error_;
+  size_t dropped_ = 0;
+};
+
+}  // namespace te::inspect

@@ -1,0 +1,68 @@
+// The log files of a session: messages, statistics, and the same statistics in full precision as
+// JSON lines.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "inspect/log_file.h"
+#include "inspect/messages.h"
+
+namespace te::inspect {
+
+using Clock = std::function<std::chrono::system_clock::time_point()>;
+
+struct LogOptions {
+  std::string directory;  // none: no files
+  int rank = 0;
+  std::string stamp;         // of the names of the text files: 20250131_051157
+  bool append_text = false;  // else what an earlier session wrote is gone
+  bool append_rows = true;
+  bool timestamps = true;    // at the beginning of every line
+  int level = level::kInfo;  // messages below are not written
+};
+
+struct StatisticRow {
+  int64_t iteration = 0;
+  std::string layer, tensor, statistic, name;
+  std::optional<double> value;  // none: there was nothing to measure
+};
+
+// "1.2346"; "nan", "inf", "-inf"
+std::string text_of_value(double value);
+// One line of statistics_rank-R.jsonl, with its newline.
+std::string json_of_row(const StatisticRow& row, int rank);
+// "2025-01-31 05:11:57,884", local time
+std::string text_of_time(std::chrono::system_clock::time_point time);
+
+// Every member may be called from any thread.
+class Logs {
+ public:
+  // Throws Error (Value) where the directory cannot be written.
+  explicit Logs(LogOptions options, Clock clock = std::chrono::system_clock::now);
+
+  // Written at once. Returns the line for the terminal, if the level deserves one.
+  std::optional<std::string> message(int level, const std::string& text);
+  void add(const StatisticRow& row);  // written by flush()
+
+  // Returns the first failure of a session, in words; later ones are silent.
+  std::optional<std::string> flush();
+
+  const LogOptions& options() const { return options_; }
+
+ private:
+  std::string stamped(int level, const std::string& text) const;
+
+  const LogOptions options_;
+  const Clock clock_;
+  std::mutex mutex_;  // of the files
+  std::unique_ptr<LogFile> messages_, statistics_, rows_;
+  bool complained_ = false;
+};
+
+}  // namespace te::inspect

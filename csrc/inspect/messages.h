@@ -1,0 +1,30 @@
+// Messages of the debug log: their levels, and those that are worth saying once.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <unordered_set>
+
+namespace te::inspect {
+
+// The numbers are those of Python's logging.
+namespace level {
+inline constexpr int kInfo = 20;
+inline constexpr int kWarning = 30;
+}  // namespace level
+
+// "INFO"; "Level 25" for a number without a name.
+std::string name_of_level(int level);
+
+class OneShot {
+ public:
+  // True for the first call with this key. Keys beyond the bound are not remembered: they repeat.
+  bool first(const std::string& key);
+
+ private:
+  static constexpr size_t kBound = 1 << 16;
+  std::mutex mutex_;
+  std::unordered_set<std::string> seen_;
+};
+
+}  // namespace te::inspect

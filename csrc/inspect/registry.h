@@ -1,0 +1,48 @@
+// Which features there are: opaque handles with what their classes say about them.
+#pragma once
+
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "inspect/callouts.h"
+#include "inspect/config.h"
+
+namespace te::inspect {
+
+// Who turns what is written into the configuration of one tensor and gemm.
+enum class Parsing {
+  Engine,   // config_for()
+  Feature,  // the feature's own parse_config_and_api, through FeatureCall
+  Nobody,   // the configuration arrives as written
+};
+
+struct Feature {
+  FeatureId id = 0;
+  FeatureRule rule;
+  std::set<std::string, std::less<>> apis;
+  Parsing parsing = Parsing::Nobody;
+  std::string origin;  // the file that defines it
+};
+
+class Registry {
+ public:
+  // False, and no change, if the namespace has the name already: the first wins.
+  bool add(Feature feature);
+  void remove(FeatureId id);
+
+  const Feature* find(std::string_view ns, std::string_view name) const;
+  const Feature* find(FeatureId id) const;
+  const std::vector<Feature>& features() const { return features_; }
+  std::vector<FeatureRule> rules() const;
+
+  // Does any feature of the namespace have this api?
+  bool has_api(std::string_view ns, std::string_view api) const;
+
+ private:
+  std::vector<Feature> features_;  // in the order of registration
+};
+
+}  // namespace te::inspect
