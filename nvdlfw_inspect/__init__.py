@@ -1,3 +1,3 @@
-"""Looks inside transformer layers while they run. For now the package only carries its version."""
+"""Looks inside transformer layers while they run: `nvdlfw_inspect.api` is the way in."""
 
 __version__ = "0.2.3"

@@ -39,7 +39,7 @@ OUR_FOLDERS = {"core", "ops", "cpu", "cuda", "inspect", "bindings"}
 FORBIDDEN_IMPORTS = {
     "nvdlfw_inspect": {"torch", "transformer_engine"},
 }
-ENVIRONMENT_READER = Path("transformer_engine/_env.py")
+ENVIRONMENT_READER = "_env.py"  # of each Python package
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -52,7 +52,7 @@ def check_cpp(path: Path) -> Iterator[tuple[int, str]]:
             yield line, message
     for match in GETENV.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        yield line, f"reads the environment; only {ENVIRONMENT_READER} does"
+        yield line, f"reads the environment; only {ENVIRONMENT_READER} of a Python package does"
 
 
 def _check_include(path: Path, header: str) -> Iterator[str]:
@@ -82,8 +82,9 @@ def check_python(path: Path) -> Iterator[tuple[int, str]]:
         for module in modules:
             if module.partition(".")[0] in forbidden:
                 yield node.lineno, f"{path.parts[0]} must not import {module}"
-        if path != ENVIRONMENT_READER and _reads_environment(node):
-            yield node.lineno, f"reads the environment; only {ENVIRONMENT_READER} does"
+        reader = Path(path.parts[0], ENVIRONMENT_READER)
+        if path != reader and _reads_environment(node):
+            yield node.lineno, f"reads the environment; only {reader} does"
 
 
 def _reads_environment(node: ast.AST) -> bool:

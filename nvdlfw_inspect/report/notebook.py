@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 from nvdlfw_inspect.report.advice import advise, headline
 from nvdlfw_inspect.report.extras import require
@@ -13,6 +11,7 @@ from nvdlfw_inspect.report.summary import LIMIT, print_summary
 from nvdlfw_inspect.report.table import extent, table_of, tally
 from nvdlfw_inspect.report.templates import render
 from nvdlfw_inspect.report.verdicts import Verdicts, judge
+from nvdlfw_inspect.utils import in_notebook
 
 
 def show(logdir: str | Path, limit: int = LIMIT, rank: int | None = None) -> None:
@@ -33,13 +32,6 @@ def show(logdir: str | Path, limit: int = LIMIT, rank: int | None = None) -> Non
         display.display(display.HTML(summary_html(verdicts, limit)))
     else:
         print_summary(verdicts, limit)
-
-
-def in_notebook() -> bool:
-    """Tells whether this runs in a Jupyter kernel."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return hasattr(shell, "kernel")
 
 
 def summary_html(verdicts: Verdicts, limit: int | None = LIMIT) -> str:

@@ -1,0 +1,252 @@
+"""The debugger's functions.
+
+Example:
+    >>> import tempfile
+    >>> import nvdlfw_inspect.api as debug_api
+    >>> debug_api.initialize(log_dir=tempfile.mkdtemp())
+    >>> debug_api.step()
+    >>> debug_api.end_debug()
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from nvdlfw_inspect.debug_manager import DebugManager
+from nvdlfw_inspect.exits import ExitHooks
+from nvdlfw_inspect.layer_names import assign_layer_names
+from nvdlfw_inspect.logging import BaseLogger, print_rank_0
+from nvdlfw_inspect.namespaces import find_namespace
+from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.startup import Settings, start
+from nvdlfw_inspect.utils import in_notebook, warn_user
+
+DEBUG_MANAGER: DebugManager | None = None
+
+_OPTIONS = {"tb_writer", "default_logging_enabled", "log_timestamps"}
+_Path = str | os.PathLike[str]
+
+
+def initialize(
+    config_file: _Path | dict[str, Any] | None = "",
+    feature_dirs: _Path | list[_Path] | None = None,
+    statistics_logger: BaseLogger | None = None,
+    log_dir: _Path = ".",
+    init_training_step: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Start to inspect, on every rank, before or after the model is built.
+
+    Args:
+        config_file: What to do with which layers: a YAML file, or its content as a dict. None and
+            "": no features.
+        feature_dirs: Directories with feature classes of your own; all their *.py files are run.
+            Built-in features are there without them.
+        statistics_logger: Receives all statistics.
+        log_dir: Where the log files go.
+        init_training_step: The first iteration.
+        kwargs: `tb_writer`: a TensorBoard `SummaryWriter` that receives all statistics;
+            `default_logging_enabled`: write the log files also where there is a `tb_writer` or a
+            `statistics_logger` (without one they are always written);
+            `log_timestamps`: begin the lines of the text logs with the time, True by default.
+
+    Raises:
+        ValueError: A session is running already (in a notebook it is replaced), the configuration
+            is not right, or the directory for the logs cannot be written.
+        TypeError: An argument is of the wrong kind.
+        RuntimeError: A feature cannot be created.
+
+    A failed call leaves nothing behind.
+    """
+    global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
+    for name in sorted(set(kwargs) - _OPTIONS):
+        warn_user(f"[initialize] argument {name} is not known")
+    known = {name: value for name, value in kwargs.items() if name in _OPTIONS}
+    settings = Settings(
+        config_file, feature_dirs, statistics_logger, log_dir, init_training_step, **known
+    )
+    if DEBUG_MANAGER is not None:
+        if not in_notebook():
+            raise ValueError(
+                "[initialize] expected no running session, got one: call end_debug() first"
+            )
+        print_rank_0("A debug session was running: it ends, a new one begins.")
+        end_debug()
+    DEBUG_MANAGER = start(settings)
+    try:
+        DEBUG_MANAGER.begin()
+    except BaseException:
+        end_debug()
+        raise
+    _hooks.install()
+
+
+def end_debug() -> None:
+    """End the session and close its logs; without one, do nothing."""
+    global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
+    manager = DEBUG_MANAGER
+    if manager is None:
+        return
+    try:
+        manager.end()
+    finally:
+        DEBUG_MANAGER = None
+        _hooks.remove()
+
+
+def step() -> None:
+    """Say that an iteration is over, after its backward pass; without a session, do nothing."""
+    if DEBUG_MANAGER is not None:
+        DEBUG_MANAGER.step()
+
+
+def initialize_training_step(train_step: int) -> None:
+    """Set the number of the current iteration; without a session, do nothing."""
+    if DEBUG_MANAGER is not None:
+        DEBUG_MANAGER.iteration = train_step
+
+
+def flush() -> None:
+    """Write all statistics that there are to the logs; without a session, do nothing."""
+    if DEBUG_MANAGER is not None:
+        DEBUG_MANAGER.flush()
+
+
+def show(log_dir: _Path | None = None) -> Any:
+    """Show a summary of the statistics, in a notebook as a table.
+
+    Args:
+        log_dir: Of the logs to show; by default those of the running session.
+
+    Raises:
+        RuntimeError: No session is running, or it writes no files, and no `log_dir` is given.
+    """
+    flush()
+    directory = log_dir
+    if directory is None:
+        directory = _manager("show").root_log_dir or None
+    if directory is None:
+        raise RuntimeError("[show] expected log files to show, got a session that writes none")
+    return importlib.import_module("nvdlfw_inspect.report").show(directory)
+
+
+def log_message(
+    msg: str,
+    layer_name: str | None = None,
+    level: int = logging.INFO,
+    extra_cachable_args: Any = None,
+) -> None:
+    """Write a line to the debug log, prefixed by the layer's name; each line once per session.
+
+    Args:
+        msg: The text.
+        layer_name: What it is about.
+        level: As in `logging`.
+        extra_cachable_args: Lines that differ in these alone are all written.
+
+    Raises:
+        RuntimeError: No session is running.
+    """
+    once = (msg, layer_name, level, extra_cachable_args)
+    _manager("log_message").log_message(msg, layer_name, level, once)
+
+
+def list_features() -> None:
+    """Print the names of all features, on the first rank.
+
+    Raises:
+        RuntimeError: No session is running.
+    """
+    _manager("list_features")
+    print_rank_0(
+        [f"{data.name}.{name}" for data in Registry.data.values() for name in data.features]
+    )
+
+
+def explain_features(features: str | list[str] | None = None) -> None:
+    """Print what features do, on the first rank.
+
+    Args:
+        features: Names such as "transformer_engine.LogTensorStats", one or a list; "all".
+    """
+    known = {
+        f"{data.name}.{name}": feature
+        for data in Registry.data.values()
+        for name, feature in data.features.items()
+    }
+    if features is None:
+        print_rank_0('No feature provided. Please name some, or say "all".')
+        return
+    chosen = list(known) if features == "all" else features
+    for name in [chosen] if isinstance(chosen, str) else chosen:
+        if name not in known:
+            print_rank_0(f"feature: {name} is not supported in this tool. There are: {list(known)}")
+            continue
+        print_rank_0("-----")
+        print_rank_0(f"feature: {name}")
+        print_rank_0(type(known[name]).__doc__)
+        print_rank_0("*****")
+
+
+def infer_and_assign_layer_names(model: Any) -> None:
+    """Name the layers of a model after its structure: "model.decoder.0.fc1".
+
+    Args:
+        model: A `torch.nn.Module`, a wrapper with a `.module`, or a list of such.
+
+    Raises:
+        RuntimeError: No session is running.
+        ValueError: It is none of these.
+    """
+    assign_layer_names(model, _manager("infer_and_assign_layer_names").log_message)
+
+
+def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> None:
+    """Set the process group over which statistics are reduced, instead of all ranks.
+
+    Args:
+        group: A `torch.distributed` group; None: all ranks.
+        layer_name: Not used: there is one group for all layers.
+
+    Raises:
+        ValueError: No session is running.
+    """
+    manager = _manager("set_tensor_reduction_group", ValueError)
+    manager._tensor_reduction_group = group
+    manager.log_message(
+        "Statistics of all layers are reduced over the group that was set.",
+        level=logging.WARNING,
+        once="set_tensor_reduction_group",
+    )
+
+
+def get_tensor_reduction_group() -> Any:
+    """Return the group over which statistics are reduced; None: all ranks.
+
+    Raises:
+        ValueError: No session is running.
+    """
+    return _manager("get_tensor_reduction_group", ValueError)._tensor_reduction_group
+
+
+def __getattr__(name: str) -> Any:
+    """Find a namespace, such as `api.transformer_engine`, or an api of the namespace `base`."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    found = find_namespace(_manager(name), name)
+    if found is None:
+        known = ", ".join(Registry.data)
+        raise ValueError(f"[api] expected one of the namespaces {known}, got {name}")
+    return found
+
+
+def _manager(op: str, error: type[Exception] = RuntimeError) -> DebugManager:
+    if DEBUG_MANAGER is None:
+        raise error(f"[{op}] expected a running session, got none: call initialize() first")
+    return DEBUG_MANAGER
+
+
+_hooks = ExitHooks(end_debug, flush)

@@ -1,0 +1,225 @@
+"""What feature classes are made of: the description of their configuration, and base classes."""
+
+# ruff: noqa: B027 - what follows may be overridden
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a feature's configuration.
+
+    Attributes:
+        kind: "bool", "int", "number", "string" or "any".
+        required: Whether a configuration without it is an error.
+    """
+
+    kind: str
+    required: bool = False
+
+
+@dataclass(frozen=True, init=False)
+class Choice:
+    """A key that takes one of some words, in any case.
+
+    Example:
+        >>> Choice("FP8E4M3", "FP8E5M2", required=True).values
+        ('FP8E4M3', 'FP8E5M2')
+    """
+
+    values: tuple[str, ...]
+    required: bool
+
+    def __init__(self, *values: str, required: bool = False) -> None:
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "required", required)
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """What a feature class takes in a configuration, as its class attribute `CONFIG`.
+
+    The engine checks configurations against it when they are loaded, and hands the feature what
+    they say for one tensor and gemm. A class without one takes any keys.
+
+    Attributes:
+        keys: Its own keys: "bool", "int", "number", "string", "any", a `Key` or a `Choice`.
+            None: any.
+        statistics: Regular expressions for what `stats` may name; empty: there is no `stats`.
+        tensors: Which tensors it can act on; empty: it is not about tensors.
+        gemms: Whether it takes `gemms` and `gemms_struct`.
+        scheduled: Whether it takes `freq`, `start_step`, `end_step` and `start_end_list`.
+        aliases: Other names of the feature.
+        conflicts: Features that must not act on the same tensor and gemm.
+
+    Example:
+        >>> FeatureConfig(keys={"margin": "int"}, tensors=("weight",), gemms=True).gemms
+        True
+    """
+
+    keys: Mapping[str, str | Key | Choice] | None = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    gemms: bool = False
+    scheduled: bool = False
+    aliases: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    def rule(self) -> dict[str, Any]:
+        """Write it as the engine takes it."""
+        return {
+            "free_form": self.keys is None,
+            "keys": [_key_rule(name, key) for name, key in (self.keys or {}).items()],
+            "statistics": list(self.statistics),
+            "tensors": list(self.tensors),
+            "gemms": self.gemms,
+            "scheduled": self.scheduled,
+            "aliases": list(self.aliases),
+            "conflicts": list(self.conflicts),
+        }
+
+
+def _key_rule(name: str, key: str | Key | Choice) -> tuple[str, str, list[str], bool]:
+    if isinstance(key, Choice):
+        return name, "choice", list(key.values), key.required
+    if isinstance(key, str):
+        key = Key(key)
+    return name, key.kind, [], key.required
+
+
+def parsed_by_engine(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a `parse_config_and_api` that does what the engine does anyway.
+
+    Classes with any other one are asked themselves what their configuration says.
+    """
+    method.parsed_by_engine = True  # type: ignore[attr-defined]
+    return method
+
+
+class BaseConfigAPIMapper(ABC):
+    """Base of classes that read their own configuration."""
+
+    @abstractmethod
+    def parse_config_and_api(
+        self, config: dict[str, Any], **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether a configuration covers a call, and what it says for it.
+
+        Args:
+            config: As written, `enabled` included.
+            kwargs: `tensor_name` and `gemm` where the call carries them.
+
+        Returns:
+            Whether the feature acts, and the configuration that its methods get.
+        """
+
+
+class BaseNamespaceAPI(ABC):
+    """Base of classes that route the calls of a namespace of their own.
+
+    Register one with `Registry.register_namespace_api`. The namespaces of the built-in features do
+    not need it: the engine routes their calls.
+    """
+
+    name = ""
+
+    def __getattr__(self, api_name: str) -> Callable[..., Any]:
+        if api_name.startswith("_"):
+            raise AttributeError(api_name)
+        return partial(self.route_api, api_name=api_name)
+
+    def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
+        """Raise where a call lacks something."""
+
+    @abstractmethod
+    def routing_condition(
+        self,
+        api_name: str,
+        config: dict[str, Any],
+        layer_name: str,
+        feature_obj: Any,
+        **kwargs: Any,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether a feature acts, and the configuration that it gets (None: as written)."""
+
+    def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
+        """Raise where a feature returned what it should not."""
+
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+        """Say whether several features may act in one call."""
+        return False
+
+    def handle_multi_feature_output(
+        self,
+        api_name: str,
+        multi_feature_outputs: list[Any],
+        features_to_invoke: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Merge what several features returned; without a better idea it must be the same."""
+        first, *others = multi_feature_outputs
+        if any(other != first for other in others):
+            raise RuntimeError(
+                f"[{api_name}] expected features that agree, got {multi_feature_outputs}"
+            )
+        return first
+
+    def call_feature(
+        self, call: Callable[..., Any], feat_config: dict[str, Any], layer_name: str, **kwargs: Any
+    ) -> Any:
+        """Call a feature's method."""
+        return call(feat_config, layer_name, **kwargs)
+
+    def step(self) -> None:
+        """An iteration is over."""
+
+    def end_debug(self) -> None:
+        """The session ends."""
+
+    def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
+        """Call an api of those features of a layer that `routing_condition` lets through.
+
+        Returns:
+            What they returned; {} where none acts.
+
+        Raises:
+            RuntimeError: Several act, and may not.
+        """
+        self.input_assertions_hook(api_name, layer_name=layer_name, **kwargs)
+        chosen = self._chosen(layer_name, api_name, kwargs)
+        if len(chosen) > 1 and not self.is_multiple_feature_invocation_allowed(api_name):
+            names = [type(feature).__name__ for feature, _ in chosen]
+            raise RuntimeError(
+                f"[{api_name}] expected one feature, got {names} (layer {layer_name})"
+            )
+        outputs = []
+        for feature, config in chosen:
+            method = getattr(feature, api_name)
+            outputs.append(self.call_feature(method, config, layer_name, **kwargs))
+            self.output_assertions_hook(api_name, outputs[-1], **kwargs)
+        if len(outputs) > 1:
+            return self.handle_multi_feature_output(api_name, outputs, chosen, **kwargs)
+        return outputs[0] if outputs else {}
+
+    def _chosen(
+        self, layer_name: str, api_name: str, kwargs: dict[str, Any]
+    ) -> list[tuple[Any, dict[str, Any]]]:
+        from nvdlfw_inspect.config_manager import ConfigManager  # noqa: PLC0415 - it needs features
+        from nvdlfw_inspect.registry import Registry  # noqa: PLC0415 - likewise
+
+        data = Registry.data[self.name]
+        chosen = []
+        written = ConfigManager.get_config_for_layer(layer_name).get(self.name, {})
+        for name, config in written.items():
+            feature = data.features[name]
+            if name in data.feat_api_to_features.get(api_name, ()):
+                acts, own = self.routing_condition(api_name, config, layer_name, feature, **kwargs)
+                if acts:
+                    chosen.append((feature, config if own is None else own))
+        return chosen

@@ -1,0 +1,187 @@
+"""How the engine reaches features: the rules of a call, and errors that say where they are from."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvdlfw_inspect.utils import warn_user
+
+if TYPE_CHECKING:
+    from nvdlfw_inspect._engine import Schedule
+
+# Documented arguments that a call may lack: a feature that asks for one gets None.
+_OPTIONAL = {
+    "tensor_name",
+    "gemm",
+    "tensor",
+    "default_quantizer",
+    "out",
+    "dtype",
+    "tp_group",
+    "tp_size",
+    "rowwise",
+    "rowwise_quantized_tensor",
+    "columnwise_quantized_tensor",
+    "quantizer",
+}
+_KINDS = (NotImplementedError, ValueError, TypeError)
+
+
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """One feature of one section that acts on a tensor and gemm.
+
+    Attributes:
+        feature: The instance.
+        name: Its canonical name.
+        section: The section of the configuration.
+        config: What the configuration says for the tensor and gemm, as plain values.
+        schedule: When it is due, if its class declares a schedule.
+    """
+
+    feature: Any
+    name: str
+    section: str
+    config: dict[str, Any]
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """Which arguments a method takes: `names`, or all (None); `missing` must be filled in."""
+
+    names: frozenset[str] | None
+    missing: tuple[str, ...]
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> _Signature:
+        try:
+            parameters = inspect.signature(method).parameters.values()
+        except (TypeError, ValueError):  # nothing to see: let the method judge
+            return cls(None, ())
+        missing = tuple(
+            p.name
+            for p in parameters
+            if p.name in _OPTIONAL and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        )
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return cls(None, missing)
+        return cls(frozenset(p.name for p in parameters), missing)
+
+    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep the arguments that the method takes; the documented ones it misses are None."""
+        names = self.names
+        chosen = {k: v for k, v in arguments.items() if names is None or k in names}
+        for name in self.missing:
+            chosen.setdefault(name, None)
+        return chosen
+
+
+class Calls:
+    """Calls features for a session. The engine's own calls arrive at `load`, `parse` and `ask`.
+
+    Args:
+        load: Runs a feature file and says what went wrong, if anything did.
+    """
+
+    def __init__(self, load: Callable[[str], str | None]) -> None:
+        self.load = load
+        self.instances: dict[int, Any] = {}
+        self._signatures: dict[tuple[type, str], _Signature] = {}
+
+    def routed(
+        self, id: int, name: str, section: str, config: dict[str, Any], schedule: Schedule | None
+    ) -> Routed:
+        """Make what a hook sees of a use."""
+        return Routed(self.instances[id], name, section, config, schedule)
+
+    def parse(
+        self,
+        id: int,
+        written: dict[str, Any],
+        api: str,
+        layer: str,
+        tensor: str | None,
+        gemm: str | None,
+    ) -> dict[str, Any] | None:
+        """Ask a feature that parses its own configuration."""
+        feature = self.instances[id]
+        target = {"tensor_name": tensor, "gemm": gemm}
+        parsing = {"tensor_parsing": tensor is not None, "gemm_parsing": gemm is not None}
+        routed = Routed(feature, type(feature).__name__, "", {"enabled": True, **written}, None)
+        arguments = {"layer_name": layer, **target, **parsing}
+        covered, config = self.invoke(routed, "parse_config_and_api", arguments)
+        if not covered:
+            return None
+        return written if config is None else dict(config)
+
+    def ask(
+        self,
+        routed: Routed,
+        api: str,
+        layer: str,
+        tensor: str | None,
+        gemm: str | None,
+        iteration: int,
+    ) -> tuple[bool, int | None]:
+        """Make a routing call; a plain bool holds for this iteration."""
+        target = {"tensor_name": tensor, "gemm": gemm}
+        arguments: dict[str, Any] = {k: v for k, v in target.items() if v is not None}
+        arguments |= {"layer_name": layer, "iteration": iteration}
+        answer = self.invoke(routed, api, arguments)
+        if isinstance(answer, tuple):
+            if len(answer) == 2 and (answer[1] is None or isinstance(answer[1], int)):
+                return bool(answer[0]), answer[1]
+        elif answer is not None and not isinstance(answer, (str, bytes)):
+            return bool(answer), iteration + 1
+        place = describe(routed, layer, tensor, gemm, iteration)
+        raise TypeError(
+            f"[{api}] expected bool or (bool, next iteration), got {answer!r} ({place})"
+        )
+
+    def invoke(self, routed: Routed, api: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method of a feature with those arguments that it takes.
+
+        Raises:
+            NotImplementedError, ValueError, TypeError, RuntimeError: What the feature raised (any
+                other kind becomes a RuntimeError), with feature, layer, tensor, gemm and iteration.
+        """
+        method = getattr(routed.feature, api)
+        key = (type(routed.feature), api)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._signatures[key] = _Signature.of(method)
+        chosen = signature.select({"config": dict(routed.config), **arguments})
+        try:
+            return method(**chosen)
+        except Exception as error:
+            kind = next((k for k in _KINDS if isinstance(error, k)), RuntimeError)
+            names = ("layer_name", "tensor_name", "gemm", "iteration")
+            place = describe(routed, *(arguments.get(name) for name in names))
+            said = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+            raise kind(f"[{api}] {said} ({place})") from error
+
+    def warn(self, text: str) -> None:
+        """Warn the user's program."""
+        warn_user(text)
+
+    def print(self, line: str) -> None:
+        """Show a line on the terminal."""
+        print(line, file=sys.stderr, flush=True)
+
+
+def describe(
+    routed: Routed,
+    layer: str | None = None,
+    tensor: str | None = None,
+    gemm: str | None = None,
+    iteration: int | None = None,
+) -> str:
+    """Say which call of which feature is meant."""
+    parts = {"layer": layer, "tensor": tensor, "gemm": gemm, "iteration": iteration}
+    named = [f"{name} {value}" for name, value in parts.items() if value is not None]
+    return ", ".join([f"feature {routed.name}", *named])

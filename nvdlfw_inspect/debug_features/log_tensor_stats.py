@@ -1,0 +1,124 @@
+"""LogTensorStats of the namespace `base`: statistics of any tensor, where the program asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from nvdlfw_inspect import api
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.debug_features.generic_feature_api import GenericConfigAPIMapper
+from nvdlfw_inspect.logging import enable_logging_at_current_step
+from nvdlfw_inspect.registry import Registry, api_method
+from nvdlfw_inspect.utils import (
+    gather_along_first_dim,
+    gather_tensor_on_last_rank,
+    get_distributed_world_size,
+)
+
+_STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "min": lambda x: x.min(),
+    "max": lambda x: x.max(),
+    "mean": lambda x: x.mean(),
+    "std": lambda x: x.std(),
+    "l1_norm": lambda x: x.abs().sum(),
+    "l2_norm": lambda x: x.square().sum().sqrt(),
+}
+_SCHEDULE = ("freq", "start_step", "end_step", "start_end_list")
+
+
+@Registry.register_feature(namespace="base")
+class LogTensorStats(GenericConfigAPIMapper):
+    """Log statistics of a tensor that the program hands over.
+
+    Keys:
+        stats: min, max, mean, std, l1_norm, l2_norm
+        tensors / tensors_struct: names that the program uses
+        freq, start_step, end_step, start_end_list: when
+
+    Example:
+        log_router:
+          enabled: True
+          layers:
+            layer_types: [router]
+          LogTensorStats:
+            enabled: True
+            tensors: [activation]
+            stats: [min, max]
+
+    and in the program `debug_api.log_tensor_stats(layer_name="decoder.router", tensor=logits,
+    tensor_name="activation")`.
+    """
+
+    CONFIG: ClassVar = FeatureConfig(keys=None, statistics=tuple(_STATISTICS), scheduled=True)
+
+    @api_method
+    def log_tensor_stats(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor: Any,
+        tensor_name: str,
+        iteration: int,
+        skip_reduction: bool = False,
+        reduction_group: Any = None,
+    ) -> dict[str, Any]:
+        """Log the statistics of a tensor, if they are due.
+
+        Args:
+            config: Of the feature, for this tensor.
+            layer_name: Names the tensor in the logs, with `tensor_name`.
+            tensor: Of a floating dtype, any shape; statistics are taken in float32 (float64 stays).
+            tensor_name: As in the configuration.
+            iteration: Of the tensor, by default the current one.
+            skip_reduction: This rank's part alone.
+            reduction_group: Gather over this group, by default the one that was set. Without any,
+                the last rank of all gathers and logs.
+
+        Returns:
+            Tensors of no dimension by statistic; {} where nothing is due or another rank logs.
+
+        Raises:
+            ValueError: A statistic is not known.
+        """
+        due = {key: config[key] for key in _SCHEDULE if config.get(key) is not None}
+        if not enable_logging_at_current_step(iteration, **due):
+            return {}
+        written = config["stats"]
+        names = [n.lower() for n in ([written] if isinstance(written, str) else written)]
+        unknown = sorted(set(names) - set(_STATISTICS))
+        if unknown:
+            raise ValueError(f"[LogTensorStats] Statistic: {unknown} are not supported")
+        gathered = tensor.detach()
+        if not skip_reduction:
+            gathered = self._gather(gathered, reduction_group, layer_name)
+        if gathered is None:
+            return {}
+        values = _statistics(gathered, names)
+        if api.DEBUG_MANAGER is not None:
+            numbers = {n: None if v is None else float(v) for n, v in values.items()}
+            api.DEBUG_MANAGER.log_statistics(iteration, layer_name, tensor_name, numbers)
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _gather(self, tensor: Any, group: Any, layer_name: str) -> Any:
+        if get_distributed_world_size() == 1:
+            return tensor
+        group = group if group is not None else api.get_tensor_reduction_group()
+        if group is not None:
+            return gather_along_first_dim(tensor, group)[0]
+        if api.DEBUG_MANAGER is not None:
+            api.DEBUG_MANAGER.log_message(
+                "No reduction group is set: the last rank gathers and logs.",
+                layer_name,
+                level=logging.WARNING,
+                once=("LogTensorStats", "no group"),
+            )
+        return gather_tensor_on_last_rank(tensor)[0]
+
+
+def _statistics(tensor: Any, names: list[str]) -> dict[str, Any]:
+    if tensor.numel() == 0:
+        return dict.fromkeys(names)
+    exact = tensor if tensor.element_size() > 4 else tensor.float()
+    return {name: _STATISTICS[name](exact).float() for name in names}

@@ -1,0 +1,241 @@
+"""A running session: what hooks, features and the functions of `nvdlfw_inspect.api` go through."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvdlfw_inspect.logging import MetricLogger
+from nvdlfw_inspect.registry import Registry
+
+if TYPE_CHECKING:
+    from nvdlfw_inspect._engine import Session
+    from nvdlfw_inspect.calls import Calls, Routed
+
+
+class Listener(Protocol):
+    """Whoever wants to know when sessions begin, step and end. `moved` need not be there."""
+
+    def initialized(self, manager: DebugManager) -> None:
+        """A session has begun; `api.DEBUG_MANAGER` is the manager."""
+
+    def stepped(self, manager: DebugManager) -> None:
+        """`step()` was called; `manager.iteration` has grown already."""
+
+    def moved(self, manager: DebugManager) -> None:
+        """`manager.iteration` was set by hand."""
+
+    def ended(self, manager: DebugManager) -> None:
+        """The session ends; the manager still logs."""
+
+
+_listeners: list[Listener] = []
+
+
+def subscribe(listener: Listener) -> None:
+    """Tell a listener about all sessions from now on, and about the one that is running.
+
+    Listeners survive `end_debug()`. What they raise surfaces where the session is steered.
+    """
+    from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
+
+    _listeners.append(listener)
+    if api.DEBUG_MANAGER is not None:
+        listener.initialized(api.DEBUG_MANAGER)
+
+
+def unsubscribe(listener: Listener) -> None:
+    """Undo `subscribe`."""
+    _listeners.remove(listener)
+
+
+class DebugManager:
+    """One `initialize()` ... `end_debug()`. Made by `nvdlfw_inspect.api.initialize`.
+
+    Attributes:
+        drain: Callables that bring statistics which are still under way into the logs. They run
+            before the logs are closed or shown.
+        on_change: Callables that get the manager after each step, and None at the end.
+        root_log_dir: Where log files go; "" if there are none.
+        config_names: The sections of the configuration.
+        config_hash: Of its content: ranks compare it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        calls: Calls,
+        root_log_dir: str,
+        config_names: list[str],
+        config_hash: int,
+    ) -> None:
+        self.drain: list[Callable[[], None]] = []
+        self.on_change: list[Callable[[DebugManager | None], None]] = []
+        self.root_log_dir = root_log_dir
+        self.config_names = config_names
+        self.config_hash = config_hash
+        self._session = session
+        self._calls = calls
+        self._tensor_reduction_group: Any = None
+        self._draining = False
+
+    @property
+    def epoch(self) -> int:
+        """Unique in the process; grows with every session."""
+        return self._session.epoch
+
+    @property
+    def iteration(self) -> int:
+        """How often `step()` was called, on top of what the counter was set to."""
+        return self._session.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self._session.iteration = value
+        with ExitStack() as rest:
+            for listener in reversed(_listeners):
+                if hasattr(listener, "moved"):
+                    rest.callback(listener.moved, self)
+
+    _trainer_iteration_count = iteration
+
+    def route(
+        self,
+        namespace: str,
+        layer_name: str,
+        api_name: str,
+        tensor_name: str | None = None,
+        gemm: str | None = None,
+    ) -> tuple[Routed, ...]:
+        """Return the features that act on a tensor and gemm, in the order of the configuration.
+
+        Raises:
+            ValueError: Two sections give it the same feature, or features that exclude each other.
+        """
+        return self._session.route(namespace, api_name, layer_name, tensor_name, gemm)
+
+    def decide(
+        self,
+        namespace: str,
+        api_name: str,
+        *,
+        layer_name: str,
+        tensor_name: str | None = None,
+        gemm: str | None = None,
+        iteration: int | None = None,
+    ) -> tuple[bool, int | None]:
+        """Make a routing call (`*_enabled`).
+
+        Returns:
+            The merged answer of all features, and the first iteration at which it may change (None:
+            never). Asked again before that, it comes from a cache.
+        """
+        now = self.iteration if iteration is None else iteration
+        return self._session.decide(now, namespace, api_name, layer_name, tensor_name, gemm)
+
+    def call(self, namespace: str, api_name: str, *, layer_name: str, **kwargs: Any) -> Any:
+        """Make a GEMM call: of the features whose own routing call said yes for this iteration.
+
+        Args:
+            namespace: Of the api.
+            api_name: Of the call.
+            layer_name: Of the layer.
+            kwargs: What the call carries; each feature gets what its method takes.
+
+        Returns:
+            What the last feature returned; None without one.
+
+        Raises:
+            NotImplementedError: No feature modifies the tensor that `modify_tensor` is called for.
+            RuntimeError: Several do.
+        """
+        iteration = kwargs.get("iteration")
+        now = self.iteration if iteration is None else iteration
+        tensor, gemm = kwargs.get("tensor_name"), kwargs.get("gemm")
+        uses = self._session.active(now, namespace, api_name, layer_name, tensor, gemm)
+        if not uses and api_name == "modify_tensor":
+            raise NotImplementedError(
+                f"[modify_tensor] expected a feature that modifies the tensor, got none (layer "
+                f"{layer_name}, tensor {tensor}, gemm {gemm}, iteration {now})"
+            )
+        arguments = {**kwargs, "layer_name": layer_name, "iteration": now}
+        result = None
+        for use in uses:
+            result = self._calls.invoke(use, api_name, arguments)
+            if api_name.startswith("inspect_") and result is not None:
+                raise TypeError(
+                    f"[{api_name}] expected feature {use.name} to return None, got "
+                    f"{type(result).__name__} (layer {layer_name}, tensor {tensor})"
+                )
+        return result
+
+    def log_statistics(
+        self, iteration: int, layer: str, tensor: str, values: Mapping[str, float | None]
+    ) -> None:
+        """Log statistics of a tensor, on the calling thread.
+
+        Args:
+            iteration: Of the values.
+            layer: Its name.
+            tensor: Its kind.
+            values: By statistic. None: there was nothing to measure; only the JSON lines say so.
+        """
+        MetricLogger.log_statistics(iteration, layer, tensor, values)
+
+    def log_message(
+        self, text: str, layer: str | None = None, level: int = logging.INFO, once: Any = None
+    ) -> None:
+        """Write to the debug log; with a key `once`, only once per session and key."""
+        key = None if once is None else repr(once)
+        self._session.log_message(level, text, layer or "", key)
+
+    def layer_config(self, layer_name: str) -> dict[str, dict[str, Any]]:
+        """Return {namespace: {feature: configuration}} as written for a layer."""
+        return self._session.written(layer_name)
+
+    def step(self) -> None:
+        """End an iteration: count, tell the listeners, write the logs."""
+        self._session.advance()
+        with ExitStack() as rest:  # all of it happens, whatever a part raises
+            rest.callback(self._session.settle)
+            for api in Registry.namespace_apis():
+                rest.callback(api.step)
+            for changed in reversed(self.on_change):
+                rest.callback(changed, self)
+            for listener in reversed(_listeners):
+                rest.callback(listener.stepped, self)
+
+    def begin(self) -> None:
+        """Tell the listeners."""
+        for listener in list(_listeners):
+            listener.initialized(self)
+
+    def flush(self) -> None:
+        """Write all there is to the log files, waiting for statistics that are under way."""
+        if self._draining:  # a signal has come while we were at it
+            return
+        self._draining = True
+        try:
+            with ExitStack() as rest:
+                rest.callback(self._session.flush)
+                for wait in reversed(self.drain):
+                    rest.callback(wait)
+        finally:
+            self._draining = False
+
+    def end(self) -> None:
+        """End the session: drain, tell the listeners, write the logs, drop the features."""
+        with ExitStack() as rest:
+            rest.callback(self._session.release)
+            rest.callback(Registry.reset)
+            rest.callback(MetricLogger.enabled_loggers.clear)
+            rest.callback(self._session.flush)
+            for changed in reversed(self.on_change):
+                rest.callback(changed, None)
+            for api in Registry.namespace_apis():
+                rest.callback(api.end_debug)
+            for listener in reversed(_listeners):
+                rest.callback(listener.ended, self)
+            rest.callback(self.flush)

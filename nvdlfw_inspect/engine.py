@@ -1,0 +1,13 @@
+"""The one debug engine of the process: which features there are."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from nvdlfw_inspect import _engine
+
+
+@cache
+def engine() -> _engine.Engine:
+    """Return the engine."""
+    return _engine.Engine()

@@ -1,0 +1,91 @@
+"""Runs the files of feature directories."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_loaders: list[FeatureLoader] = []
+
+
+def loading_files() -> bool:
+    """Say whether feature files are being loaded now."""
+    return bool(_loaders)
+
+
+class FeatureLoader:
+    """Loads files as modules that are gone from `sys.modules` afterwards.
+
+    While one runs, its folder is where imports look first, so that siblings find each other by
+    bare name. A file that the process has imported already is left alone.
+    """
+
+    def __init__(self, directories: list[str]) -> None:
+        self._directories = [Path(d).resolve() for d in directories]
+        self._imported: dict[str, Path | None] = {}
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Load files inside; then forget the modules that came from the directories."""
+        before = set(sys.modules)
+        _loaders.append(self)
+        try:
+            yield
+        finally:
+            _loaders.remove(self)
+            for name in set(sys.modules) - before:
+                if "." not in name and self._is_ours(sys.modules[name]):
+                    del sys.modules[name]
+
+    def load(self, path: str) -> str | None:
+        """Run a file; return what went wrong, if anything did."""
+        file = Path(path).resolve()
+        if file in self._imported_files():
+            return None
+        taken = file.stem in sys.modules
+        name = f"nvdlfw_inspect_file_{abs(hash(file)):x}" if taken else file.stem
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            return "not a Python file"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(file.parent))
+        try:
+            spec.loader.exec_module(module)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: a feature file does not end the process
+            sys.modules.pop(name, None)
+            return _explain(error, file)
+        finally:
+            sys.path.remove(str(file.parent))
+        return None
+
+    def _imported_files(self) -> set[Path | None]:
+        for name, module in list(sys.modules.items()):
+            if name not in self._imported:
+                self._imported[name] = _file_of(module)
+        return set(self._imported.values())
+
+    def _is_ours(self, module: ModuleType) -> bool:
+        file = _file_of(module)
+        return file is not None and any(d in file.parents for d in self._directories)
+
+
+def _file_of(module: object) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) else None
+
+
+def _explain(error: BaseException, file: Path) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    return f"{'' if line is None else f'line {line}: '}{type(error).__name__}: {error}"

@@ -1,0 +1,170 @@
+"""Where messages and statistics go."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nvdlfw_inspect import _engine
+from nvdlfw_inspect.utils import get_distributed_rank
+
+if TYPE_CHECKING:
+    from nvdlfw_inspect._engine import Session
+
+
+class BaseLogger(ABC):
+    """Receives statistics, on the thread that calls `step()`.
+
+    A logger may also define `log_batch(values: dict[str, float], iteration: int)`; it is then
+    called once for all statistics of a tensor, instead of `log_scalar` for each.
+    """
+
+    @abstractmethod
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Take one value.
+
+        Args:
+            name: `{layer}_{tensor}_{statistic}`.
+            value: In full precision; may be NaN or infinite.
+            iteration: Of the value.
+            kwargs: What the caller of `MetricLogger.log_scalar` added.
+        """
+
+
+def require_logger(op: str, logger: object) -> None:
+    """Raise TypeError for what is no `BaseLogger`."""
+    if not isinstance(logger, BaseLogger):
+        raise TypeError(f"[{op}] expected a BaseLogger, got {type(logger).__name__}")
+
+
+class TensorboardLogger(BaseLogger):
+    """Hands values on to a `SummaryWriter`."""
+
+    def __init__(self, tb_writer: Any) -> None:
+        self.tb_writer = tb_writer
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Add a scalar; `kwargs` are the writer's, such as `walltime`."""
+        self.tb_writer.add_scalar(name, value, iteration, **kwargs)
+
+
+def wrap_tensorboard_writer(tb_writer: Any) -> TensorboardLogger:
+    """Return a logger that writes to a TensorBoard writer."""
+    return TensorboardLogger(tb_writer)
+
+
+class StatisticsFiles(BaseLogger):
+    """The statistics log and the JSON lines of a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Write a value that belongs to no tensor."""
+        self._session.log_scalar(name, float(value), iteration)
+
+    def log_statistics(
+        self, iteration: int, layer: str, tensor: str, values: Mapping[str, float | None]
+    ) -> None:
+        """Write the statistics of a tensor."""
+        rows = [(k, None if v is None else float(v)) for k, v in values.items()]
+        self._session.log_statistics(iteration, layer, tensor, rows)
+
+
+class MetricLogger:
+    """The loggers that get every statistic."""
+
+    enabled_loggers: ClassVar[list[BaseLogger]] = []
+
+    @staticmethod
+    def add_logger(logger: BaseLogger) -> None:
+        """Add a logger, until `end_debug()`.
+
+        Raises:
+            TypeError: It is no `BaseLogger`.
+        """
+        require_logger("add_logger", logger)
+        MetricLogger.enabled_loggers.append(logger)
+
+    @staticmethod
+    def log_scalar(name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Hand one value to every logger."""
+        for logger in MetricLogger.enabled_loggers:
+            logger.log_scalar(name, value, iteration, **kwargs)
+
+    @staticmethod
+    def log_statistics(
+        iteration: int, layer: str, tensor: str, values: Mapping[str, float | None]
+    ) -> None:
+        """Hand the statistics of a tensor to every logger, in one call where it takes that."""
+        named = {f"{layer}_{tensor}_{k}": v for k, v in values.items() if v is not None}
+        for logger in MetricLogger.enabled_loggers:
+            if isinstance(logger, StatisticsFiles):
+                logger.log_statistics(iteration, layer, tensor, values)
+            elif hasattr(logger, "log_batch"):
+                if named:
+                    logger.log_batch(dict(named), iteration)
+            else:
+                for name, value in named.items():
+                    logger.log_scalar(name, value, iteration)
+
+
+class FileLogger:
+    """The debug log of the running session."""
+
+    def __init__(self, root_log_dir: str, session: Session) -> None:
+        self.root_log_dir = root_log_dir
+        self._session = session
+
+    def log_message(self, message: str, level: int = logging.INFO) -> None:
+        """Write a line."""
+        self._session.log_message(level, message, "", None)
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """Write a line of the statistics log."""
+        self._session.log_scalar(name, float(value), iteration)
+
+
+def get_logger() -> FileLogger:
+    """Return the debug log.
+
+    Raises:
+        RuntimeError: No session is running.
+    """
+    from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
+
+    manager = api.DEBUG_MANAGER
+    if manager is None:
+        raise RuntimeError("[get_logger] expected a running session: call initialize() first")
+    return FileLogger(manager.root_log_dir, manager._session)
+
+
+def print_rank_0(*messages: object) -> None:
+    """Print on the first rank, each part followed by a space."""
+    if get_distributed_rank() == 0:
+        print("".join(f"{message} " for message in messages), flush=True)
+
+
+def enable_logging_at_current_step(
+    current_step: int,
+    freq: int = 1,
+    start_step: int | None = None,
+    end_step: int | None = None,
+    start_end_list: list[list[int]] | None = None,
+) -> bool:
+    """Say whether a schedule is due: multiples of `freq` within closed intervals, -1 is no end.
+
+    Example:
+        >>> enable_logging_at_current_step(10, freq=5, start_step=2, end_step=10)
+        True
+    """
+    written = {
+        "freq": freq,
+        "start_step": start_step,
+        "end_step": end_step,
+        "start_end_list": start_end_list,
+    }
+    said = {key: value for key, value in written.items() if value is not None}
+    return _engine.schedule_of(said).due(current_step)

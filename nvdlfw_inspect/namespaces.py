@@ -1,0 +1,50 @@
+"""What `nvdlfw_inspect.api.<namespace>` is: calls of a namespace's features by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nvdlfw_inspect.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvdlfw_inspect.debug_manager import DebugManager
+
+
+class Namespace:
+    """The apis of a namespace, as functions of `layer_name` and what else the call carries."""
+
+    def __init__(self, manager: DebugManager, name: str) -> None:
+        self._manager = manager
+        self._name = name
+
+    def __getattr__(self, api_name: str) -> Callable[..., Any]:
+        if api_name.startswith("__"):
+            raise AttributeError(api_name)
+        return partial(self.route_api, api_name=api_name)
+
+    def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
+        """Call an api of a layer's features.
+
+        Returns:
+            Of a routing call (`*_enabled`): the answer and the iteration at which it may change.
+            Else what the feature returned; without one, {} in the namespace `base`, None elsewhere.
+        """
+        if api_name.endswith("_enabled"):
+            carried = {k: kwargs.get(k) for k in ("tensor_name", "gemm", "iteration")}
+            return self._manager.decide(self._name, api_name, layer_name=layer_name, **carried)
+        result = self._manager.call(self._name, api_name, layer_name=layer_name, **kwargs)
+        return {} if result is None and self._name == "base" else result
+
+
+def find_namespace(manager: DebugManager, name: str) -> Any:
+    """Return what `name` stands for: an api of `base`, a namespace, or None."""
+    base = Registry.data.get("base")
+    if base is not None and base.feat_api_to_features.get(name):
+        return partial(find_namespace(manager, "base").route_api, api_name=name)
+    data = Registry.data.get(name)
+    if data is None:
+        return None
+    return data.api if data.api is not None else Namespace(manager, name)

@@ -1,0 +1,225 @@
+"""Which feature classes there are, by namespace."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.utils import warn_user
+
+BUILT_IN = ("nvdlfw_inspect.debug_features.log_tensor_stats", "transformer_engine.debug.features")
+"""Modules that define features; those of packages that are not installed are left out."""
+
+_Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass
+class NamespaceData:
+    """The features of a namespace.
+
+    Attributes:
+        name: Of the namespace.
+        api: The object behind `nvdlfw_inspect.api.<name>`, if a class was registered for it.
+        features: By name: the instances, while a session runs.
+        feat_api_to_features: By api: the names of the features that have it.
+        deferred_features: The classes, while none runs.
+    """
+
+    name: str
+    api: Any = None
+    features: dict[str, Any] = field(default_factory=dict)
+    feat_api_to_features: dict[str, list[str]] = field(default_factory=dict)
+    deferred_features: list[type] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Registration:
+    namespace: str
+    cls: type
+    origin: str
+
+
+class Registry:
+    """The features of the process. Registration goes by decorators; sessions instantiate."""
+
+    data: ClassVar[dict[str, NamespaceData]] = {}
+    _classes: ClassVar[dict[int, _Registration]] = {}
+
+    @staticmethod
+    def register_feature(namespace: str) -> Callable[[_Class], _Class]:
+        """Register the decorated class as a feature of a namespace.
+
+        A class of the same name replaces the one registered before, so that a notebook's cell can
+        be run again; names of built-in features are taken. While feature files are loaded, the
+        first class of a name stays.
+
+        Example:
+            >>> @Registry.register_feature(namespace="transformer_engine")
+            ... class Nothing:
+            ...     '''Does nothing.'''
+        """
+
+        def register(cls: _Class) -> _Class:
+            _register(namespace, cls)
+            return cls
+
+        return register
+
+    @staticmethod
+    def register_namespace_api(namespace: str) -> Callable[[_Class], _Class]:
+        """Register the decorated class as what `nvdlfw_inspect.api.<namespace>` is."""
+
+        def register(cls: _Class) -> _Class:
+            api = cls()
+            api.name = namespace
+            namespace_data(namespace).api = api
+            return cls
+
+        return register
+
+    @staticmethod
+    def namespace_apis() -> list[Any]:
+        """Return the objects that stand for namespaces."""
+        return [data.api for data in Registry.data.values() if data.api is not None]
+
+    @staticmethod
+    def instantiate() -> dict[int, Any]:
+        """Create an instance of every class, for a new session."""
+        instances: dict[int, Any] = {}
+        for id, registration in Registry._classes.items():
+            cls = registration.cls
+            try:
+                instances[id] = cls()
+            except Exception as error:
+                where = f"{registration.origin or cls.__module__}"
+                raise RuntimeError(
+                    f"[initialize] feature {registration.namespace}.{cls.__name__} of {where} "
+                    f"cannot be created: {type(error).__name__}: {error}"
+                ) from error
+        for id, feature in instances.items():
+            registration = Registry._classes[id]
+            registration_data = namespace_data(registration.namespace)
+            registration_data.features[registration.cls.__name__] = feature
+            registration_data.deferred_features.remove(registration.cls)
+        return instances
+
+    @staticmethod
+    def reset() -> None:
+        """Drop the instances, and the classes of feature files; what modules define stays."""
+        for id, registration in list(Registry._classes.items()):
+            if not is_importable(registration.cls):
+                _forget(id)
+        for data in Registry.data.values():
+            data.features.clear()
+        for registration in Registry._classes.values():
+            deferred = namespace_data(registration.namespace).deferred_features
+            if registration.cls not in deferred:
+                deferred.append(registration.cls)
+
+
+def api_method(function: _Function) -> _Function:
+    """Mark a method of a feature as one that its namespace calls."""
+    function.is_api = True  # type: ignore[attr-defined]
+    return function
+
+
+def namespace_data(name: str) -> NamespaceData:
+    """Return the namespace, a new one if need be."""
+    return Registry.data.setdefault(name, NamespaceData(name))
+
+
+def import_built_in() -> list[tuple[str, str]]:
+    """Import the modules that define the built-in features; return those that are not there.
+
+    Each with the reason: the debugger works without transformer_engine, too.
+    """
+    missing = []
+    for name in BUILT_IN:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append((name, f"{type(error).__name__}: {error}"))
+    return missing
+
+
+def is_importable(cls: type) -> bool:
+    """Say whether the class belongs to a module that the process has imported.
+
+    Classes of feature files do not: their modules are gone once the files are loaded.
+    """
+    return cls.__module__ in sys.modules
+
+
+def origin_of(cls: type) -> str:
+    """Return the file that defines a class; "" where there is none."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return str(Path(file).resolve()) if file else ""
+
+
+def _register(namespace: str, cls: type) -> None:
+    name, origin = cls.__name__, origin_of(cls)
+    data = namespace_data(namespace)
+    for id, earlier in list(Registry._classes.items()):
+        if earlier.namespace == namespace and earlier.cls.__name__ == name:
+            if _stays(earlier, origin):
+                return
+            _forget(id)
+    apis = {a for a in dir(cls) if not a.startswith("_") and _is_api(getattr(cls, a))}
+    rule = {"namespace": namespace, "name": name, **_rule_of(cls)}
+    id_ = engine().add(rule, apis, _parsing_of(cls), origin)
+    if id_ is None:  # the engine has no other way in
+        raise RuntimeError(f"[register_feature] {namespace}.{name} is registered twice")
+    Registry._classes[id_] = _Registration(namespace, cls, origin)
+    data.deferred_features.append(cls)
+    for api in sorted(apis):
+        data.feat_api_to_features.setdefault(api, []).append(name)
+
+
+def _stays(earlier: _Registration, origin: str) -> bool:
+    from nvdlfw_inspect.loading import loading_files  # noqa: PLC0415 - it needs this module
+
+    built_in = earlier.cls.__module__.partition(".")[0] in ("transformer_engine", "nvdlfw_inspect")
+    if not (built_in or loading_files()):
+        return False
+    if origin != earlier.origin:
+        taken = f"{earlier.namespace}.{earlier.cls.__name__}"
+        warn_user(
+            f"[register_feature] {taken} of {origin or 'this program'} is ignored: "
+            f"{earlier.origin or 'this program'} has defined it before",
+        )
+    return True
+
+
+def _forget(id: int) -> None:
+    registration = Registry._classes.pop(id)
+    engine().remove(id)
+    data, name = namespace_data(registration.namespace), registration.cls.__name__
+    if registration.cls in data.deferred_features:
+        data.deferred_features.remove(registration.cls)
+    for names in data.feat_api_to_features.values():
+        if name in names:
+            names.remove(name)
+
+
+def _is_api(attribute: Any) -> bool:
+    return callable(attribute) and getattr(attribute, "is_api", False)
+
+
+def _rule_of(cls: type) -> dict[str, Any]:
+    config = getattr(cls, "CONFIG", None)
+    return config.rule() if config is not None else {}
+
+
+def _parsing_of(cls: type) -> str:
+    if getattr(cls, "CONFIG", None) is not None:
+        return "engine"
+    parse = getattr(cls, "parse_config_and_api", None)
+    if parse is None:
+        return "nobody"
+    return "engine" if getattr(parse, "parsed_by_engine", False) else "feature"

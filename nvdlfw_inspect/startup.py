@@ -1,0 +1,174 @@
+"""From the arguments of `initialize` to a running session."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvdlfw_inspect import _engine, _env
+from nvdlfw_inspect.calls import Calls
+from nvdlfw_inspect.debug_manager import DebugManager
+from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.loading import FeatureLoader
+from nvdlfw_inspect.logging import (
+    BaseLogger,
+    MetricLogger,
+    StatisticsFiles,
+    TensorboardLogger,
+    require_logger,
+)
+from nvdlfw_inspect.registry import Registry, import_built_in
+from nvdlfw_inspect.utils import get_distributed_rank, warn_user
+
+PathLike = str | os.PathLike[str]
+
+
+class MissingFileError(FileNotFoundError, ValueError):
+    """A file or directory that an argument names is not there."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `nvdlfw_inspect.api.initialize`, which documents them."""
+
+    config_file: PathLike | dict[str, Any] | None
+    feature_dirs: PathLike | list[PathLike] | tuple[PathLike, ...] | None
+    statistics_logger: BaseLogger | None
+    log_dir: PathLike
+    init_training_step: int = 0
+    tb_writer: Any = None
+    default_logging_enabled: bool = False
+    log_timestamps: bool = True
+
+    @property
+    def logs_to_files(self) -> bool:
+        """Whether log files are written: without another destination they always are."""
+        other = self.statistics_logger is not None or self.tb_writer is not None
+        return self.default_logging_enabled or not other
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A configuration as it was passed."""
+
+    content: bytes | dict[str, Any] = field(default_factory=dict)
+    origin: str = "<none>"
+    message: str = ""  # of the debug log
+
+    @classmethod
+    def of(cls, config_file: Any) -> _Source:
+        if config_file is None or config_file == "":
+            return cls()
+        if isinstance(config_file, dict):
+            return cls(config_file, "<dict>", "Reading config from Python dictionary.")
+        if not isinstance(config_file, (str, os.PathLike)):
+            got = type(config_file).__name__
+            raise TypeError(f"[initialize] expected config_file as a path or a dict, got {got}")
+        path = Path(config_file)
+        if not path.is_file():
+            raise MissingFileError(
+                f"[initialize] expected a configuration file, got {config_file}: no such file; "
+                "config_file=None runs without features, and built-in features need no feature_dirs"
+            )
+        return cls(path.read_bytes(), str(config_file), f"Reading config from {config_file}.")
+
+
+def start(settings: Settings) -> DebugManager:
+    """Start a session.
+
+    Raises:
+        TypeError, ValueError: An argument or the configuration is not right.
+        RuntimeError: A feature cannot be created.
+    """
+    if settings.statistics_logger is not None:
+        require_logger("initialize", settings.statistics_logger)
+    source = _Source.of(settings.config_file)
+    directories = _directories(settings.feature_dirs)
+    loader = FeatureLoader(directories)
+    calls = Calls(loader.load)
+    callouts = _engine.Callouts(calls)
+    try:
+        with loader.at_work():
+            missing = import_built_in()
+            broken = engine().discover(directories, callouts)
+        _report_broken(broken)
+        config = _load(source, [*missing, *broken])
+        calls.instances = Registry.instantiate()
+        session = engine().begin(config, callouts, _log_options(settings))
+        session.iteration = settings.init_training_step
+    except BaseException:
+        Registry.reset()
+        raise
+    root = str(settings.log_dir) if settings.logs_to_files else ""
+    manager = DebugManager(session, calls, root, config.names, config.hash)
+    for message in [*_add_loggers(settings, session), source.message]:
+        if message:
+            manager.log_message(message)
+    if source.message:
+        manager.log_message(f"Loaded configs for dict_keys({config.names!r}).")
+    for warning in config.warnings:
+        manager.log_message(warning, level=logging.WARNING)
+    return manager
+
+
+def _directories(feature_dirs: Any) -> list[str]:
+    if feature_dirs is None or feature_dirs == "":
+        return []
+    one = isinstance(feature_dirs, (str, os.PathLike))
+    if not one and not isinstance(feature_dirs, (list, tuple)):
+        got = type(feature_dirs).__name__
+        raise ValueError(f"[initialize] expected feature_dirs as a path or a list, got {got}")
+    paths = [feature_dirs] if one else feature_dirs
+    for path in paths:
+        if not Path(path).is_dir():
+            raise MissingFileError(
+                f"[initialize] expected a directory in feature_dirs, got {path}; "
+                "built-in features need no feature_dirs"
+            )
+    return [str(path) for path in paths]
+
+
+def _report_broken(broken: list[tuple[str, str]]) -> None:
+    for path, reason in broken:
+        warn_user(f"[initialize] feature file {path} cannot be loaded: {reason}")
+
+
+def _load(source: _Source, missing: list[tuple[str, str]]) -> _engine.LoadedConfig:
+    config = engine().load(source.content, source.origin)
+    if config.errors:
+        lines = [*config.errors, *(f"{name} is not loaded: {reason}" for name, reason in missing)]
+        raise ValueError("[config] " + "\n".join(lines))
+    return config
+
+
+def _log_options(settings: Settings) -> _engine.LogOptions:
+    overwrite = _env.log_overwrite()
+    return _engine.LogOptions(
+        directory=str(settings.log_dir) if settings.logs_to_files else "",
+        rank=get_distributed_rank(),
+        stamp=_env.log_stamp(),
+        append_text=overwrite is False,
+        append_rows=overwrite is not True,
+        timestamps=settings.log_timestamps,
+        level=_env.log_level(),
+    )
+
+
+def _add_loggers(settings: Settings, session: _engine.Session) -> list[str]:
+    """Fill `MetricLogger.enabled_loggers`; return what the debug log says about it."""
+    loggers = MetricLogger.enabled_loggers
+    loggers.clear()
+    messages = []
+    if settings.statistics_logger is not None:
+        loggers.append(settings.statistics_logger)
+        messages.append("Using the provided logger for logging tensor statistics.")
+    if settings.tb_writer is not None:
+        loggers.append(TensorboardLogger(settings.tb_writer))
+        messages.append("TB Writer found. Logging to Tensorboard..")
+    if settings.logs_to_files:
+        loggers.append(StatisticsFiles(session))
+        messages.append(f"Default logging to file enabled at {settings.log_dir}")
+    return messages

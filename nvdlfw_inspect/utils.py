@@ -1,0 +1,104 @@
+"""Small things: where we are among the ranks, and gathering."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from nvdlfw_inspect import _env
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _distributed() -> Any:
+    """`torch.distributed`, if a process group runs; a program without torch has none."""
+    if "torch" not in sys.modules:
+        return None
+    distributed = importlib.import_module("torch.distributed")
+    running = distributed.is_available() and distributed.is_initialized()
+    return distributed if running else None
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """Return the size of a group, of all ranks by default; 1 where nothing is distributed."""
+    distributed = _distributed()
+    return distributed.get_world_size(group) if distributed else 1
+
+
+def get_distributed_rank() -> int:
+    """Return this process's rank; before the process group exists, the launcher's word for it."""
+    distributed = _distributed()
+    return distributed.get_rank() if distributed else _env.launched_rank()
+
+
+def gather_along_first_dim(
+    input_: Any, process_group: Any = None, async_op: bool = False
+) -> tuple[Any, Any]:
+    """Gather a tensor of all ranks along its first dimension.
+
+    Args:
+        input_: Of the same shape and dtype on all ranks of the group.
+        process_group: None: all ranks.
+        async_op: Return before it is done.
+
+    Returns:
+        The gathered tensor, and a handle to wait for (None unless `async_op`).
+    """
+    ranks = get_distributed_world_size(process_group)
+    if ranks == 1:
+        return input_, None
+    gathered = input_.new_empty((ranks * input_.shape[0], *input_.shape[1:]))
+    handle = _distributed().all_gather_into_tensor(
+        gathered, input_.contiguous(), group=process_group, async_op=async_op
+    )
+    return gathered, handle
+
+
+def gather_tensor_on_last_rank(
+    input_: Any, process_group: Any = None, async_op: bool = False
+) -> tuple[Any, Any]:
+    """Gather along the first dimension; only the last rank of the group gets the tensor.
+
+    Returns:
+        The gathered tensor on the last rank, None elsewhere; and a handle as above.
+    """
+    gathered, handle = gather_along_first_dim(input_, process_group, async_op)
+    distributed = _distributed()
+    if distributed is None:
+        return gathered, handle
+    last = distributed.get_world_size(process_group) - 1
+    return (gathered if distributed.get_rank(process_group) == last else None), handle
+
+
+def append_parent_docstring(parent: type) -> Callable[[_Class], _Class]:
+    """Make a class decorator that adds the parent's docstring to the class's own."""
+
+    def append(cls: _Class) -> _Class:
+        cls.__doc__ = "\n".join(text for text in (cls.__doc__, parent.__doc__) if text)
+        return cls
+
+    return append
+
+
+def warn_user(text: str) -> None:
+    """Warn the program that uses the package, at the line that called into it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("nvdlfw_inspect", "contextlib", "importlib")
+
+
+def in_notebook() -> bool:
+    """Say whether a notebook's kernel runs us."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")

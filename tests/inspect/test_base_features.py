@@ -1,0 +1,131 @@
+"""The namespace `base`, names of layers, and the small modules that clients import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_logs import messages, rows, section
+
+import nvdlfw_inspect.api as debug_api
+from nvdlfw_inspect import utils
+from nvdlfw_inspect.config_manager import ConfigManager, ConfigSpec, is_layer_in_cfg
+
+torch = pytest.importorskip("torch")
+
+Initialize = Callable[..., Any]
+STATS = ["min", "max", "mean", "std", "l1_norm", "l2_norm"]
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    return {"s": section("LogTensorStats", "router", "base", tensors=["activation"], **keys)}
+
+
+def log(tensor: Any, **kwargs: Any) -> dict[str, Any]:
+    arguments = {"layer_name": "l.router", "tensor_name": "activation", **kwargs}
+    return debug_api.log_tensor_stats(tensor=tensor, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_statistics(initialize: Initialize, tmp_path: Path, dtype: torch.dtype) -> None:
+    initialize(config(stats=STATS))
+    tensor = torch.randn(7, 9).to(dtype)
+    logged = log(tensor)
+    x = tensor.double()
+    expected = {
+        "min": x.min(),
+        "max": x.max(),
+        "mean": x.mean(),
+        "std": x.std(),
+        "l1_norm": x.abs().sum(),
+        "l2_norm": x.norm(),
+    }
+    assert list(logged) == STATS
+    for name, value in expected.items():
+        assert float(logged[name]) == pytest.approx(float(value), rel=1e-6, abs=1e-7)
+    debug_api.step()
+    assert [row["name"] for row in rows(tmp_path)] == [f"l.router_activation_{s}" for s in STATS]
+
+
+def test_when_nothing_is_logged(initialize: Initialize, tmp_path: Path) -> None:
+    initialize(config(stats="min", freq=2, start_step=2))
+    ones = torch.ones(3)
+    assert log(ones) == {}, "too early"
+    assert log(ones, iteration=3) == {}, "between"
+    assert log(ones, iteration=4) != {}
+    assert log(ones, iteration=4, layer_name="fc1") == {}, "another layer"
+    assert log(ones, iteration=4, tensor_name="weight") == {}, "another tensor"
+    assert debug_api.base.log_tensor_stats(
+        layer_name="l.router", tensor_name="activation", tensor=ones, iteration=6
+    )
+    debug_api.step()
+    assert [row["iteration"] for row in rows(tmp_path)] == [4, 6]
+
+
+def test_empty_tensors(initialize: Initialize, tmp_path: Path) -> None:
+    initialize(config(stats=["min"]))
+    assert log(torch.empty(0)) == {}
+    debug_api.step()
+    assert rows(tmp_path)[0]["value"] is None
+
+
+def test_one_element_has_no_deviation(initialize: Initialize) -> None:
+    initialize(config(stats=["max"]))
+    assert float(log(torch.tensor([math.inf]))["max"]) == math.inf
+
+
+def test_models_are_named(initialize: Initialize, tmp_path: Path) -> None:
+    initialize()
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.ReLU()])
+    layers[1].layer_number = 7
+    model = torch.nn.Module()
+    model.layers, model.head = layers, torch.nn.Sequential(torch.nn.Linear(2, 2))
+    wrapped = type("Wrapper", (), {"module": model})()
+    debug_api.infer_and_assign_layer_names([wrapped])
+    assert layers[0].name == "model.layers.0"
+    assert layers[1].name == "model.layers.7"
+    assert model.head[0].name == "model.head.0"
+    assert not hasattr(layers, "name")
+    assert "INFO - Assigned layer name: model.head" in messages(tmp_path)
+    with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
+        debug_api.infer_and_assign_layer_names(3)
+
+
+def test_the_configuration_of_a_layer(initialize: Initialize) -> None:
+    assert ConfigManager.get_config_for_layer("l.router") == {}
+    initialize(config(stats=["min"]))
+    assert ConfigManager.get_config_for_layer("l.router") == {
+        "base": {"LogTensorStats": {"enabled": True, "stats": ["min"], "tensors": ["activation"]}}
+    }
+    assert ConfigManager.get_config_for_layer("fc1") == {}
+
+
+def test_selectors_by_hand() -> None:
+    spec = ConfigSpec()
+    assert not is_layer_in_cfg("fc1", spec)
+    spec.initialize({"layer_types": ["fc1"]})
+    assert is_layer_in_cfg("a.fc1", spec)
+    assert not is_layer_in_cfg("a.fc2", spec)
+    spec.reset()
+    assert not is_layer_in_cfg("a.fc1", spec)
+    with pytest.raises(ValueError, match="layer_typos"):
+        spec.initialize({"layer_typos": ["fc1"]})
+
+
+def test_one_process_gathers_from_itself() -> None:
+    x = torch.ones(2, 3)
+    assert utils.get_distributed_world_size() == 1
+    assert utils.gather_along_first_dim(x) == (x, None)
+    assert utils.gather_tensor_on_last_rank(x) == (x, None)
+
+
+def test_docstrings_are_appended() -> None:
+    @utils.append_parent_docstring(int)
+    class Number:
+        """Mine."""
+
+    assert Number.__doc__.startswith("Mine.\n")
+    assert int.__doc__ in Number.__doc__

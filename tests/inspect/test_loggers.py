@@ -1,0 +1,186 @@
+"""Where statistics go: files, loggers, TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_logs import messages, rows, statistics
+
+import nvdlfw_inspect.api as debug_api
+from nvdlfw_inspect.logging import (
+    BaseLogger,
+    MetricLogger,
+    enable_logging_at_current_step,
+    get_logger,
+    print_rank_0,
+)
+
+Initialize = Callable[..., Any]
+VALUES = {"min": -1 / 3, "max": math.inf, "mean": math.nan, "std": None}
+
+
+class Memory(BaseLogger):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        self.seen.append((name, value, iteration))
+
+
+class Batches(Memory):
+    def log_batch(self, values: dict[str, float], iteration: int) -> None:
+        self.seen.append((values, iteration))
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.seen.append((name, value, iteration))
+
+
+def test_files(initialize: Initialize, tmp_path: Path) -> None:
+    manager = initialize()
+    manager.log_statistics(2, "l.fc1", "activation", VALUES)
+    debug_api.step()
+    gap = " \t\t\t\t "
+    assert statistics(tmp_path) == [
+        f"INFO - l.fc1_activation_{name}{gap}iteration=000002{gap}value={value}"
+        for name, value in [("min", "-0.3333"), ("max", "inf"), ("mean", "nan")]
+    ]
+    fields = {"iteration": 2, "layer": "l.fc1", "tensor": "activation", "rank": 0}
+    assert rows(tmp_path) == [
+        {**fields, "statistic": k, "name": f"l.fc1_activation_{k}", "value": v}
+        for k, v in [("min", -1 / 3), ("max", "inf"), ("mean", "nan"), ("std", None)]
+    ]
+
+
+def test_timestamps_are_the_default(initialize: Initialize, tmp_path: Path) -> None:
+    initialize(log_timestamps=True).log_statistics(0, "l", "weight", {"min": 1.0})
+    debug_api.step()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - "
+    for line in messages(tmp_path) + statistics(tmp_path):
+        assert re.match(time, line)
+
+
+def test_a_logger_instead_of_files(initialize: Initialize, tmp_path: Path) -> None:
+    logger = Memory()
+    initialize(statistics_logger=logger).log_statistics(2, "l", "weight", VALUES)
+    debug_api.step()
+    assert [name for name, _, _ in logger.seen] == ["l_weight_min", "l_weight_max", "l_weight_mean"]
+    assert logger.seen[0] == ("l_weight_min", -1 / 3, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_logger_beside_files(initialize: Initialize, tmp_path: Path) -> None:
+    logger = Memory()
+    manager = initialize(statistics_logger=logger, default_logging_enabled=True)
+    manager.log_statistics(2, "l", "weight", VALUES)
+    debug_api.step()
+    assert len(logger.seen) == len(statistics(tmp_path)) == 3
+    assert messages(tmp_path) == [
+        "INFO - Using the provided logger for logging tensor statistics.",
+        f"INFO - Default logging to file enabled at {tmp_path}",
+    ]
+
+
+def test_tensorboard(initialize: Initialize, tmp_path: Path) -> None:
+    writer = Writer()
+    manager = initialize(tb_writer=writer)
+    manager.log_statistics(2, "l", "weight", VALUES)
+    assert writer.seen[0] == ("l_weight_min", -1 / 3, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_where_a_logger_takes_them(initialize: Initialize) -> None:
+    manager = initialize()
+    logger = Batches()
+    MetricLogger.add_logger(logger)
+    manager.log_statistics(2, "l", "weight", {"min": 1.0, "max": 2.0, "std": None})
+    assert logger.seen == [({"l_weight_min": 1.0, "l_weight_max": 2.0}, 2)]
+
+
+def test_loggers_leave_with_the_session(initialize: Initialize) -> None:
+    initialize()
+    MetricLogger.add_logger(Memory())
+    debug_api.end_debug()
+    assert MetricLogger.enabled_loggers == []
+    initialize()
+    assert len(MetricLogger.enabled_loggers) == 1
+    with pytest.raises(TypeError, match="BaseLogger"):
+        MetricLogger.add_logger(object())
+
+
+def test_scalars_by_hand(initialize: Initialize, tmp_path: Path) -> None:
+    initialize()
+    MetricLogger.log_scalar("loss", 0.5, 3)
+    get_logger().log_message("by hand")
+    debug_api.flush()
+    assert statistics(tmp_path)[0].endswith("value=0.5000")
+    assert (rows(tmp_path)[0]["name"], rows(tmp_path)[0]["value"]) == ("loss", 0.5)
+    assert messages(tmp_path)[-1] == "INFO - by hand"
+    assert get_logger().root_log_dir == str(tmp_path)
+    debug_api.end_debug()
+    with pytest.raises(RuntimeError, match="initialize"):
+        get_logger()
+
+
+@pytest.mark.parametrize(("overwrite", "text", "json"), [(None, 1, 2), ("0", 2, 2), ("1", 1, 1)])
+def test_files_of_an_earlier_session(
+    initialize: Initialize,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overwrite: str | None,
+    text: int,
+    json: int,
+) -> None:
+    if overwrite is not None:
+        monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE", overwrite)
+    for run in range(2):
+        initialize().log_statistics(run, "l", "weight", {"min": 1.0})
+        debug_api.end_debug()
+    assert (len(statistics(tmp_path)), len(rows(tmp_path))) == (text, json)
+
+
+def test_level_and_stamp(
+    initialize: Initialize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVDLFW_INSPECT_LOG_LEVEL", "WARNING")
+    monkeypatch.setenv("NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP", "1")
+    monkeypatch.setenv("NVDLFW_INSPECT_LOG_TIMESTAMP", "20250131_051157")
+    initialize()
+    debug_api.log_message("quiet")
+    debug_api.log_message("loud", level=30)
+    name = "nvdlfw_inspect_logs/nvdlfw_inspect_20250131_051157_globalrank-0.log"
+    assert (tmp_path / name).read_text() == "WARNING - loud\n"
+
+
+def test_warnings_reach_the_terminal(
+    initialize: Initialize, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initialize()
+    debug_api.log_message("loud", "fc1", level=30)
+    assert capsys.readouterr().err == "NVDLFW INSPECT - WARNING - fc1: loud\n"
+
+
+def test_print_rank_0(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    print_rank_0("a", 1)
+    assert capsys.readouterr().out == "a 1 \n"
+    monkeypatch.setenv("RANK", "1")
+    print_rank_0("a")
+    assert capsys.readouterr().out == ""
+
+
+def test_schedules_by_hand() -> None:
+    due = [i for i in range(12) if enable_logging_at_current_step(i, 2, 3, 8)]
+    assert due == [4, 6, 8]
+    assert enable_logging_at_current_step(1000, 10, 5, -1)
+    listed = [[0, 1], [5, 6]]
+    due = [i for i in range(9) if enable_logging_at_current_step(i, start_end_list=listed)]
+    assert due == [0, 1, 5, 6]

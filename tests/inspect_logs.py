@@ -1,0 +1,36 @@
+"""Reads what a session wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def messages(log_dir: Path) -> list[str]:
+    """The lines of the debug log."""
+    return (
+        (log_dir / "nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-0.log").read_text().splitlines()
+    )
+
+
+def statistics(log_dir: Path) -> list[str]:
+    """The lines of the statistics log."""
+    name = "nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-0.log"
+    return (log_dir / name).read_text().splitlines()
+
+
+def rows(log_dir: Path) -> list[dict[str, Any]]:
+    """The JSON lines."""
+    return [json.loads(s) for s in (log_dir / "statistics_rank-0.jsonl").read_text().splitlines()]
+
+
+def section(
+    feature: str, layers: str = "fc1", namespace: str = "ns", **keys: Any
+) -> dict[str, Any]:
+    """A section with one feature."""
+    return {
+        "enabled": True,
+        "layers": {"layer_types": [layers]},
+        namespace: {feature: {"enabled": True, **keys}},
+    }
