@@ -59,7 +59,11 @@ def initialize(
         TypeError: An argument is of the wrong kind.
         RuntimeError: A feature cannot be created.
 
-    A failed call leaves nothing behind.
+    A failed call leaves nothing behind. Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
+    NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE (0 appends to the log files of an earlier session, 1
+    truncates them; by default text starts anew and JSON lines are appended),
+    NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP (1 puts the time into the names of the text logs, or what
+    NVDLFW_INSPECT_LOG_TIMESTAMP says).
     """
     global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
     for name in sorted(set(kwargs) - _OPTIONS):

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
     "README.md": (),
     "docs/quickstart.md": (),
+    "docs/how-to/add_feature.md": (),
     "docs/how-to/read_a_report.md": ("rich", "jinja2", "plotly"),
 }
 

@@ -37,9 +37,9 @@ const Feature* Registry::find(std::string_view ns, std::string_view name) const 
   for (const Feature& feature : features_) {
     if (feature.rule.ns != ns) continue;
     if (feature.rule.name == name) return &feature;
-    if (std::ranges::find(feature.rule.aliases, name) != feature.rule.aliases.end()) {
-      aliased = &feature;
-    }
+    const bool is_alias =
+        std::ranges::find(feature.rule.aliases, name) != feature.rule.aliases.end();
+    if (is_alias && !aliased) aliased = &feature;
   }
   return aliased;
 }

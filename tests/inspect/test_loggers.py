@@ -184,3 +184,18 @@ def test_schedules_by_hand() -> None:
     listed = [[0, 1], [5, 6]]
     due = [i for i in range(9) if enable_logging_at_current_step(i, start_end_list=listed)]
     assert due == [0, 1, 5, 6]
+
+
+def test_show_reads_what_is_there(
+    initialize: Initialize, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("rich")
+    manager = initialize()
+    manager.drain.append(lambda: manager.log_statistics(0, "l.fc1", "weight", {"min": 1.0}))
+    debug_api.show()
+    assert "l.fc1" in capsys.readouterr().out
+    debug_api.end_debug()
+    debug_api.show(tmp_path)
+    assert "l.fc1" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="initialize"):
+        debug_api.show()
