@@ -1,0 +1,229 @@
+"""Layers in real sessions: configurations as documents show them, and what the GEMMs then do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from debug.test_hooks import RECIPES, assert_equal, build, train
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.debug.features import _test_dummy_feature
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+from transformer_engine.pytorch.autocast import autocast_stack
+
+FEATURES = Path(te.__file__).parents[1] / "debug" / "features"
+USER_FEATURE = '''
+from nvdlfw_inspect.registry import Registry, api_method
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class Halve:
+    """Halves operands."""
+
+    @api_method
+    def fp8_gemm_enabled(self, config, layer_name, gemm, iteration):
+        return False
+
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
+        return tensor_name == "activation" and gemm == "fprop"
+
+    @api_method
+    def modify_tensor(self, config, tensor):
+        return tensor * config["factor"]
+'''
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    debug_api.end_debug()
+
+
+def selected(layers: dict, **features: dict) -> dict:
+    section = {name: {"enabled": True, **keys} for name, keys in features.items()}
+    return {"section": {"enabled": True, "layers": layers, "transformer_engine": section}}
+
+
+def start(config: dict, **more) -> None:
+    debug_api.initialize(config, log_dir="log", **more)
+
+
+def log() -> str:
+    debug_api.flush()
+    (file,) = Path("log/nvdlfw_inspect_logs").iterdir()
+    return file.read_text()
+
+
+def kinds() -> set[tuple[str, str, str]]:
+    return set(te.gemm_report(reset=True).counts)
+
+
+FC1 = {"layer_types": ["fc1"]}
+FP8_ELSEWHERE = {("layer.fc2", gemm, "fp8") for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize(
+    ("feature", "keys", "high_precision"),
+    [
+        ("DisableFP8GEMM", {"gemms": ["dgrad", "wgrad"]}, {"dgrad", "wgrad"}),
+        ("DisableFp8Gemm", {"gemms": ["dgrad", "wgrad"]}, {"dgrad", "wgrad"}),
+        ("DisableQuantizationGEMM", {"gemms": "fprop"}, {"fprop"}),
+        ("DisableFP8Layer", {}, {"fprop", "dgrad", "wgrad"}),
+        ("DisableFp8Layer", {}, {"fprop", "dgrad", "wgrad"}),
+        ("DisableQuantizationLayer", {}, {"fprop", "dgrad", "wgrad"}),
+        ("PerTensorScaling", {"margin": 1, "gemms": ["dgrad"], "tensors": ["weight"]}, set()),
+        (
+            "FakeQuant",
+            {
+                "quant_format": "FP8E5M2",
+                "gemms_struct": [
+                    {"gemm": "fprop", "tensors": ["activation", "weight"]},
+                    {"gemm": "dgrad", "tensors": ["gradient"]},
+                ],
+            },
+            {"fprop", "dgrad"},
+        ),
+        (
+            "FakeQuantFp8",
+            {"quant_format": "E4M3", "gemms": ["wgrad"], "tensors": ["activation"]},
+            {"wgrad"},
+        ),
+    ],
+)
+def test_documented_features(feature: str, keys: dict, high_precision: set[str]) -> None:
+    start(selected(FC1, **{feature: keys}))
+    kinds()
+    module = build("mlp", "cpu")
+    train(module, RECIPES["delayed"], after_step=debug_api.step)
+    gemms = {"fprop", "dgrad", "wgrad"}
+    expected = {("layer.fc1", g, "bf16" if g in high_precision else "fp8") for g in gemms}
+    assert kinds() == expected | FP8_ELSEWHERE
+    debug_api.end_debug()
+    train(module, RECIPES["delayed"], steps=1)
+    assert {kind for _, _, kind in kinds()} == {"fp8"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("config", [None, selected({"layer_types": ["other"]}, DisableFP8Layer={})])
+def test_losses_are_the_same_where_nothing_is_selected(recipe: str, config) -> None:
+    expected = train(build("mlp", "cpu"), RECIPES[recipe])
+    with pytest.warns(UserWarning) if config else _nothing():
+        debug_api.initialize(config, log_dir="log")
+        actual = train(build("mlp", "cpu"), RECIPES[recipe], after_step=debug_api.step)
+    assert_equal(actual, expected)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_) -> None: ...
+
+
+def test_session_begins_and_ends_around_modules_that_are_there() -> None:
+    module = build("linear", "cpu")
+    expected = train(module, RECIPES["current"], steps=1)
+    for _ in range(2):
+        start(selected({"layer_types": ["layer"]}, DisableFP8Layer={}))
+        kinds()
+        train(module, RECIPES["current"], steps=1, after_step=debug_api.step)
+        assert {kind for _, _, kind in kinds()} == {"bf16"}
+        debug_api.end_debug()
+        assert autocast_stack().inspector is None
+    assert_equal(train(module, RECIPES["current"], steps=1), expected)
+
+
+def test_users_feature_from_a_folder() -> None:
+    Path("features").mkdir()
+    Path("features/halve.py").write_text(USER_FEATURE)
+    start(
+        selected({"exact_layer_names": ["layer"]}, Halve={"factor": 0.5}),
+        feature_dirs=["features", str(FEATURES)],
+    )
+    module = build("linear", "cpu")
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    with torch.no_grad(), te.fp8_autocast():
+        y = module(x)
+    assert torch.equal(y, torch.nn.functional.linear(x / 2, module.weight, module.bias))
+    text = log()
+    assert "layer: Tensor: activation, gemm fprop - modify_tensor()" in text
+    assert "layer: Tensor: weight, gemm fprop - High precision" in text
+
+
+def test_an_error_in_a_users_feature_says_where() -> None:
+    Path("features").mkdir()
+    Path("features/halve.py").write_text(USER_FEATURE)
+    config = selected({"exact_layer_names": ["layer"]}, Halve={})
+    start(config, feature_dirs="features", init_training_step=1)
+    with pytest.raises(RuntimeError, match="KeyError") as error:
+        build("linear", "cpu")(torch.randn(16, 32, dtype=torch.bfloat16))
+    for name in ("feature Halve", "layer layer", "tensor activation", "gemm fprop", "iteration 1"):
+        assert name in str(error.value)
+
+
+def test_names_of_a_model_are_inferred() -> None:
+    start(selected({"layer_types": ["model.0"]}, DisableFP8Layer={}))
+    model = torch.nn.Sequential(te.Linear(16, 16, device="cpu"), te.Linear(16, 16, device="cpu"))
+    debug_api.infer_and_assign_layer_names(model)
+    kinds()
+    with torch.no_grad(), te.fp8_autocast():
+        model(torch.randn(16, 16))
+    assert kinds() == {("model.0", "fprop", "fp32"), ("model.1", "fprop", "fp8")}
+    assert "model.1: Tensor: weight, gemm fprop - FP8 quantization" in log()
+
+
+def test_a_layer_that_wants_nothing_more_is_not_asked_again() -> None:
+    _test_dummy_feature._inspect_tensor_enabled_call_count = 0
+    _test_dummy_feature._inspect_tensor_call_count = 0
+    everything = {
+        "tensors": ["activation", "weight", "gradient", "output", "wgrad", "dgrad"],
+        "gemms": ["fprop", "dgrad", "wgrad"],
+    }
+    start(
+        selected(
+            {"layer_types": ["layer"]}, TestDummyFeature={"inspect_only_once": True, **everything}
+        )
+    )
+    module = build("linear", "cpu")
+    for first in (True, False, None):
+        for _ in range(3):
+            module(torch.randn(16, 32, dtype=torch.bfloat16), is_first_microbatch=first)
+            debug_api.step()
+    assert _test_dummy_feature._inspect_tensor_enabled_call_count == 6
+    assert _test_dummy_feature._inspect_tensor_call_count == 0
+
+
+def test_the_training_step_may_be_set_back() -> None:
+    _test_dummy_feature._inspect_tensor_call_count = 0
+    start(
+        selected(
+            {"layer_types": ["layer"]}, TestDummyFeature={"tensors": "activation", "gemms": "fprop"}
+        ),
+        init_training_step=100,
+    )
+    module, x = build("linear", "cpu"), torch.randn(16, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        module(x)
+        debug_api.step()
+    assert TEDebugState.debug_enabled and TEDebugState.get_iteration() == 102
+    debug_api.initialize_training_step(3)
+    module(x)
+    assert TEDebugState.get_iteration() == 3
+    debug_api.end_debug()
+    assert not TEDebugState.debug_enabled and TEDebugState.get_iteration() == 0
+    assert _test_dummy_feature._inspect_tensor_call_count == 3
+
+
+def test_calls_by_hand() -> None:
+    start(selected(FC1, FakeQuant={"quant_format": "E4M3", "gemms": "fprop", "tensors": "weight"}))
+    calls = debug_api.transformer_engine
+    here = {"layer_name": "x.fc1", "tensor_name": "weight", "gemm": "fprop", "iteration": 0}
+    assert calls.modify_tensor_enabled(**here)[0]
+    assert not calls.modify_tensor_enabled(**{**here, "layer_name": "x.fc2"})[0]
+    assert not calls.fp8_gemm_enabled(layer_name="x.fc1", gemm="fprop", iteration=0)[0]
+    x = torch.tensor([[1.0, 448.0]])
+    assert torch.equal(calls.modify_tensor(tensor=x, default_quantizer=None, **here), x)
+    with pytest.raises(ValueError, match="Cannot route API fp8_gemm_enabled: gemm is missing"):
+        calls.fp8_gemm_enabled(layer_name="x.fc1", iteration=0)

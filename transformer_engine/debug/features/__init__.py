@@ -1,0 +1,21 @@
+"""The built-in features of `transformer_engine`: importing this registers all of them."""
+
+from transformer_engine.debug import session
+from transformer_engine.debug.features import (
+    _test_dummy_feature,
+    api,
+    disable_fp8_gemm,
+    disable_fp8_layer,
+    fake_quant,
+    per_tensor_scaling,
+)
+
+__all__ = [
+    "_test_dummy_feature",
+    "api",
+    "disable_fp8_gemm",
+    "disable_fp8_layer",
+    "fake_quant",
+    "per_tensor_scaling",
+    "session",
+]

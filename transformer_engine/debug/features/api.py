@@ -1,0 +1,273 @@
+"""The calls that layers make to features; `api.transformer_engine` makes them by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvdlfw_inspect import api as inspect_api
+from nvdlfw_inspect.base import BaseConfigAPIMapper, parsed_by_engine
+from nvdlfw_inspect.namespaces import Namespace
+from nvdlfw_inspect.registry import Registry
+from transformer_engine.debug.names import NAMESPACE
+from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+required_kwargs = {
+    "fp8_gemm_enabled": ["gemm"],
+    "modify_tensor_enabled": ["tensor_name", "gemm"],
+    "modify_tensor": ["tensor_name", "gemm"],
+    "inspect_tensor_enabled": ["tensor_name"],
+    "inspect_tensor": ["tensor_name"],
+    "inspect_tensor_postquantize_enabled": ["tensor_name"],
+    "inspect_tensor_postquantize": ["tensor_name"],
+    "default": ["tensor_name", "gemm"],
+}
+"""What each call must carry beside the layer's name."""
+
+
+class TEConfigAPIMapper(BaseConfigAPIMapper):
+    """Base of features whose configuration names `gemms` and `tensors`.
+
+    Their methods get what the configuration says for one tensor and gemm: `gemms` and
+    `gemms_struct` become `gemm`, `tensors` and `tensors_struct` become `tensor`, and inner keys
+    stand above outer ones. The engine does this by itself; the method below is for those
+    who extend it.
+    """
+
+    @parsed_by_engine
+    def parse_config_and_api(
+        self, config: dict[str, Any], **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether a configuration covers a call, and what it says for it.
+
+        Args:
+            config: as written, `enabled` included.
+            kwargs: `gemm_parsing` and `gemm`, `tensor_parsing` and `tensor_name`.
+
+        Raises:
+            ValueError: it names no gemms, or no tensors, though the call carries them.
+        """
+        found: dict[str, Any] | None = {k: v for k, v in config.items() if k != "enabled"}
+        if not config.get("enabled", True):
+            return False, None
+        if kwargs.get("gemm_parsing") and found is not None:
+            found = _chosen(found, "gemm", kwargs.get("gemm"))
+        if kwargs.get("tensor_parsing") and found is not None:
+            found = _chosen(found, "tensor", kwargs.get("tensor_name"))
+        return found is not None, found
+
+
+def _chosen(config: dict[str, Any], what: str, name: Any) -> dict[str, Any] | None:
+    """The configuration of one gemm or tensor; None where it is not meant."""
+    struct, plain = config.get(f"{what}s_struct"), config.get(f"{what}s")
+    outer = {k: v for k, v in config.items() if k not in (f"{what}s_struct", f"{what}s")}
+    if struct is not None:
+        for entry in struct:
+            if entry[what] == name:
+                return {**outer, **entry}
+        return None
+    if plain is None:
+        raise ValueError(
+            f"[parse_config_and_api] expected {what}s or {what}s_struct in the configuration, got "
+            f"{sorted(config)}"
+        )
+    return {**outer, what: name} if name in ([plain] if isinstance(plain, str) else plain) else None
+
+
+class TEDefaultFeatures:
+    """The calls, and what happens where no feature answers.
+
+    A feature is any class registered with `Registry.register_feature("transformer_engine")`; the
+    methods it has of these, marked with `api_method`, take any subset of the arguments. `config` is
+    what the configuration says for the tensor and gemm.
+    """
+
+    def fp8_gemm_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
+    ) -> bool | tuple[bool, int | None]:
+        """Whether a GEMM runs in FP8 where the recipe says so.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            gemm: fprop, dgrad or wgrad.
+            iteration: how often `debug_api.step()` was called.
+
+        Returns:
+            The answer for this iteration; or it and the next iteration at which it may change
+            (None: never). FP8 only if all features say True.
+        """
+        return True, None
+
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> bool | tuple[bool, int | None]:
+        """Whether `modify_tensor` replaces the cast of a tensor for a GEMM.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            gemm: fprop, dgrad or wgrad.
+            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
+            iteration: how often `debug_api.step()` was called.
+
+        Returns:
+            As `fp8_gemm_enabled`. It stands above the answer of that call.
+        """
+        return False, None
+
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Quantizer | None,
+        iteration: int,
+        out: torch.Tensor | QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | QuantizedTensor | None:
+        """Make what a GEMM takes, or what becomes of its result.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            gemm: fprop, dgrad or wgrad.
+            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
+            tensor: in high precision.
+            default_quantizer: what would cast the tensor; None without FP8.
+            iteration: how often `debug_api.step()` was called.
+            out: what an earlier call made of a cached weight, to be written anew.
+            dtype: that a plain operand must have.
+
+        Returns:
+            A tensor of the same shape; None where `out` is given. Both operands of a GEMM must be
+            plain, or both `Float8Tensor`.
+        """
+        raise NotImplementedError("[modify_tensor] expected a feature that defines it, got none")
+
+    def inspect_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
+    ) -> bool | tuple[bool, int | None]:
+        """Whether `inspect_tensor` is called.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
+            iteration: how often `debug_api.step()` was called.
+
+        Returns:
+            As `fp8_gemm_enabled`.
+        """
+        return False, None
+
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        rowwise_quantized_tensor: torch.Tensor | None = None,
+        columnwise_quantized_tensor: torch.Tensor | None = None,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        """Look at a tensor in high precision, and at what was made of it.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
+            tensor: in high precision.
+            iteration: how often `debug_api.step()` was called.
+            tp_group: tensor parallel group of the layer (not the reduction group).
+            tp_size: its size.
+            rowwise_quantized_tensor: what the first of its GEMMs takes.
+            columnwise_quantized_tensor: what the second takes.
+            quantizer: what casts the tensor; None without FP8.
+        """
+
+    def inspect_tensor_postquantize_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> bool | tuple[bool, int | None]:
+        """Whether `inspect_tensor_postquantize` is called.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            gemm: fprop, dgrad or wgrad.
+            tensor_name: activation, weight or gradient.
+            iteration: how often `debug_api.step()` was called.
+
+        Returns:
+            As `fp8_gemm_enabled`.
+        """
+        return False, None
+
+    def inspect_tensor_postquantize(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        gemm: str,
+        tensor: torch.Tensor,
+        iteration: int,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        rowwise: bool = True,
+    ) -> None:
+        """Look at a tensor after its cast or `modify_tensor`; not called where there was neither.
+
+        Args:
+            config: of the feature.
+            layer_name: of the layer.
+            tensor_name: activation, weight or gradient.
+            gemm: that takes the tensor.
+            tensor: as the GEMM takes it.
+            iteration: how often `debug_api.step()` was called.
+            tp_group: tensor parallel group of the layer.
+            tp_size: its size.
+            rowwise: the GEMM takes its rows (else its columns).
+        """
+
+
+@Registry.register_namespace_api(namespace=NAMESPACE)
+class TransformerEngineAPI:
+    """What `nvdlfw_inspect.api.transformer_engine` is: calls of features, made by hand."""
+
+    name = NAMESPACE
+
+    def __getattr__(self, api_name: str) -> Callable[..., Any]:
+        if api_name.startswith("_"):
+            raise AttributeError(api_name)
+        return partial(self.route_api, api_name=api_name)
+
+    def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
+        """Make a call as a layer would.
+
+        Raises:
+            RuntimeError: no session is running.
+            ValueError: the call must carry more.
+        """
+        manager = inspect_api.DEBUG_MANAGER
+        if manager is None:
+            raise RuntimeError("[inspect] expected a session: call debug_api.initialize() first")
+        for name in required_kwargs.get(api_name, required_kwargs["default"]):
+            if name not in kwargs:
+                raise ValueError(f"[{api_name}] Cannot route API {api_name}: {name} is missing")
+        return Namespace(manager, NAMESPACE).route_api(layer_name, api_name, **kwargs)
+
+    def step(self) -> None:
+        """An iteration ends: there is nothing to do."""
+
+    def end_debug(self) -> None:
+        """The session ends: there is nothing to do."""

@@ -1,0 +1,89 @@
+"""FakeQuant: FP8's rounding in high-precision GEMMs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from nvdlfw_inspect import api
+from nvdlfw_inspect.base import Choice, FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.scaling import fake_quantize
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+
+FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2, "E4M3": E4M3, "E5M2": E5M2}
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class FakeQuant:
+    """Round tensors to what FP8 can hold, with a scale per tensor, and run GEMMs in high precision.
+
+    The GEMMs that are named run in high precision, whatever the recipe.
+
+    Keys:
+        gemms / gemms_struct: fprop, dgrad, wgrad
+        tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
+        quant_format: FP8E4M3 or FP8E5M2 (also written E4M3, E5M2)
+        margin: int, default 0: scale = fp8_max / (amax * 2^margin)
+
+    Example:
+        example_fake_quant_fp8:
+          enabled: True
+          layers:
+            layer_types: [transformer_layer.layernorm_mlp.fc1]
+          transformer_engine:
+            FakeQuant:
+              enabled: True
+              quant_format: FP8E5M2
+              gemms_struct:
+                - gemm: fprop
+                  tensors: [activation, weight]
+                - gemm: dgrad
+                  tensors: [gradient]
+    """
+
+    CONFIG: ClassVar = FeatureConfig(
+        keys={"quant_format": Choice(*FORMATS, required=True), "margin": "int"},
+        tensors=("activation", "gradient", "weight", "output", "wgrad", "dgrad"),
+        gemms=True,
+        aliases=("FakeQuantFp8",),
+        conflicts=("PerTensorScaling",),
+    )
+
+    @api_method
+    def fp8_gemm_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """No: the other operand must be in high precision too."""
+        return False, None
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, in every iteration."""
+        return True, None
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """Round; into `out` where it is given."""
+        if api.DEBUG_MANAGER is not None:
+            text = f"Feature=FakeQuant, API=process_tensor: {gemm}, {tensor_name}"
+            api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
+        format = FORMATS[str(config["quant_format"]).upper()]
+        wanted = dtype or (tensor.dtype if out is None else out.dtype)
+        made = fake_quantize(tensor, format, config.get("margin") or 0, wanted)
+        if out is None:
+            return made
+        out.copy_(made)
+        return None

@@ -1,0 +1,86 @@
+"""PerTensorScaling: current scaling for chosen operands."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from nvdlfw_inspect import api
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.names import OPERANDS
+from transformer_engine.debug.scaling import cast
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class PerTensorScaling:
+    """Cast operands to FP8 with a scale from the tensor in hand instead of its history.
+
+    The format is the recipe's. A GEMM that another feature, or the recipe, runs in high precision
+    stays so: a warning in the log says that its operands are left as they are.
+
+    Keys:
+        gemms / gemms_struct: fprop, dgrad, wgrad
+        tensors / tensors_struct: activation, gradient, weight
+        margin: int, default 0: scale = fp8_max / (amax * 2^margin)
+
+    Example:
+        example_per_tensor_scaling:
+          enabled: True
+          layers:
+            layer_types: [transformer_layer.self_attention.layernorm_q]
+          transformer_engine:
+            PerTensorScaling:
+              enabled: True
+              margin: 1
+              gemms: [dgrad]
+              tensors: [weight, gradient]
+    """
+
+    CONFIG: ClassVar = FeatureConfig(
+        keys={"margin": "int"},
+        tensors=("activation", "gradient", "weight"),
+        gemms=True,
+        conflicts=("FakeQuant",),
+    )
+    makes_fp8 = True
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, in every iteration."""
+        return True, None
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int,
+        default_quantizer: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Cast; into `out` where it is given.
+
+        Raises:
+            ValueError: without a recipe there is no format to cast to.
+        """
+        if default_quantizer is None:
+            raise ValueError(
+                "[PerTensorScaling] expected a quantizer of an FP8 recipe, got none: there is no"
+                " format to cast to"
+            )
+        if api.DEBUG_MANAGER is not None:
+            text = f"Feature=PerTensorScaling, API=process_tensor: {gemm}, {tensor_name}"
+            api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
+        columnwise = OPERANDS[tensor_name].columnwise == gemm
+        made = cast(tensor, int(default_quantizer.dtype), config.get("margin") or 0, columnwise)
+        if out is None:
+            return made
+        out.copy_(made)
+        return None

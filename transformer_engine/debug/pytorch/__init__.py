@@ -1,0 +1,1 @@
+"""Names of the debugger that programs import from here."""
