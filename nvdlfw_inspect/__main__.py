@@ -13,6 +13,7 @@ from nvdlfw_inspect.report.records import LogError
 
 # A command is a module with HELP, EXAMPLES, add_arguments(parser) and run(arguments) -> exit code.
 COMMANDS = (
+    ("check", "nvdlfw_inspect.check"),
     ("summary", "nvdlfw_inspect.report.summary"),
     ("report", "nvdlfw_inspect.report.page"),
 )

@@ -12,6 +12,7 @@
 #include "bindings/inspect_node.h"
 #include "inspect/discovery.h"
 #include "inspect/engine.h"
+#include "inspect/plan.h"
 
 namespace te::bindings {
 namespace {
@@ -32,6 +33,21 @@ struct LoadedConfig {
     return texts;
   }
 };
+
+// (section, feature, layers, [(gemm, tensor, schedule), ...]) of every enabled feature, in file
+// order.
+py::list plan_of(const LoadedConfig& config, const std::vector<std::string>& layers) {
+  py::list rows;
+  for (const inspect::Plan& plan :
+       inspect::plans(config.loaded.config, config.registry.rules(), layers, python_regex())) {
+    py::list targets;
+    for (const auto& [gemm, tensor, schedule] : plan.targets) {
+      targets.append(py::make_tuple(gemm, tensor, schedule));
+    }
+    rows.append(py::make_tuple(plan.section, plan.feature, plan.layers, targets));
+  }
+  return rows;
+}
 
 LoadedConfig load(const Engine& engine, const py::object& source, std::string origin) {
   const inspect::RegexSearch regex = python_regex();
@@ -115,6 +131,7 @@ void bind_engine(py::module_& m) {
   py::class_<LoadedConfig>(m, "LoadedConfig")
       .def_property_readonly("names", [](const LoadedConfig& c) { return c.loaded.config.names(); })
       .def_property_readonly("hash", [](const LoadedConfig& c) { return c.loaded.config.hash; })
+      .def("plans", &plan_of, py::arg("layers"))
       .def_property_readonly(
           "errors", [](const LoadedConfig& c) { return c.problems(inspect::Severity::Error); })
       .def_property_readonly(

@@ -167,7 +167,8 @@ class BodyCheck {
   const RegexSearch& regex_;
 };
 
-// Every (gemm, tensor) that a body may distinguish; absent where it does not.
+}  // namespace
+
 std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
   std::vector<Name> gemms = {std::nullopt}, tensors = {std::nullopt};
   bool structured = false;
@@ -185,6 +186,8 @@ std::vector<std::pair<Name, Name>> pairs_of(const Node& body) {
   }
   return pairs;
 }
+
+namespace {
 
 // What only shows once outer and inner keys are put together.
 class WholeCheck {

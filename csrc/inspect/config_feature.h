@@ -1,6 +1,11 @@
 // The body of one feature, checked against its rule.
 #pragma once
 
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
 #include "inspect/place.h"
 #include "inspect/selector.h"
 
@@ -9,6 +14,10 @@ namespace te::inspect {
 // Keys, values, names of gemms, tensors and statistics, schedules, and what is missing.
 void check_feature(const FeatureUse& use, const FeatureRule& rule, const Place& place,
                    const RegexSearch& regex);
+
+// Every (gemm, tensor) that a body may distinguish; absent where it does not.
+std::vector<std::pair<std::optional<std::string_view>, std::optional<std::string_view>>> pairs_of(
+    const Node& body);
 
 // Features of one section that act on the same tensor and gemm though they must not: the same one
 // under two names, or two that conflict. `rules[i]` is the rule of `uses[i]`.

@@ -126,7 +126,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
-    assert f"python -m nvdlfw_inspect {command} log" in capsys.readouterr().out
+    assert f"python -m nvdlfw_inspect {command} " in capsys.readouterr().out
 
 
 def test_no_command() -> None:

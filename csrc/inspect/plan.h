@@ -1,0 +1,28 @@
+// What a configuration would do, without training: for people who check it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "inspect/config.h"
+
+namespace te::inspect {
+
+// One feature of one enabled section.
+struct Plan {
+  // Empty names: the feature does not distinguish gemms, or tensors.
+  struct Target {
+    std::string gemm, tensor;
+    Schedule schedule;
+  };
+
+  std::string section, ns, feature;
+  std::vector<std::string> layers;  // those among the given ones that the section selects
+  std::vector<Target> targets;
+};
+
+// In file order.
+std::vector<Plan> plans(const Config& config, const std::vector<FeatureRule>& rules,
+                        const std::vector<std::string>& layers, const RegexSearch& regex);
+
+}  // namespace te::inspect

@@ -1,0 +1,113 @@
+"""`nvdlfw_inspect check`: problems, the plan, and which layers of a model are selected."""
+
+from pathlib import Path
+
+import pytest
+
+from nvdlfw_inspect.__main__ import main
+
+FEATURE = '''
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class CheckedFeature:
+    """For the test of `check`."""
+
+    CONFIG = FeatureConfig(tensors=("activation", "weight"), scheduled=True)
+
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, tensor, iteration):
+        """Does nothing."""
+'''
+CONFIG = """
+watched:
+  enabled: True
+  layers: {layer_types: [LAYERS]}
+  transformer_engine:
+    CheckedFeature:
+      enabled: True
+      tensors_struct:
+      - {tensor: activation, freq: 10, start_step: 5, end_step: 100}
+      - {tensor: weight, start_end_list: [[0, 20], [80, -1]]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "checked.py").write_text(FEATURE)
+    return tmp_path
+
+
+def check(folder: Path, config: str, *arguments: str) -> int:
+    (folder / "config.yaml").write_text(config)
+    features = ["--feature-dirs", str(folder / "features")]
+    return main(["check", str(folder / "config.yaml"), *arguments, *features])
+
+
+def test_prints_what_a_configuration_would_do(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(folder, CONFIG) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "watched:",
+        "  CheckedFeature",
+        "    activation: every 10 steps, 5 to 100",
+        "    weight: every step, 0 to 20 and from 80 on",
+    ]
+
+
+def test_reports_every_mistake_with_its_place(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = CONFIG.replace("freq: 10", "freq: 0").replace("tensor: weight", "tensor: wieght")
+    assert check(folder, broken) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    place = f"error: {folder / 'config.yaml'}"
+    path = "watched.transformer_engine.CheckedFeature.tensors_struct"
+    errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
+    assert errors == [
+        f"{place}:9:36: {path}[0].freq: expected an integer of at least 1, got 0",
+        f"{place}:10:18: {path}[1].tensor: expected one of activation, weight, got 'wieght'; "
+        "did you mean 'weight'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "selected"),
+    [
+        ("fc1", ["model.layernorm_mlp.fc1"]),
+        ("layernorm_linear", ["model.self_attention.layernorm_qkv"]),
+        ("nothing", []),
+    ],
+)
+def test_names_the_layers_of_a_model(
+    folder: Path,
+    layers: str,
+    selected: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "checked_model.py").write_text(
+        "import transformer_engine.pytorch as te\n"
+        "def build():\n    return te.TransformerLayer(32, 64, 2, device='meta')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    config = CONFIG.replace("LAYERS", layers)
+    assert check(folder, config, "--model", "checked_model:build") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"  selects {len(selected)} of 4 layers"
+    assert [line.strip() for line in lines[2 : 2 + len(selected)]] == selected
+
+
+@pytest.mark.parametrize("model", ["no_colon", "no_such_module:build", "json:no_such_function"])
+def test_an_unusable_argument_exits_with_2(
+    folder: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(folder, CONFIG, "--model", model) == 2
+    assert capsys.readouterr().err.startswith("check: ")
+    assert main(["check", str(folder / "missing.yaml")]) == 2
