@@ -7,6 +7,7 @@ from debug.test_hooks import RECIPES, HighPrecision, Modifier, Recorder, assert_
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantizers import IdentityQuantizer
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 
@@ -270,6 +271,32 @@ def test_plans_are_logged_again_when_they_change() -> None:
     assert s.plans[6:] == [
         "layer: Tensor: weight, gemm dgrad - High precision",
         "layer: Tensor: gradient, gemm dgrad - High precision",
+    ]
+
+
+def test_statistics_are_attached_and_not_called_for() -> None:
+    class Statistics(Recorder):
+        built_in_statistics = True
+        logged_call = "look_at_tensor_before_process"
+
+    class Noting(IdentityQuantizer):
+        def result(self, x):
+            noted.append(tuple(x.shape))
+            return x
+
+    class Provider:
+        def attach(self, inner, calls, features):
+            due = calls.iteration == 1
+            return (Noting() if due else None), (None if due else 1)
+
+    noted, feature, module = [], Statistics(), build("linear", "cpu")
+    with session(("layer", feature, {"tensors": ["output"]})) as s:
+        s.manager.statistics = Provider()
+        train(module, None, steps=3, after_step=s.step)
+    assert noted == [(4, 8, 48), (4, 8, 48)]  # from iteration 1 on, for good
+    assert not looked_at(feature)
+    assert s.manager.messages[-1:] == [
+        "layer: Feature=Statistics, API=look_at_tensor_before_process: output"
     ]
 
 

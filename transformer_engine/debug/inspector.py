@@ -160,6 +160,7 @@ class Inspector:
             )
             if quantizer is not None:
                 changed[name] = quantizer
+                self._log_statistics(plan.layer, tensor)
             if next_iteration is not None:
                 following.append(next_iteration)
         return _with(quantizers, changed)
@@ -217,6 +218,14 @@ class Inspector:
                 self._plans_logged[key] = how
                 text = f"Tensor: {tensor}, gemm {gemm} - {how.value}"
                 self.manager.log_message(text, plan.layer)
+
+    def _log_statistics(self, layer: str, tensor: TensorPlan) -> None:
+        """One line for every feature, when it first takes statistics of a tensor."""
+        for routed in tensor.statistics:
+            if routed.schedule is None or routed.schedule.due(self.iteration):
+                call = getattr(routed.feature, "logged_call", "inspect_tensor")
+                text = f"Feature={routed.name}, API={call}: {tensor.tensor.name}"
+                self.manager.log_message(text, layer, once=(text, layer))
 
     def refusal(self, layers: Sequence[str], how: str) -> str | None:
         """Why these layers cannot be compiled or captured; None where they can."""
