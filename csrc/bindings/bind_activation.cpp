@@ -2,6 +2,7 @@
 // for delayed scaling; `format` and `amax` belong to the one that was asked for.
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
+#include "bindings/workspace.h"
 #include "ops/activation.h"
 
 namespace te::bindings {
@@ -12,11 +13,13 @@ struct Fp8Args {
   CurrentScale current;
 };
 
-Fp8Args fp8_args(const QuantizedView& quantized, const TensorView& current_scales,
-                 const TensorView& scratch, bool power_of_2, float epsilon) {
+Fp8Args fp8_args(const QuantizedView& quantized, const TensorView& current_scales, bool power_of_2,
+                 float epsilon, Stream stream) {
   Fp8Args args{quantized, {}};
   if (!current_scales) return args;
-  args.current = {quantized.dtype, current_scales, quantized.amax, scratch, epsilon, power_of_2};
+  args.current = {quantized.dtype, current_scales,
+                  quantized.amax,  amax_scratch(current_scales.device, stream),
+                  epsilon,         power_of_2};
   args.quantized.amax = {};
   return args;
 }
@@ -24,25 +27,27 @@ Fp8Args fp8_args(const QuantizedView& quantized, const TensorView& current_scale
 void forward_into(const TensorView& x, int kind, const TensorView& y, int format,
                   const TensorView& rowwise, const TensorView& columnwise, const TensorView& scales,
                   const TensorView& scale, const TensorView& amax, const TensorView& current_scales,
-                  const TensorView& scratch, bool power_of_2, float epsilon) {
+                  bool power_of_2, float epsilon) {
+  const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
-               current_scales, scratch, power_of_2, epsilon);
-  activation_forward({static_cast<ActivationKind>(kind), x, y, quantized, current},
-                     bridge::current_stream(x.device));
+               current_scales, power_of_2, epsilon, stream);
+  activation_forward({static_cast<ActivationKind>(kind), x, y, quantized, current}, stream);
 }
 
 void backward_into(const TensorView& dy, const TensorView& x, int kind, const TensorView& dx,
                    int format, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
-                   const TensorView& current_scales, const TensorView& scratch, bool power_of_2,
-                   float epsilon, const TensorView& dbias, const TensorView& workspace) {
+                   const TensorView& current_scales, bool power_of_2, float epsilon,
+                   const TensorView& dbias) {
+  const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
-               current_scales, scratch, power_of_2, epsilon);
-  activation_backward(
-      {static_cast<ActivationKind>(kind), dy, x, dx, quantized, current, dbias, workspace},
-      bridge::current_stream(x.device));
+               current_scales, power_of_2, epsilon, stream);
+  ActivationBackwardArgs args{
+      static_cast<ActivationKind>(kind), dy, x, dx, quantized, current, dbias, {}};
+  if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
+  activation_backward(args, stream);
 }
 
 }  // namespace
@@ -51,11 +56,10 @@ void bind_activation(pybind11::module_& m) {
   using pybind11::arg;
   m.def("activation_forward", &forward_into, arg("x"), arg("kind"), arg("y"), arg("format"),
         arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"), arg("amax"),
-        arg("current_scales"), arg("scratch"), arg("power_of_2"), arg("epsilon"));
+        arg("current_scales"), arg("power_of_2"), arg("epsilon"));
   m.def("activation_backward", &backward_into, arg("dy"), arg("x"), arg("kind"), arg("dx"),
         arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"), arg("amax"),
-        arg("current_scales"), arg("scratch"), arg("power_of_2"), arg("epsilon"), arg("dbias"),
-        arg("workspace"));
+        arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("dbias"));
 }
 
 }  // namespace te::bindings

@@ -1,6 +1,7 @@
 // Bindings of dropout_add.
 #include "bindings/bindings.h"
 #include "bindings/tensor_bridge.h"
+#include "bindings/workspace.h"
 #include "ops/dropout_add.h"
 
 namespace te::bindings {
@@ -15,11 +16,12 @@ void dropout_add_forward_into(const TensorView& x, const TensorView& bias,
 }
 
 void dropout_add_backward_into(const TensorView& dout, const TensorView& seed, float p,
-                               const TensorView& dx, const TensorView& dbias,
-                               const TensorView& workspace) {
-  dropout_add_backward(
-      {.dout = dout, .seed = seed, .p = p, .dx = dx, .dbias = dbias, .workspace = workspace},
-      bridge::current_stream(dout.device));
+                               const TensorView& dx, const TensorView& dbias) {
+  const Stream stream = bridge::current_stream(dout.device);
+  DropoutAddBackwardArgs args{
+      .dout = dout, .seed = seed, .p = p, .dx = dx, .dbias = dbias, .workspace = {}};
+  if (dbias) args.workspace = column_sum_workspace(dout.device, stream, dout.rows(), dout.cols());
+  dropout_add_backward(args, stream);
 }
 
 }  // namespace
@@ -30,7 +32,7 @@ void bind_dropout_add(pybind11::module_& m) {
   m.def("dropout_add_forward", &dropout_add_forward_into, arg("x"), arg("bias") = none(),
         arg("residual") = none(), arg("seed") = none(), arg("p"), arg("out"));
   m.def("dropout_add_backward", &dropout_add_backward_into, arg("dout"), arg("seed") = none(),
-        arg("p"), arg("dx") = none(), arg("dbias") = none(), arg("workspace") = none());
+        arg("p"), arg("dx") = none(), arg("dbias") = none());
 }
 
 }  // namespace te::bindings

@@ -2,11 +2,9 @@
 // the launch. Formats are values of DType, or -1 for plain operands and results.
 #include <pybind11/stl.h>
 
-#include <map>
-#include <utility>
-
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
+#include "bindings/workspace.h"
 #include "ops/gemm.h"
 #include "ops/gemm_tuning.h"
 
@@ -15,33 +13,10 @@ namespace {
 
 namespace py = pybind11;
 
-// Called with a device index for the scratch of one (device, stream): Python allocates, so that
-// torch's allocator sees the memory, and this table keeps it and finds it again without Python.
-py::object& workspace_allocator() {
-  static auto* kept = new py::object;
-  return *kept;
-}
-
-// Guarded by Python's lock, as every binding is.
-const TensorView& workspace_for(Device device, Stream stream) {
-  struct Workspace {
-    py::object tensor;
-    TensorView view;
-  };
-  static auto* kept = new std::map<std::pair<int32_t, void*>, Workspace>;
-  auto found = kept->find({device.index, stream.handle});
-  if (found == kept->end()) {
-    const py::object tensor = workspace_allocator()(device.index);
-    const Workspace workspace{tensor, py::cast<TensorView>(tensor)};
-    found = kept->emplace(std::pair{device.index, stream.handle}, workspace).first;
-  }
-  return found->second.view;
-}
-
 bool run(GemmArgs args) {
   const Device device = args.a.data.device;
   const Stream stream = bridge::current_stream(device);
-  if (device.type == DeviceType::CUDA) args.workspace = workspace_for(device, stream);
+  args.workspace = gemm_workspace(device, stream);
   return gemm(args, stream);
 }
 
@@ -99,9 +74,6 @@ void bind_gemm(pybind11::module_& m) {
   m.def("gemm_quantized", &gemm_quantized, arg("codes"), arg("format"), arg("scales"), arg("amax"),
         arg("a"), arg("b"), arg("a_scales"), arg("b_scales"), arg("a_format"), arg("b_format"),
         arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"));
-  m.def(
-      "set_gemm_workspace_allocator",
-      [](const py::object& allocator) { workspace_allocator() = allocator; }, arg("allocator"));
   m.def("gemm_plan_count", &cuda::gemm_plan_count);
   m.def("gemm_problem", &cuda::gemm_problem);
   m.def("gemm_algorithm", &cuda::gemm_algorithm);

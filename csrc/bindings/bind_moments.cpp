@@ -6,26 +6,27 @@
 
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
+#include "bindings/workspace.h"
 #include "ops/moments.h"
 
 namespace te::bindings {
 namespace {
 
-void moments_into(const TensorView& x, const TensorView& row, const TensorView& active,
-                  const TensorView& workspace) {
-  moments({.x = x, .out = {row, active, workspace}}, bridge::current_stream(x.device));
+void moments_into(const TensorView& x, const TensorView& row, const TensorView& active) {
+  const Stream stream = bridge::current_stream(x.device);
+  moments({.x = x, .out = {row, active, moments_workspace(x.device, stream)}}, stream);
 }
 
 void cast_moments_into(const TensorView& x, const TensorView& codes, const TensorView& scales,
-                       int format, const TensorView& row, const TensorView& active,
-                       const TensorView& workspace) {
+                       int format, const TensorView& row, const TensorView& active) {
+  const Stream stream = bridge::current_stream(x.device);
   const auto fp8 = static_cast<DType>(format);
   cast_moments({.x = x,
                 .codes = with_format(codes, fp8),
                 .format = fp8,
                 .scales = scales,
-                .out = {row, active, workspace}},
-               bridge::current_stream(x.device));
+                .out = {row, active, moments_workspace(x.device, stream)}},
+               stream);
 }
 
 template <class Row>
@@ -59,10 +60,9 @@ pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
 
 void bind_moments(pybind11::module_& m) {
   using pybind11::arg;
-  m.def("moments", &moments_into, arg("x"), arg("row"), arg("active"), arg("workspace"));
+  m.def("moments", &moments_into, arg("x"), arg("row"), arg("active"));
   m.def("cast_moments", &cast_moments_into, arg("x"), arg("codes"), arg("scales"), arg("format"),
-        arg("row"), arg("active"), arg("workspace"));
-  m.def("moments_workspace_bytes", &moments_workspace_bytes);
+        arg("row"), arg("active"));
   m.def("statistics", &statistics_from, arg("row"));
   m.def("cast_statistics", &cast_statistics_from, arg("row"));
 }

@@ -1,7 +1,8 @@
-// Bindings of the norms. `scratch` asks for current scaling, `rowwise` or `columnwise` for delayed
+// Bindings of the norms. `current` asks for current scaling, `rowwise` or `columnwise` for delayed
 // scaling; `scales`, `amax` and `format` belong to the one that was asked for.
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
+#include "bindings/workspace.h"
 #include "ops/norm.h"
 
 namespace te::bindings {
@@ -11,8 +12,8 @@ void forward_into(const TensorView& x, const TensorView& gamma, const TensorView
                   float epsilon, bool zero_centered, const TensorView& y, const TensorView& rowwise,
                   const TensorView& columnwise, const TensorView& scales, const TensorView& mean,
                   const TensorView& rstd, int format, const TensorView& scale,
-                  const TensorView& amax, const TensorView& scratch, float amax_epsilon,
-                  bool power_of_2) {
+                  const TensorView& amax, bool current, float amax_epsilon, bool power_of_2) {
+  const Stream stream = bridge::current_stream(x.device);
   const auto fp8 = static_cast<DType>(format);
   NormForwardArgs args{.kind = static_cast<NormKind>(kind),
                        .x = x,
@@ -27,14 +28,16 @@ void forward_into(const TensorView& x, const TensorView& gamma, const TensorView
                        .rstd = rstd};
   if (rowwise || columnwise)
     args.quantized = quantized_view(rowwise, columnwise, scales, scale, amax, fp8);
-  if (scratch) args.current = {fp8, scales, amax, scratch, amax_epsilon, power_of_2};
-  norm_forward(args, bridge::current_stream(x.device));
+  if (current)
+    args.current = {fp8, scales, amax, amax_scratch(x.device, stream), amax_epsilon, power_of_2};
+  norm_forward(args, stream);
 }
 
 void backward_into(const TensorView& dy, const TensorView& x, const TensorView& gamma,
                    const TensorView& mean, const TensorView& rstd, int kind, bool zero_centered,
                    const TensorView& residual_grad, const TensorView& dx, const TensorView& dgamma,
-                   const TensorView& dbeta, const TensorView& workspace) {
+                   const TensorView& dbeta) {
+  const Stream stream = bridge::current_stream(x.device);
   norm_backward({.kind = static_cast<NormKind>(kind),
                  .dy = dy,
                  .x = x,
@@ -46,8 +49,8 @@ void backward_into(const TensorView& dy, const TensorView& x, const TensorView& 
                  .dx = dx,
                  .dgamma = dgamma,
                  .dbeta = dbeta,
-                 .workspace = workspace},
-                bridge::current_stream(x.device));
+                 .workspace = column_sum_workspace(x.device, stream, x.rows(), 2 * x.cols())},
+                stream);
 }
 
 }  // namespace
@@ -57,10 +60,10 @@ void bind_norm(pybind11::module_& m) {
   m.def("norm_forward", &forward_into, arg("x"), arg("gamma"), arg("beta"), arg("kind"),
         arg("epsilon"), arg("zero_centered"), arg("y"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("mean"), arg("rstd"), arg("format"), arg("scale"), arg("amax"),
-        arg("scratch"), arg("amax_epsilon"), arg("power_of_2"));
+        arg("current"), arg("amax_epsilon"), arg("power_of_2"));
   m.def("norm_backward", &backward_into, arg("dy"), arg("x"), arg("gamma"), arg("mean"),
         arg("rstd"), arg("kind"), arg("zero_centered"), arg("residual_grad"), arg("dx"),
-        arg("dgamma"), arg("dbeta"), arg("workspace"));
+        arg("dgamma"), arg("dbeta"));
 }
 
 }  // namespace te::bindings

@@ -2,7 +2,6 @@
 #include "bindings/bindings.h"
 #include "core/parallel.h"
 #include "cuda/runtime.h"
-#include "ops/column_sum.h"
 
 namespace te::bindings {
 
@@ -12,8 +11,6 @@ void bind_runtime(pybind11::module_& m) {
   m.def("set_library_path", &cuda::set_library_path, pybind11::arg("name"), pybind11::arg("path"));
   m.def("set_num_threads", &set_num_threads, pybind11::arg("count"));
   m.def("num_threads", &num_threads);
-  m.def("column_sum_workspace_bytes", &column_sum_workspace_bytes, pybind11::arg("rows"),
-        pybind11::arg("cols"));
 }
 
 }  // namespace te::bindings

@@ -1,22 +1,24 @@
 // Bindings of the ops that find scales: amax, scale_from_amax, delayed_scaling_update, gather_amax.
 #include "bindings/bindings.h"
 #include "bindings/tensor_bridge.h"
+#include "bindings/workspace.h"
 #include "ops/amax.h"
 #include "ops/delayed_scaling.h"
 
 namespace te::bindings {
 namespace {
 
-void amax_into(const TensorView& x, const TensorView& result, const TensorView& scales,
-               const TensorView& scratch, int format, bool power_of_2, float epsilon) {
+void amax_into(const TensorView& x, const TensorView& result, const TensorView& scales, int format,
+               bool power_of_2, float epsilon) {
+  const Stream stream = bridge::current_stream(x.device);
   amax({.x = x,
         .scale = {.dtype = static_cast<DType>(format),
                   .scales = scales,
                   .amax = result,
-                  .scratch = scratch,
+                  .scratch = amax_scratch(x.device, stream),
                   .epsilon = epsilon,
                   .power_of_2 = power_of_2}},
-       bridge::current_stream(x.device));
+       stream);
 }
 
 void scale_from_amax_into(const TensorView& amax, const TensorView& scales, int format,
@@ -49,8 +51,8 @@ void gather_amax_into(const TensorView& table, const TensorView& out) {
 
 void bind_scaling(pybind11::module_& m) {
   using pybind11::arg;
-  m.def("amax", &amax_into, arg("x"), arg("amax"), arg("scales"), arg("scratch"), arg("format"),
-        arg("power_of_2"), arg("epsilon"));
+  m.def("amax", &amax_into, arg("x"), arg("amax"), arg("scales"), arg("format"), arg("power_of_2"),
+        arg("epsilon"));
   m.def("scale_from_amax", &scale_from_amax_into, arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),

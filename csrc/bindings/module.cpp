@@ -3,12 +3,14 @@
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/tensor_bridge.h"
+#include "bindings/workspace.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native operations of transformer_engine.";
   te::bindings::register_errors();
   te::bridge::bind_tensor_bridge(m);
   te::bindings::bind_runtime(m);
+  te::bindings::bind_workspace(m);
   te::bindings::bind_gemm(m);
   te::bindings::bind_activation(m);
   te::bindings::bind_norm(m);

@@ -289,7 +289,7 @@ def test_compilers_keep_the_calls(device):
     ],
 )
 def test_errors(error, message, changed):
-    args = {"x": torch.ones(4), "row": empty_moments(), "active": None, "workspace": None}
+    args = {"x": torch.ones(4), "row": empty_moments(), "active": None}
     with pytest.raises(error, match=r"\[moments\] expected " + message):
         _C.moments(**(args | changed))
 
@@ -312,7 +312,6 @@ def test_cast_errors(error, message, changed):
         "format": fp8.E4M3,
         "row": empty_cast_moments(),
         "active": None,
-        "workspace": None,
     }
     with pytest.raises(error, match=r"\[cast_moments\] expected " + message):
         _C.cast_moments(**(args | changed))

@@ -8,7 +8,6 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
 
 # Names of the documented `activation` argument. An odd number is a gated kind: act(x1) * x2.
 ACTIVATION_KINDS = {
@@ -121,7 +120,6 @@ def activation_forward(
             scale,
             amax,
             scales if current else None,
-            amax_scratch(x.device) if current else None,
             power_of_2,
             epsilon,
         )
@@ -202,11 +200,9 @@ def activation_backward(
             scale,
             amax,
             scales if current else None,
-            amax_scratch(x.device) if current else None,
             power_of_2,
             epsilon,
             bias_grad,
-            None if bias_grad is None else column_sum_workspace(x, rows_of(x), cols),
         )
         merge_moments(dx, moments, active)
     return results[0] if plain else None, *results[1:], bias_grad

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.workspace import amax_scratch
 
 _ANY_FORMAT = 5  # where no scale is computed, the format plays no part
 
@@ -20,7 +19,7 @@ def amax(x: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     """
     result = x.new_empty(1, dtype=torch.float32)
     if launch:
-        _C.amax(x, result, None, amax_scratch(x.device), _ANY_FORMAT, False, 0.0)
+        _C.amax(x, result, None, _ANY_FORMAT, False, 0.0)
     return result
 
 
@@ -38,7 +37,7 @@ def current_scales(
     """
     scales = x.new_empty(2, dtype=torch.float32)
     if launch:
-        _C.amax(x, None, scales, amax_scratch(x.device), format, power_of_2, epsilon)
+        _C.amax(x, None, scales, format, power_of_2, epsilon)
     return scales
 
 

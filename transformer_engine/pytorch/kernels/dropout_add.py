@@ -6,8 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
 
 
 @library_op(
@@ -64,6 +62,5 @@ def dropout_add_backward(
     data_grad = None if dx is None else torch.empty_like(dout, dtype=dx)
     bias_grad = None if dbias is None else dout.new_empty(cols, dtype=dbias)
     if launch and (data_grad is not None or bias_grad is not None):
-        workspace = None if bias_grad is None else column_sum_workspace(dout, rows_of(dout), cols)
-        _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad, workspace)
+        _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad)
     return data_grad, bias_grad

@@ -24,9 +24,6 @@ from transformer_engine.pytorch.kernels.library import library_op
 PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
 
-# What cuBLASLt's Hopper algorithms expect to find.
-_WORKSPACE_BYTES = 32 * 1024 * 1024
-
 
 @library_op(
     "gemm(Tensor a, Tensor b, ScalarType dtype, Tensor? a_scales=None, Tensor? b_scales=None,"
@@ -241,7 +238,7 @@ def gemm_quantized(
         if not done:
             value = _value(a, b, a_scales, b_scales, a_format, b_format, False, False)
             value = _activate(value, bias, activation, aux)
-            _C.quantize(value, codes, None, scales, None, own_amax, format, None, None)
+            _C.quantize(value, codes, None, scales, None, own_amax, format, None)
         if amax is not None and own_amax is not None:
             torch.maximum(amax, own_amax, out=amax)
     return codes, aux
@@ -257,14 +254,6 @@ def _bias_grad_size(a: torch.Tensor, a_transposed: bool, n: int, activation: int
     if activation == GELU_BACKWARD:
         return n
     return a.shape[-1] if a_transposed else a.shape[:-1].numel()
-
-
-def _allocate_workspace(device: int) -> torch.Tensor:
-    """Scratch memory of one stream; called at the stream's first product, inside a capture too."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
-
-
-_C.set_gemm_workspace_allocator(_allocate_workspace)
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.workspace import moments_workspace
 
 MOMENTS = (
     "count",
@@ -79,7 +78,7 @@ def merge_moments(
 ) -> None:
     """`moments` within another op, which names `row` and `active` in its own schema."""
     if row is not None and x is not None:
-        _C.moments(x, row, active, moments_workspace(x.device))
+        _C.moments(x, row, active)
 
 
 @library_op(
@@ -107,7 +106,7 @@ def cast_moments(
         active: as in `moments`.
     """
     if launch:
-        _C.cast_moments(x, codes, scales, format, row, active, moments_workspace(x.device))
+        _C.cast_moments(x, codes, scales, format, row, active)
 
 
 # Both write into `row` alone, and undeclared (see library.py): compilers must keep the calls.

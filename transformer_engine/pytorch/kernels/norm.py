@@ -8,7 +8,6 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.workspace import amax_scratch, column_sum_workspace
 
 LAYER_NORM = 0
 RMS_NORM = 1
@@ -110,7 +109,7 @@ def norm_forward(
             format,
             scale,
             amax,
-            amax_scratch(x.device) if current else None,
+            current,
             amax_epsilon,
             power_of_2,
         )
@@ -169,6 +168,5 @@ def norm_backward(
             dx,
             dgamma,
             dbeta,
-            column_sum_workspace(x, rows_of(x), 2 * x.shape[-1]),
         )
     return dx, dgamma, dbeta

@@ -8,7 +8,6 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.workspace import column_sum_workspace
 
 
 @library_op(
@@ -63,7 +62,6 @@ def quantize(
             amax,
             format,
             bias_grad,
-            None if bias_grad is None else column_sum_workspace(x, rows, cols),
         )
         merge_moments(x, moments, active)
     return codes, transposed, own_scales, bias_grad

@@ -1,0 +1,81 @@
+#include "bindings/workspace.h"
+
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "bindings/tensor_bridge.h"
+#include "ops/column_sum.h"
+#include "ops/moments.h"
+
+namespace te::bindings {
+namespace {
+
+namespace py = pybind11;
+
+enum class Purpose { Gemm, ColumnSum, Moments, Amax };
+
+constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algorithms expect
+
+struct Buffer {
+  py::object tensor;
+  TensorView view;
+};
+
+// Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
+struct Table {
+  py::object allocate;  // (bytes, CUDA device index) -> int32 tensor of zeros
+  std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
+  std::vector<Buffer> outgrown;
+};
+
+Table& table() {
+  static auto* kept = new Table;
+  return *kept;
+}
+
+TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) {
+  Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
+  if (!found.view || found.view.bytes() < bytes) {
+    if (found.view) table().outgrown.push_back(found);
+    found.tensor = table().allocate(bytes, device.index);
+    found.view = py::cast<TensorView>(found.tensor);
+  }
+  return found.view;
+}
+
+}  // namespace
+
+TensorView gemm_workspace(Device device, Stream stream) {
+  if (device.type == DeviceType::CPU) return {};
+  return buffer(Purpose::Gemm, device, stream, kGemmBytes);
+}
+
+TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols) {
+  if (device.type == DeviceType::CPU) return {};
+  return buffer(Purpose::ColumnSum, device, stream, column_sum_workspace_bytes(rows, cols));
+}
+
+TensorView moments_workspace(Device device, Stream stream) {
+  if (device.type == DeviceType::CPU) return {};
+  return buffer(Purpose::Moments, device, stream, moments_workspace_bytes());
+}
+
+TensorView amax_scratch(Device device, Stream stream) {
+  constexpr int64_t kCount = 2;
+  static int32_t on_cpu[kCount] = {};  // checked like any other scratch, and never written
+  TensorView view{.data = on_cpu, .dtype = DType::Int32, .device = device, .rank = 1};
+  view.sizes[0] = kCount;
+  view.strides[0] = 1;
+  if (device.type != DeviceType::CPU)
+    view.data = buffer(Purpose::Amax, device, stream, kCount * 4).data;
+  return view;
+}
+
+void bind_workspace(py::module_& m) {
+  m.def(
+      "set_workspace_allocator", [](const py::object& allocate) { table().allocate = allocate; },
+      py::arg("allocate"));
+}
+
+}  // namespace te::bindings

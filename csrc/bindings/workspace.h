@@ -1,0 +1,29 @@
+// Scratch memory of kernels: one buffer per (purpose, device, stream), grown when needed.
+//
+// Work on one stream is ordered, so the next op may overwrite what the last one left there. Python
+// allocates, so that torch's allocator sees the memory; the table here keeps it and finds it again
+// without Python. Under a CUDA graph the buffers must exist before capture; a warm-up call makes
+// them. A buffer that was outgrown is kept: a captured graph may still write into it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core/tensor_view.h"
+
+namespace te::bindings {
+
+// The product's own scratch, 32 MiB on CUDA; absent on the CPU.
+TensorView gemm_workspace(Device device, Stream stream);
+
+// Partial column sums of a [rows, cols] value; absent on the CPU, which needs none.
+TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols);
+
+// What blocks leave for each other when they take moments; absent on the CPU.
+TensorView moments_workspace(Device device, Stream stream);
+
+// int32 [2], all zero: kernels that find an amax leave it zero again.
+TensorView amax_scratch(Device device, Stream stream);
+
+void bind_workspace(pybind11::module_& m);
+
+}  // namespace te::bindings
