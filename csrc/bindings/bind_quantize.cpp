@@ -1,5 +1,6 @@
 // Bindings of quantize; the FP8 format travels as the integer value of DType.
 #include "bindings/bindings.h"
+#include "bindings/program.h"
 #include "bindings/quantized_args.h"
 #include "bindings/workspace.h"
 #include "ops/quantize.h"
@@ -25,8 +26,9 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
 void bind_quantize(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("quantize", &quantize_into, arg("x"), arg("rowwise"), arg("columnwise"), arg("scales"),
-        arg("scale") = none(), arg("amax") = none(), arg("format"), arg("dbias") = none());
+  m.def("quantize", recorded<&quantize_into>, arg("x"), arg("rowwise"), arg("columnwise"),
+        arg("scales"), arg("scale") = none(), arg("amax") = none(), arg("format"),
+        arg("dbias") = none());
 }
 
 }  // namespace te::bindings

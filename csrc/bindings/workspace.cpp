@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-enum class Purpose { Gemm, ColumnSum, Moments, Amax };
+enum class Purpose { Gemm, ColumnSum, Moments, Amax, Program };
 
 constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algorithms expect
 
@@ -59,6 +59,11 @@ TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int6
 TensorView moments_workspace(Device device, Stream stream) {
   if (device.type == DeviceType::CPU) return {};
   return buffer(Purpose::Moments, device, stream, moments_workspace_bytes());
+}
+
+TensorView program_scratch(Device device, Stream stream, int64_t bytes) {
+  if (device.type == DeviceType::CPU) return {};
+  return buffer(Purpose::Program, device, stream, bytes);
 }
 
 TensorView amax_scratch(Device device, Stream stream) {

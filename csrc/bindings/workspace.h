@@ -21,6 +21,10 @@ TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int6
 // What blocks leave for each other when they take moments; absent on the CPU.
 TensorView moments_workspace(Device device, Stream stream);
 
+// What ops of one program leave for each other. Absent on the CPU, where several threads may run
+// programs at a time.
+TensorView program_scratch(Device device, Stream stream, int64_t bytes);
+
 // int32 [2], all zero: kernels that find an amax leave it zero again.
 TensorView amax_scratch(Device device, Stream stream);
 

@@ -41,6 +41,9 @@ _OUTSIDE = Scope()
 _NUMBERS = itertools.count(1)
 
 
+GemmGroup = tuple[tuple[tuple[str, str, str], int], ...]  # GEMMs and how many of each
+
+
 class AutocastStack:
     """The scopes entered so far, the registry of scaling states, and the count of GEMMs."""
 
@@ -53,6 +56,7 @@ class AutocastStack:
         self.registry = ScalingRegistry()
         self.known: dict[Scope, Scope] = {}
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
+        self.gemm_groups: dict[GemmGroup, int] = {}  # how often each group ran as a whole
         self.inspector: Any = None  # of the debugger's session, see transformer_engine/debug
 
     def intern(self, scope: Scope) -> Scope:

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.gemm import count_group
+from transformer_engine.pytorch.replay import Replay
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Uncast
 from transformer_engine.pytorch.stages.matmul import Matmul
 from transformer_engine.pytorch.stages.norm import Norm
+from transformer_engine.pytorch.tape import Memory
+
+_MOST_REPLAYS = 32  # shapes of one run; other shapes run by stages
 
 
 class Chain:
@@ -39,24 +44,64 @@ class Chain:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
 
-    def plan(self, run: Run) -> Sequence[Any]:
+    def plan(self, run: Run) -> Run:
         """Let every stage decide what it can for all calls of a run."""
-        run.plans = [stage.prepare(run) for stage in self.stages]
-        return run.plans
+        run.plans = plans = [stage.prepare(run) for stage in self.stages]
+        run.compiling = torch.compiler.is_compiling()
+        if not run.compiling and all(
+            stage.replayable(plan) for stage, plan in zip(self.stages, plans, strict=True)
+        ):
+            run.replays = {}
+        run.caching = [one for one in zip(self.stages, plans, strict=True) if one[0].caches(one[1])]
+        return run
 
     def __call__(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
-            return _apply(self, run, x, *parameters)
-        return self.forward(x, parameters, run)[0]
+            if run.compiling or _transforms_active():
+                return _ChainFunction.apply(self, run, x, *parameters)
+            return _bare_apply(self, run, x, *parameters)
+        replayed = self.replayed(x, parameters, run)
+        if replayed is not None:
+            replay, memory = replayed
+            return replay.result(memory)
+        return self.forward_by_stages(x, parameters, run)[0]
 
-    def forward(self, x: torch.Tensor, parameters: Parameters, run: Run) -> tuple[Any, list[Saved]]:
+    def replayed(
+        self, x: torch.Tensor, parameters: Parameters, run: Run
+    ) -> tuple[Replay, Memory] | None:
+        """Run forward by one call of `_C`; None where that cannot be."""
+        replays = run.replays
+        if replays is None:
+            return None
+        replay = replays.get(x.shape)
+        inputs = (x, *parameters)
+        if run.caching:
+            cached = _cached(run.caching)
+            if cached is None:
+                return None
+            inputs += cached
+        if replay is None:
+            if x.shape in replays or len(replays) >= _MOST_REPLAYS:
+                return None
+            replay = replays[x.shape] = Replay.of(self, run, inputs)
+            if replay is None:
+                return None
+        memory = replay.run(inputs)
+        if memory is None:
+            return None
+        count_group(replay.gemms)
+        return replay, memory
+
+    def forward_by_stages(
+        self, x: torch.Tensor, parameters: Parameters, run: Run
+    ) -> tuple[Any, list[Saved]]:
         """The result, and what each stage saved."""
         value: Any = x
         record: list[Saved] = []
         tap = None
         stages = self.stages
-        plans = run.plans or self.plan(run)
+        plans = run.plans
         for i, stage in enumerate(stages):
             wants = None
             if i + 1 < len(stages) and isinstance(value, torch.Tensor):
@@ -69,7 +114,7 @@ class Chain:
             record.append(saved)
         return ((value, tap) if self.has_tap else value), record
 
-    def backward(
+    def backward_by_stages(
         self,
         grad: torch.Tensor | None,
         record: list[Saved],
@@ -98,30 +143,53 @@ class Chain:
         return grads
 
 
+def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, ...] | None:
+    """What stages have kept for these plans; None where one has yet to make it."""
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    for stage, plan in stages:
+        cached = stage.cached(plan)
+        if cached is None:
+            return None
+        tensors += cached
+    return tensors
+
+
 class _ChainFunction(torch.autograd.Function):
     """Forward and backward of a chain. The tensors that stages save go through autograd."""
 
     @staticmethod
     def forward(ctx: Any, chain: Chain, run: Run, x: torch.Tensor, *parameters: Any) -> Any:
-        result, record = chain.forward(x, parameters, run)
-        ctx.save_for_backward(*(tensor for saved in record for tensor in saved.tensors))
         ctx.chain = chain
         ctx.run = run
-        ctx.facts = [(len(saved.tensors), saved.facts) for saved in record]
         ctx.set_materialize_grads(False)
+        replayed = chain.replayed(x, parameters, run)
+        if replayed is not None:
+            ctx.replay, memory = replayed
+            ctx.save_for_backward(*ctx.replay.kept(memory))
+            return ctx.replay.result(memory)
+        ctx.replay = None
+        result, record = chain.forward_by_stages(x, parameters, run)
+        ctx.save_for_backward(*(tensor for saved in record for tensor in saved.tensors))
+        ctx.facts = [(len(saved.tensors), saved.facts) for saved in record]
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, tap_grad: torch.Tensor | None = None) -> Any:
-        tensors, start, record = ctx.saved_tensors, 0, []
-        for count, facts in ctx.facts:
-            record.append(Saved(tensors[start : start + count], facts, tap_grad))
-            start += count
-            tap_grad = None  # the first stage's alone
-        if grad is not None:
+        tensors, run = ctx.saved_tensors, ctx.run
+        if grad is not None and not grad.is_contiguous():
             grad = grad.contiguous()
-        grads = ctx.chain.backward(grad, record, ctx.run)
-        if ctx.run.ends_backward:
+        if tap_grad is not None and not tap_grad.is_contiguous():
+            tap_grad = tap_grad.contiguous()
+        if ctx.replay is not None:
+            grads = ctx.replay.backward(ctx.chain, run, (grad, tap_grad), tensors)
+        else:
+            start, record = 0, []
+            for count, facts in ctx.facts:
+                record.append(Saved(tensors[start : start + count], facts, tap_grad))
+                start += count
+                tap_grad = None  # the first stage's alone
+            grads = ctx.chain.backward_by_stages(grad, record, run)
+        if run.ends_backward:
             autocast_stack().end_backward()
         return (None, None, *grads)
 
@@ -129,9 +197,4 @@ class _ChainFunction(torch.autograd.Function):
 # Function.apply first looks for functorch transforms, which costs 3 us a call; this is what it
 # calls where there are none.
 _bare_apply = super(torch.autograd.Function, _ChainFunction).apply
-
-
-def _apply(*arguments: Any) -> Any:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _ChainFunction.apply(*arguments)
-    return _bare_apply(*arguments)
+_transforms_active = torch._C._are_functorch_transforms_active

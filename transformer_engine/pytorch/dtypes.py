@@ -23,6 +23,13 @@ E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)
 
 FP8_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
+TORCH_DTYPES = {
+    int(DType.kByte): torch.uint8,
+    int(DType.kInt32): torch.int32,
+    int(DType.kFloat32): torch.float32,
+    int(DType.kFloat16): torch.float16,
+    int(DType.kBFloat16): torch.bfloat16,
+}
 TORCH_FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)

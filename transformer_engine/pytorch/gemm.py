@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.autocast import GemmGroup, autocast_stack
 from transformer_engine.pytorch.kernels import gemm as kernel
 from transformer_engine.pytorch.operands import Fp8Matrix, Side
 
+_STACK = autocast_stack()
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -27,10 +28,16 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
     if not torch.compiler.is_compiling():
-        counts = autocast_stack().gemm_counts
+        counts = _STACK.gemm_counts
         key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
         counts[key] = counts.get(key, 0) + 1
     return fp8
+
+
+def count_group(group: GemmGroup) -> None:
+    """Count GEMMs that run elsewhere."""
+    groups = _STACK.gemm_groups
+    groups[group] = groups.get(group, 0) + 1
 
 
 def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -186,8 +193,11 @@ def gemm_report(reset: bool = False) -> GemmReport:
     >>> gemm_report().total("fp8") >= 0
     True
     """
-    stack = autocast_stack()
-    report = GemmReport(dict(stack.gemm_counts))
+    counts = dict(_STACK.gemm_counts)
+    for group, times in _STACK.gemm_groups.items():
+        for key, number in group:
+            counts[key] = counts.get(key, 0) + number * times
     if reset:
-        stack.gemm_counts.clear()
-    return report
+        _STACK.gemm_counts.clear()
+        _STACK.gemm_groups.clear()
+    return GemmReport(counts)

@@ -210,6 +210,7 @@ class CurrentQuantizer(Fp8Quantizer):
 
 
 IDENTITY = IdentityQuantizer()
+_NATIVE = (IdentityQuantizer, DelayedQuantizer, CurrentQuantizer)
 
 
 def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
@@ -231,6 +232,7 @@ class GemmQuantizers:
         "fp8",
         "grad_output",
         "input",
+        "native",
         "output",
         "plain",
         "weight",
@@ -256,6 +258,9 @@ class GemmQuantizers:
         self.fp8 = isinstance(input, Fp8Quantizer)
         self.wrapped = False  # somebody looks at these GEMMs
         self.plain = all(q is None for q in (input, weight, grad_output, output, dgrad, wgrad))
+        six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
+        # They do nothing but call `_C`, the same for every tensor of a shape.
+        self.native = all(type(quantizer) in _NATIVE for quantizer in six)
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
 

@@ -45,6 +45,16 @@ class Bias(NamedTuple):
     slopes: torch.Tensor | None = None
 
 
+_NO_BIAS = Bias()
+
+
+def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None) -> Bias:
+    """The bias of a call; the same one for all calls that have none."""
+    if type == "no_bias" and tensor is None and slopes is None:
+        return _NO_BIAS
+    return Bias(type, tensor, slopes)
+
+
 class Dropout(NamedTuple):
     """Dropout of attention weights, and the RNG states that it draws from."""
 
@@ -188,11 +198,13 @@ def _attend(
 ) -> torch.Tensor:
     """Attend in `[batch, heads, sequence, size]`."""
     _, rule, mask, grouped = call.shape
-    shape = (*query.shape[:3], key.shape[2])
-    if mask is None:
-        arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
-        mask = build_mask(rule, shape[2], shape[3], padding, arbitrary)
-    bias = _score_bias(call, shape, padding, query.device)
+    bias = None
+    if mask is None or call.bias is not _NO_BIAS:
+        shape = (*query.shape[:3], key.shape[2])
+        if mask is None:
+            arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
+            mask = build_mask(rule, shape[2], shape[3], padding, arbitrary)
+        bias = _score_bias(call, shape, padding, query.device)
     empty = query.numel() == 0 or key.numel() == 0
     backend = choose(query.device.type, call.bias.type, grouped, empty)
     if call.dropout.p == 0.0 and not call.checkpoint:

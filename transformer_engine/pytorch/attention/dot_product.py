@@ -13,11 +13,11 @@ from transformer_engine.pytorch.attention import formats
 from transformer_engine.pytorch.attention.core import (
     NO_DROPOUT,
     AttentionMask,
-    Bias,
     Call,
     Dropout,
     Sequences,
     attention,
+    bias_of,
     call_shape,
 )
 from transformer_engine.pytorch.attention.generation import CachedStep, check_params
@@ -244,7 +244,7 @@ class DotProductAttention(nn.Module):
             attention_mask,
             of_query,
             of_key,
-            Bias(core_attention_bias_type, core_attention_bias, alibi_slopes),
+            bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
             self.softmax_scale,
             NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker()),
             checkpoint_core_attention,

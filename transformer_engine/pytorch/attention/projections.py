@@ -36,13 +36,17 @@ def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
     heads, groups, size, interleaved = layout
     lead = x.shape[:-1]
+    if heads == groups:  # one view and one op, whose backward is one op, too
+        if interleaved:
+            return x.view(*lead, heads, 3, size).unbind(-2)
+        return x.view(*lead, 3, heads, size).unbind(-3)
     if not interleaved:
         parts = x.split((layout.query_features, layout.key_features, layout.key_features), dim=-1)
         of_each = (heads, groups, groups)
         return tuple(p.view(*lead, n, size) for p, n in zip(parts, of_each, strict=True))
     per_group = heads // groups
     query, key, value = x.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
-    # With several queries in a group their heads have no single stride: this copies the queries.
+    # The heads of several groups of queries have no single stride: this copies the queries.
     return query.reshape(*lead, heads, size), key.squeeze(-2), value.squeeze(-2)
 
 

@@ -13,12 +13,15 @@ An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
+from typing import Any
 
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.dtypes import TORCH_FP8
+from transformer_engine.pytorch.dtypes import TORCH_DTYPES, TORCH_FP8
 from transformer_engine.pytorch.kernels.library import library_op
 
 PLAIN = -1
@@ -285,6 +288,21 @@ def _define(
     if bias_grad is not None:
         summands = value.t() if activation == GELU_BACKWARD else _matrix(a, PLAIN, a_transposed)
         bias_grad.copy_(summands.sum(1))
+
+
+def _define_at(*arguments: Any) -> None:
+    """`_define` for a recorded call, whose tensors are `(address, dtype, sizes)`."""
+    tensors: list[Any] = [_tensor_at(*a) if isinstance(a, tuple) else a for a in arguments]
+    _define(*tensors)
+
+
+def _tensor_at(address: int, dtype: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    element = TORCH_DTYPES[dtype]
+    memory = (ctypes.c_char * (math.prod(sizes) * element.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=element).view(sizes)
+
+
+_C.set_gemm_definition(_define_at)
 
 
 def _matrix(operand: torch.Tensor, format: int, transposed: bool) -> torch.Tensor:

@@ -22,6 +22,12 @@ from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
 
 _MOST_RUNS = 64
+_STACK = autocast_stack()
+
+# Found once: looking up names of torch takes a tenth of what a call has to spend.
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 class TransformerEngineBaseModule(nn.Module):
@@ -85,20 +91,19 @@ class TransformerEngineBaseModule(nn.Module):
 
         Runs are kept by what they depend on; this is the hot path of small models.
         """
-        stack = autocast_stack()
         needs: tuple[bool, ...] = ()
-        if torch.is_grad_enabled():
+        if _is_grad_enabled():
             needs = (x.requires_grad, *[p is not None and p.requires_grad for p in parameters])
         device = x.device
         autocast_dtype = None
-        if torch.is_autocast_enabled(device.type):
+        if _is_autocast_enabled(device.type):
             autocast_dtype = torch.get_autocast_dtype(device.type)
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             run = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
-            if stack.inspector is not None:  # a session is a new object, so this is traced again
-                _check_compiled(self.chain.gemm_names, stack.inspector.session)
+            if _STACK.inspector is not None:  # a session is a new object, so this is traced again
+                _check_compiled(self.chain.gemm_names, _STACK.inspector.session)
         else:
-            key = (stack.scope.number, x.dtype, autocast_dtype, needs, device, first_microbatch)
+            key = (_STACK.scope.number, x.dtype, autocast_dtype, needs, device, first_microbatch)
             found = self._runs.get(key)
             if found is None:
                 found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
@@ -106,10 +111,10 @@ class TransformerEngineBaseModule(nn.Module):
                     self._runs.clear()
                 self._runs[key] = found
             run = found
-            inspector = stack.inspector
+            inspector = _STACK.inspector
             if inspector is not None and inspector.tick >= run.inspect_at:
                 run = inspector.run_for(self, run)
-        if run.recording and stack.first_pending and self._updates(stack.scope):
+        if _STACK.first_pending and run.recording and self._updates(_STACK.scope):
             return self._first_run(run)
         return run
 
@@ -124,7 +129,7 @@ class TransformerEngineBaseModule(nn.Module):
             stack.defer_end_backward()
             return run
         first = Run(run.dtype, run.needs, run.quantizers, run.first_microbatch, ends_backward=True)
-        first.plans = run.plans
+        first.plans, first.replays, first.caching = run.plans, run.replays, run.caching
         return first
 
     def _make_run(

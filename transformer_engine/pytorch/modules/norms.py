@@ -65,6 +65,7 @@ class NormModule(nn.Module):
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
         self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
         self.chain = Chain([Norm(self.kind, eps, zero_centered_gamma)])
+        self._runs: dict[Any, Run] = {}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.
@@ -98,8 +99,17 @@ class NormModule(nn.Module):
         if torch.is_grad_enabled():
             bias_needs = bias is not None and bias.requires_grad
             needs = (inp.requires_grad, weight.requires_grad, bias_needs)
-        run = Run(dtype, needs)
+        if torch.compiler.is_compiling():
+            run = self.chain.plan(Run(dtype, needs))
+        else:
+            found = self._runs.get((dtype, needs))
+            if found is None:
+                found = self._runs[dtype, needs] = self.chain.plan(Run(dtype, needs))
+            run = found
         return self.chain(inp.contiguous(), (weight, bias), run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
 
     def extra_repr(self) -> str:
         """Size and settings."""

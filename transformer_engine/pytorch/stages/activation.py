@@ -26,6 +26,10 @@ class Activation(Stage):
     def __init__(self, kind: int) -> None:
         self.kind = kind
 
+    def replayable(self, plan: Run) -> bool:
+        """Always."""
+        return True
+
     def forward(
         self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
     ) -> tuple[Result, Saved]:

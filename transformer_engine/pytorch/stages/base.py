@@ -73,6 +73,8 @@ class Run:
     """
 
     __slots__ = (
+        "caching",
+        "compiling",
         "dtype",
         "ends_backward",
         "first_microbatch",
@@ -82,6 +84,7 @@ class Run:
         "plans",
         "quantizers",
         "recording",
+        "replays",
     )
 
     def __init__(
@@ -99,8 +102,11 @@ class Run:
         self.ends_backward = ends_backward
         self.recording = any(needs)  # autograd will call backward
         self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
+        self.compiling = False
+        self.caching: Sequence[Any] = ()  # the stages that read what they have cached
         self.inspect_at = 0  # the tick of the inspector from which it may want to look
         self.inspection: Any = None  # what it decided last
+        self.replays: dict[Any, Any] | None = None  # by shape of the input; None: by stages alone
 
 
 class Stage:
@@ -118,6 +124,18 @@ class Stage:
     def prepare(self, run: Run) -> Any:
         """The plan; the run itself where there is nothing to decide."""
         return run
+
+    def replayable(self, plan: Any) -> bool:
+        """Whether calls of this plan do nothing but allocate and call `_C`, always alike."""
+        return False
+
+    def caches(self, plan: Any) -> bool:
+        """Whether calls of this plan read tensors kept from earlier ones."""
+        return False
+
+    def cached(self, plan: Any) -> tuple[torch.Tensor | None, ...] | None:
+        """Those tensors; None where they are yet to be made."""
+        return None
 
     def demand(self, plan: Any, x: torch.Tensor) -> Demand | None:
         """What this stage wants its input to become; `x` is a tensor with as many tokens."""

@@ -32,7 +32,6 @@ class _Facts(NamedTuple):
 
 
 _NOTHING = Saved(())
-_PLAIN_FACTS = _Facts(-1, -1, gemm.WgradTarget(None), 0)
 
 
 def _flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -45,6 +44,12 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
     if data is None or scales is None:
         return data
     return Fp8Matrix(data, scales, format)
+
+
+def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    row, row_scales, _ = _flatten(operands.rowwise)
+    column, column_scales, _ = _flatten(operands.columnwise)
+    return row, column, row_scales, None if column_scales is row_scales else column_scales
 
 
 class _Plan:
@@ -105,6 +110,7 @@ class Matmul(Stage):
         self.part = part
         self.fuse_wgrad = fuse_wgrad
         self.cached_weight: tuple[Hashable, Operands] | None = None
+        self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
 
     def rename(self, layer: str) -> None:
@@ -114,6 +120,20 @@ class Matmul(Stage):
     def prepare(self, run: Run) -> _Plan:
         """Which operands are wanted, and of which quantizers."""
         return _Plan(run, run.quantizers[self.index], self.slot)
+
+    def replayable(self, plan: _Plan) -> bool:
+        """Where no quantizer looks at tensors in torch, and no state outlives the call."""
+        if self.fuse_wgrad and plan.needs_weight:
+            return False
+        return plan.quantizers.native and not (plan.fp8 and plan.first_microbatch is True)
+
+    def caches(self, plan: _Plan) -> bool:
+        """The FP8 weight, between micro-batches."""
+        return plan.fp8 and plan.first_microbatch is not None
+
+    def cached(self, plan: _Plan) -> tuple[torch.Tensor | None, ...] | None:
+        """The FP8 weight of an earlier micro-batch."""
+        return None if self._kept_weight(plan) is None else self._cached_tensors
 
     def demand(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
         """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
@@ -131,8 +151,6 @@ class Matmul(Stage):
         assert weight is not None
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
             x = x.to(plan.dtype)  # under torch.autocast
-        if plan.plain and isinstance(x, torch.Tensor):
-            return self._forward_plain(x, weight, bias, plan)
         padding = 0
         if isinstance(x, Operands):
             operands = x
@@ -157,20 +175,6 @@ class Matmul(Stage):
             (x_data, x_scales, w_data, w_scales), _Facts(x_format, w_format, target, padding)
         )
 
-    def _forward_plain(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan
-    ) -> tuple[Value, Saved]:
-        """The same with nothing but identities: small bf16 layers are bound by the host."""
-        w = weight if weight.dtype is plan.dtype else weight.to(plan.dtype)
-        y = gemm.fprop(x, w, bias, plan.dtype, False, self.name)
-        if not plan.recording:
-            return y, _NOTHING
-        facts = _PLAIN_FACTS
-        if self.fuse_wgrad or weight.dtype is not plan.dtype:
-            facts = _Facts(-1, -1, self._wgrad_target(weight, plan), 0)
-        kept = (x if plan.needs_weight else None, None, w if plan.needs_input else None, None)
-        return y, Saved(kept, facts)
-
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
         quantizer = plan.quantizers.weight
@@ -178,15 +182,20 @@ class Matmul(Stage):
             weight = weight.to(plan.dtype)
         if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
             return quantizer.operands(weight, plan.weight_demand)
-        cached = None
-        if self.cached_weight is not None:
-            key, operands = self.cached_weight
-            complete = operands.columnwise is not None or not plan.needs_input
-            cached = operands if key == quantizer.cache_key and complete else None
+        cached = self._kept_weight(plan)
         if plan.first_microbatch or cached is None:
             cached = quantizer.refreshed(weight, plan.weight_demand, cached)
             self.cached_weight = (quantizer.cache_key, cached)
+            self._cached_tensors = _tensors_of(cached)
         return cached
+
+    def _kept_weight(self, plan: _Plan) -> Operands | None:
+        """The cached weight, where it serves this plan."""
+        if self.cached_weight is None:
+            return None
+        key, operands = self.cached_weight
+        complete = operands.columnwise is not None or not plan.needs_input
+        return operands if complete and key == plan.quantizers.weight.cache_key else None
 
     def _wgrad_target(self, weight: torch.Tensor, plan: _Plan) -> gemm.WgradTarget:
         if not (self.fuse_wgrad and plan.needs_weight):

@@ -58,6 +58,10 @@ class Norm(Stage):
         self.zero_centered = zero_centered
         self.tap = tap
 
+    def replayable(self, plan: Run) -> bool:
+        """Always."""
+        return True
+
     def forward(
         self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
     ) -> tuple[Result, Saved]:
