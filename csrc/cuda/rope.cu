@@ -6,6 +6,8 @@
 // half the turned elements apart. With kVector = 1 any size and alignment goes.
 #include "ops/rope.h"
 
+#include <algorithm>
+
 #include "core/rope_math.h"
 #include "core/rope_position.h"
 #include "cuda/device/pack_io.cuh"
@@ -24,12 +26,41 @@ struct Rope {
   const float* freqs;
   RopePositions positions;
   RopeShape shape;
-  int64_t tokens_of_block;  // 1, or the batch
+  int tokens_of_block;  // 1, or the batch
+  int tokens_of_item;   // that a thread turns at a time, at most kTokensInFlight
+};
+
+// The sines and cosines of a position in shared memory, in the order in which units read them:
+// groups of four neighbours (or single ones) of all units side by side, so that no banks conflict.
+template <int kVector, bool kInterleaved>
+struct AngleTable {
+  static constexpr int kWidth = kVector >= 4 ? 4 : 1, kOfUnit = 2 * kVector;
+  float* cosines;
+  float* sines;
+  int turned;
+
+  __device__ __forceinline__ int slot(int unit, int k) const {
+    return (k / kWidth * (turned / kOfUnit) + unit) * kWidth + k % kWidth;
+  }
+  __device__ __forceinline__ void put(int element, float angle) const {
+    const int half = turned / 2, i = element < half ? element : element - half;
+    const int at = kInterleaved ? slot(element / kOfUnit, element % kOfUnit)
+                                : slot(i / kVector, i % kVector + (element < half ? 0 : kVector));
+    sincosf(angle, &sines[at], &cosines[at]);
+  }
+  __device__ __forceinline__ void get(const float* from, int unit, float (&to)[kOfUnit]) const {
+#pragma unroll
+    for (int k = 0; k < kOfUnit; k += kWidth) {
+      const auto group = load_pack<float, kWidth>(from + slot(unit, k));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) to[k + j] = group.at[j];
+    }
+  }
 };
 
 // Where a unit's two packs are in a head, or the one of a unit that only passes through.
 struct Place {
-  int head, a, b;
+  int head, unit, a, b;  // the unit counts within its head
   bool passes;
 };
 
@@ -37,9 +68,9 @@ template <int kVector, bool kInterleaved>
 __device__ __forceinline__ Place place_of(int unit, int turned, int size) {
   const int pairs = turned / (2 * kVector), per_head = pairs + (size - turned) / kVector;
   const int head = unit / per_head, i = unit % per_head;
-  if (i >= pairs) return {head, turned + (i - pairs) * kVector, 0, true};
-  if (kInterleaved) return {head, 2 * i * kVector, (2 * i + 1) * kVector, false};
-  return {head, i * kVector, turned / 2 + i * kVector, false};
+  if (i >= pairs) return {head, i, turned + (i - pairs) * kVector, 0, true};
+  if (kInterleaved) return {head, i, 2 * i * kVector, (2 * i + 1) * kVector, false};
+  return {head, i, i * kVector, turned / 2 + i * kVector, false};
 }
 
 // Elements of a unit count through its first pack, then its second.
@@ -74,64 +105,63 @@ __device__ __forceinline__ void store_half(T* to, const float (&v)[2 * kVector],
   store_pack(to, narrow<T, kVector>(half));
 }
 
+// Turns the packs of some tokens from `first` on; all are loaded before any is used.
 template <class T, int kVector, bool kInterleaved, bool kBackward>
 __device__ __forceinline__ void turn_tokens(const Rope<T>& args, const T* x, T* out, Place at,
-                                            const float* cosines, const float* sines) {
+                                            int first,
+                                            const AngleTable<kVector, kInterleaved>& angles) {
+  const int64_t x_batch = args.shape.x_batch, out_batch = args.shape.out_batch;
+  const auto has = [&](int t) {
+    return t < args.tokens_of_item && first + t < args.tokens_of_block;
+  };
+  Pack<T, kVector> a[kTokensInFlight], b[kTokensInFlight];
+#pragma unroll
+  for (int t = 0; t < kTokensInFlight; ++t)
+    if (has(t)) {
+      a[t] = load_pack<T, kVector>(x + (first + t) * x_batch + at.a);
+      b[t] = load_pack<T, kVector>(x + (first + t) * x_batch + at.b);
+    }
   float cosine[2 * kVector], sine[2 * kVector];
+  angles.get(angles.cosines, at.unit, cosine);
+  angles.get(angles.sines, at.unit, sine);
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    cosine[k] = cosines[at.a + k];
-    cosine[kVector + k] = cosines[at.b + k];
-    sine[k] = sines[at.a + k];
-    sine[kVector + k] = sines[at.b + k];
-  }
-  const RopeShape& shape = args.shape;
-  for (int64_t first = 0; first < args.tokens_of_block; first += kTokensInFlight) {
-    Pack<T, kVector> a[kTokensInFlight], b[kTokensInFlight];
-#pragma unroll
-    for (int t = 0; t < kTokensInFlight; ++t)
-      if (first + t < args.tokens_of_block) {
-        a[t] = load_pack<T, kVector>(x + (first + t) * shape.x_batch + at.a);
-        b[t] = load_pack<T, kVector>(x + (first + t) * shape.x_batch + at.b);
-      }
-#pragma unroll
-    for (int t = 0; t < kTokensInFlight; ++t)
-      if (first + t < args.tokens_of_block) {
-        float v[2 * kVector];
-        widen_two<T, kVector>(a[t], b[t], v);
-        turn_unit<kVector, kInterleaved, kBackward>(v, cosine, sine);
-        T* to = out + (first + t) * shape.out_batch;
-        store_half<T, kVector>(to + at.a, v, 0);
-        store_half<T, kVector>(to + at.b, v, kVector);
-      }
-  }
+  for (int t = 0; t < kTokensInFlight; ++t)
+    if (has(t)) {
+      float v[2 * kVector];
+      widen_two<T, kVector>(a[t], b[t], v);
+      turn_unit<kVector, kInterleaved, kBackward>(v, cosine, sine);
+      T* to = out + (first + t) * out_batch;
+      store_half<T, kVector>(to + at.a, v, 0);
+      store_half<T, kVector>(to + at.b, v, kVector);
+    }
 }
 
 template <class T, int kVector, bool kInterleaved, bool kBackward>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const Rope<T> args) {
-  extern __shared__ float cosines[];
+  extern __shared__ __align__(16) float memory[];
   const RopeShape& shape = args.shape;
   const int turned = static_cast<int>(shape.turned), size = static_cast<int>(shape.size);
-  float* const sines = cosines + turned;
+  const AngleTable<kVector, kInterleaved> angles{memory, memory + turned, turned};
   const int64_t s = blockIdx.x, b = blockIdx.y;
   const float* angle = args.freqs + args.positions.of(s, b) * turned;
-  for (int i = static_cast<int>(threadIdx.x); i < turned; i += kThreads)
-    sincosf(angle[i], &sines[i], &cosines[i]);
+  for (int i = static_cast<int>(threadIdx.x); i < turned; i += kThreads) angles.put(i, angle[i]);
   __syncthreads();
 
   const T* x = args.x + s * shape.x_sequence + b * shape.x_batch;
   T* out = args.out + s * shape.out_sequence + b * shape.out_batch;
   const int per_head = turned / (2 * kVector) + (size - turned) / kVector;
   const int units = static_cast<int>(shape.heads) * per_head;
-  for (int unit = static_cast<int>(threadIdx.x); unit < units; unit += kThreads) {
-    const Place at = place_of<kVector, kInterleaved>(unit, turned, size);
+  const int items = units * ((args.tokens_of_block - 1) / args.tokens_of_item + 1);
+  for (int item = static_cast<int>(threadIdx.x); item < items; item += kThreads) {
+    const Place at = place_of<kVector, kInterleaved>(item % units, turned, size);
+    const int first = item / units * args.tokens_of_item;
     const T* from = x + at.head * shape.x_head;
     T* to = out + at.head * shape.size;
     if (!at.passes) {
-      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, cosines, sines);
+      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, first, angles);
       continue;
     }
-    for (int64_t t = 0; t < args.tokens_of_block; ++t)
+    for (int t = first; t < min(first + args.tokens_of_item, args.tokens_of_block); ++t)
       store_pack(to + t * shape.out_batch + at.a,
                  load_pack<T, kVector>(from + t * shape.x_batch + at.a));
   }
@@ -146,10 +176,13 @@ bool can_go_wide(const Rope<T>& args) {
 }
 
 template <class T, int kVector>
-void launch(const Rope<T>& args, const RopeArgs& how, cudaStream_t stream) {
+void launch(Rope<T> args, const RopeArgs& how, cudaStream_t stream) {
   const RopeShape& shape = args.shape;
   const dim3 grid(static_cast<unsigned>(shape.sequence),
                   static_cast<unsigned>(shape.batch / args.tokens_of_block));
+  // As many tokens at a time as leave work for every thread.
+  const int64_t packs = shape.heads * shape.size / (2 * kVector) * args.tokens_of_block;
+  args.tokens_of_item = static_cast<int>(std::clamp<int64_t>(packs / kThreads, 1, kTokensInFlight));
   const size_t memory = 2 * sizeof(float) * static_cast<size_t>(shape.turned);
   dispatch_bool(how.interleaved, [&](auto interleaved) {
     dispatch_bool(how.backward, [&](auto backward) {
@@ -171,11 +204,14 @@ void run(const RopeArgs& how, cudaStream_t stream) {
       how.freqs.ptr<float>(),
       {how.starts.ptr<int32_t>(), how.cu_seqlens.ptr<int32_t>(), sequences, shape.positions},
       shape,
-      shared ? shape.batch : 1};
+      shared ? static_cast<int>(shape.batch) : 1,
+      1};
   require(shape.batch <= 65535 || shared, Kind::Unsupported, "rope",
           "expected at most 65535 sequences with start positions, got ", shape.batch);
-  require(shape.turned <= 4096 && shape.heads * shape.size < (1 << 30), Kind::Unsupported, "rope",
-          "expected heads of at most 4096 turned elements, got ", shape.turned);
+  require(shape.turned <= 4096 && shape.heads * shape.size * args.tokens_of_block < (1 << 30),
+          Kind::Unsupported, "rope",
+          "expected at most 4096 turned elements and 2^30 elements of a position, got ",
+          shape.turned, " and ", shape.heads * shape.size * args.tokens_of_block);
   if (can_go_wide<T, kWide>(args)) {
     launch<T, kWide>(args, how, stream);
   } else {
