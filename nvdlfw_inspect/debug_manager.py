@@ -11,7 +11,7 @@ from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import Registry
 
 if TYPE_CHECKING:
-    from nvdlfw_inspect._engine import Session
+    from nvdlfw_inspect._engine import LoadedConfig, Schedule, Session
     from nvdlfw_inspect.calls import Calls, Routed
 
 
@@ -68,14 +68,14 @@ class DebugManager:
         session: Session,
         calls: Calls,
         root_log_dir: str,
-        config_names: list[str],
-        config_hash: int,
+        config: LoadedConfig,
     ) -> None:
         self.drain: list[Callable[[], None]] = []
         self.on_change: list[Callable[[DebugManager | None], None]] = []
         self.root_log_dir = root_log_dir
-        self.config_names = config_names
-        self.config_hash = config_hash
+        self.config_names = config.names
+        self.config_hash = config.hash
+        self._config = config
         self._session = session
         self._calls = calls
         self._tensor_reduction_group: Any = None
@@ -194,6 +194,18 @@ class DebugManager:
     def layer_config(self, layer_name: str) -> dict[str, dict[str, Any]]:
         """Return {namespace: {feature: configuration}} as written for a layer."""
         return self._session.written(layer_name)
+
+    def schedules(self, feature: str) -> list[tuple[str, Schedule]]:
+        """Return when a feature may act on each of its tensors, whatever the layer is.
+
+        It follows from the configuration alone: ranks that share one agree on it.
+        """
+        return [
+            (tensor, schedule)
+            for _, name, _, targets in self._config.plans([])
+            if name == feature
+            for _, tensor, schedule in targets
+        ]
 
     def step(self) -> None:
         """End an iteration: count, tell the listeners, write the logs."""

@@ -103,7 +103,7 @@ def start(settings: Settings) -> DebugManager:
         Registry.reset()
         raise
     root = str(settings.log_dir) if settings.logs_to_files else ""
-    manager = DebugManager(session, calls, root, config.names, config.hash)
+    manager = DebugManager(session, calls, root, config)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:
             manager.log_message(message)

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from debug_session import debugging, inspect, logged, section
 from statistics_reference import ALL
 from statistics_session import Every, FakeManager, Session, moments_of
+
+import nvdlfw_inspect.api as debug_api
 
 Outcome = Any
 LAYER = {"layer": moments_of(*ALL)}
@@ -123,6 +127,29 @@ def different_layers_later(rank: int) -> Outcome:
     return "no error"
 
 
+def _step(folder: Path, pattern: str, x: torch.Tensor) -> str:
+    """A real session: statistics of two layers by hand."""
+    config = section("LogTensorStats", pattern, tensors=["activation"], stats=list(ALL))
+    with debugging(folder, config):
+        for layer in ("a", "b"):
+            inspect(layer, "activation", x)
+        try:
+            debug_api.step()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def a_session(rank: int, folder: Path) -> Outcome:
+    assert _step(folder, "a", parts_of(rank)[0]) == "no error"
+    return logged(folder, rank)
+
+
+def a_session_with_different_layers(rank: int, folder: Path) -> Outcome:
+    return _step(folder, "ab"[rank], parts_of(rank)[0])
+
+
+SESSIONS = (a_session, a_session_with_different_layers)
 SCENARIOS: dict[str, Callable[[int], Outcome]] = {
     run.__name__: run
     for run in (
@@ -148,5 +175,8 @@ def run_rank(rank: int, store: str, results: str) -> None:
         timeout=timedelta(seconds=20),
     )
     torch.set_num_threads(1)
-    torch.save({name: run(rank) for name, run in SCENARIOS.items()}, f"{results}.{rank}")
+    outcomes = {name: run(rank) for name, run in SCENARIOS.items()}
+    for session in SESSIONS:
+        outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
+    torch.save(outcomes, f"{results}.{rank}")
     dist.destroy_process_group()

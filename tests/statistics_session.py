@@ -67,7 +67,7 @@ class FakeManager:
             return []
         return [SimpleNamespace(feature=Demands(found), config={}, schedule=None)]
 
-    def schedules(self, namespace: str, feature: str) -> list[tuple[str, Any]]:
+    def schedules(self, feature: str) -> list[tuple[str, Any]]:
         return [("activation", self.text)]
 
     def log_statistics(self, iteration: int, layer: str, tensor: str, values: Any) -> None:

@@ -165,7 +165,8 @@ def test_captured_rows_follow_the_flag(device: str) -> None:
     for iteration in range(5):
         assert active.item() == (iteration % 2 == 0)
         assert tensor.moments_row(captured=True)[0].data_ptr() == row.data_ptr()
-        session.feed("layer", "activation", torch.full((2,), iteration + 1.0), captured=True)
+        x = torch.full((2,), iteration + 1.0, device=device)
+        session.feed("layer", "activation", x, captured=True)
         session.step()
     values = {i: v["l1_norm"] for (i, _, _), v in session.logged().items()}
     assert values == {0: 2.0, 2: 6.0, 4: 10.0}

@@ -64,3 +64,16 @@ def test_ranks_that_part_company_later_stop(outcomes) -> None:
     for message in _both(outcomes, "different_layers_later"):
         assert message[0] in "12"
         assert "2 rows in iteration 1 (rank 0), 1 rows in iteration 1 (rank 1)" in message
+
+
+def test_sessions_log_what_their_ranks_saw_together(outcomes) -> None:
+    expected = reference(*(parts_of(rank)[0] for rank in range(2)))
+    for found in _both(outcomes, "a_session"):
+        assert list(found) == [(0, "a", "activation")]
+        assert_statistics(found[0, "a", "activation"], expected)
+
+
+def test_sessions_with_different_layers_end_in_an_error_on_both_ranks(outcomes) -> None:
+    for message in _both(outcomes, "a_session_with_different_layers"):
+        assert "not on all ranks: a activation" in message
+        assert "not on all ranks: b activation" in message

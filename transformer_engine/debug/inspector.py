@@ -32,10 +32,10 @@ class StatisticsProvider(Protocol):
     """Takes statistics without calling features: `manager.statistics`, where there is one.
 
     Attributes:
-        in_graphs: it does so in compiled and captured graphs too.
+        in_captured_graphs: it does so in CUDA graphs too.
     """
 
-    in_graphs: bool
+    in_captured_graphs: bool
 
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any]
@@ -227,9 +227,9 @@ class Inspector:
                 text = f"Feature={routed.name}, API={call}: {tensor.tensor.name}"
                 self.manager.log_message(text, layer, once=(text, layer))
 
-    def refusal(self, layers: Sequence[str], how: str) -> str | None:
+    def refusal(self, layers: Sequence[str], how: str, captured: bool = False) -> str | None:
         """Why these layers cannot be compiled or captured; None where they can."""
-        by_kernels = getattr(self._statistics, "in_graphs", False)
+        by_kernels = captured and getattr(self._statistics, "in_captured_graphs", False)
         for layer in layers:
             feature = feature_that_needs_python(self.manager, layer, by_kernels)
             if feature is not None:
@@ -241,7 +241,7 @@ class Inspector:
 
     def _captured(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
         """What a graph that is being captured does in all iterations in which it is replayed."""
-        reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture")
+        reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture", captured=True)
         if reason is not None:
             raise RuntimeError(reason)
         return self._inspect(module, run)

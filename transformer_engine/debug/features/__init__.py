@@ -6,7 +6,10 @@ from transformer_engine.debug.features import (
     api,
     disable_fp8_gemm,
     disable_fp8_layer,
+    dump_tensors,
     fake_quant,
+    log_fp8_tensor_stats,
+    log_tensor_stats,
     per_tensor_scaling,
 )
 
@@ -15,7 +18,10 @@ __all__ = [
     "api",
     "disable_fp8_gemm",
     "disable_fp8_layer",
+    "dump_tensors",
     "fake_quant",
+    "log_fp8_tensor_stats",
+    "log_tensor_stats",
     "per_tensor_scaling",
     "session",
 ]

@@ -13,6 +13,7 @@ import torch
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.statistics.buffer import DeviceBuffer
 from transformer_engine.debug.statistics.landing import Due, Landing
+from transformer_engine.debug.statistics.layout import digest
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.ranks import GroupRows, group_size
 from transformer_engine.debug.statistics.subscription import Subscription
@@ -48,8 +49,10 @@ class Collector:
 
     Args:
         manager: the session's `DebugManager`.
-        weights_over_tp_group: see `set_weight_tensor_tp_group_reduce`.
+        weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
     """
+
+    in_captured_graphs = True
 
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
@@ -202,7 +205,7 @@ class Collector:
             self._schedules = [
                 schedule
                 for feature in BUILT_IN
-                for tensor, schedule in self.manager.schedules(NAMESPACE, feature)
+                for tensor, schedule in self.manager.schedules(feature)
                 if tensor != "weight"
             ]
         return any(schedule.due(self.iteration) for schedule in self._schedules)
@@ -226,7 +229,7 @@ class Collector:
         taken: dict[torch.device, torch.Tensor],
     ) -> None:
         if group not in self._groups:
-            self._groups[group] = GroupRows(group, self.manager.config_hash)
+            self._groups[group] = GroupRows(group, digest(str(self.manager.config_hash)))
         together = self._groups[group]
         self._log(keep=0)  # the headers of the step before decide whether ranks still agree
         layout = together.layout(tensors)

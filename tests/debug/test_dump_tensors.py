@@ -1,0 +1,73 @@
+"""DumpTensors: files that `torch.load(weights_only=True)` reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, inspect, section
+
+import nvdlfw_inspect.api as debug_api
+from transformer_engine.pytorch.dtypes import E4M3
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+
+def dump(**more) -> dict:
+    return section("DumpTensors", **{"tensors": ["activation"], **more})
+
+
+def files(folder: Path) -> dict[str, dict]:
+    root = folder / "tensor_dumps" / "rank_0"
+    return {
+        str(path.relative_to(root)): torch.load(path, weights_only=True)
+        for path in sorted(root.rglob("*.pt"))
+    }
+
+
+def test_both_kinds(tmp_path: Path, device: str) -> None:
+    x = torch.randn(16, 32, device=device)
+    q = Float8CurrentScalingQuantizer(E4M3)(x)
+    with debugging(tmp_path, dump(high_precision_tensor=True, quantized_tensor=True)):
+        sides = {"rowwise_quantized_tensor": q, "columnwise_quantized_tensor": q}
+        inspect("a/b.fc1 x", "activation", x, **sides)
+        debug_api.step()
+    ((name, found),) = files(tmp_path).items()
+    assert name == "iter_000000/a_b_fc1_x_activation.pt"
+    assert (found["layer"], found["tensor"], found["iteration"]) == ("a/b.fc1 x", "activation", 0)
+    assert found["high_precision"].equal(x.cpu())
+    for side, exact in (("rowwise", q.dequantize()), ("columnwise", q.dequantize().t())):
+        codes = found["quantized"][side]
+        assert codes["format"] == "E4M3"
+        back = dequantize(codes["codes"].contiguous(), E4M3, codes["scale_inv"], torch.float32)
+        assert back.equal(exact.cpu())
+
+
+def test_micro_batches_and_steps_have_files_of_their_own(tmp_path: Path) -> None:
+    with debugging(tmp_path, dump(high_precision_tensor=True, freq=2)):
+        for iteration in range(3):
+            for microbatch in range(2):
+                inspect("fc1", "activation", torch.tensor([10.0 * iteration + microbatch]))
+            debug_api.step()
+    assert {name: found["high_precision"].item() for name, found in files(tmp_path).items()} == {
+        "iter_000000/fc1_activation.pt": 0.0,
+        "iter_000000/fc1_activation_microbatch1.pt": 1.0,
+        "iter_000002/fc1_activation.pt": 20.0,
+        "iter_000002/fc1_activation_microbatch1.pt": 21.0,
+    }
+
+
+def test_nothing_to_dump(tmp_path: Path) -> None:
+    with debugging(tmp_path, dump(quantized_tensor=True)):
+        inspect("fc1", "activation", torch.ones(2))
+        debug_api.step()
+    assert files(tmp_path) == {}
+
+
+def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
+    with debugging(tmp_path, dump(high_precision_tensor=True)):
+        (tmp_path / "tensor_dumps").write_text("in the way")
+        with pytest.warns(UserWarning, match="could not write") as w:
+            for _ in range(2):
+                inspect("fc1", "activation", torch.ones(2))
+                debug_api.step()
+    assert len(w) == 1

@@ -1,0 +1,155 @@
+"""LogFp8TensorStats against float64 torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, inspect, logged, section
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
+MOST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def fp8_stats(**more) -> dict:
+    return section("LogFp8TensorStats", **{"tensors": ["activation"], "stats": STATS, **more})
+
+
+def expected(x: torch.Tensor, q: torch.Tensor) -> dict[str, float]:
+    """Of a tensor and its cast."""
+    exact, cast = x.double(), q.dequantize(dtype=torch.float32).double()
+    inverse = q._scale_inv.flatten()[0]
+    beyond = x.float().abs() > MOST[int(q._fp8_dtype)] * inverse  # in fp32, as casts are
+    lost = (exact != 0) & (cast == 0)
+    return {
+        "underflows%": 100 * lost.double().mean().item(),
+        "overflows%": 100 * beyond.double().mean().item(),
+        "scale_inv_min": inverse.item(),
+        "scale_inv_max": inverse.item(),
+        "mse": (exact - cast).square().mean().item(),
+    }
+
+
+def spread(device: str, rows: int = 64) -> torch.Tensor:
+    """Values of many magnitudes, zeros among them."""
+    x = torch.randn(rows, 64, device=device) * torch.exp2(torch.randint(-20, 6, (rows, 64))).to(
+        device
+    )
+    x[0, :7] = 0
+    return x
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_by_hand(tmp_path: Path, device: str, format: int) -> None:
+    x = spread(device)
+    scale = torch.tensor([100.0], device=device)
+    q = Float8Quantizer(scale, torch.zeros_like(scale), format)(x)
+    with debugging(tmp_path, fp8_stats()):
+        inspect("fc1", "activation", x, rowwise_quantized_tensor=q, quantizer=q._quantizer)
+        debug_api.step()
+    found = logged(tmp_path)[0, "fc1", "activation"]
+    assert list(found) == STATS
+    assert found == pytest.approx(expected(x, q), rel=1e-6)
+    assert found["underflows%"] > 0.1 and (format == E5M2 or found["overflows%"] > 1)
+
+
+def test_alias_and_columnwise(tmp_path: Path, device: str) -> None:
+    x = spread(device)
+    q = Float8CurrentScalingQuantizer(E4M3)(x)
+    stats = ["mse", "mse_columnwise", "fp8_current_scaling_mse"]
+    body = section("LogFp8Stats", tensors="activation", stats=stats)
+    with debugging(tmp_path, body):
+        sides = {"rowwise_quantized_tensor": q, "columnwise_quantized_tensor": q}
+        inspect("fc1", "activation", x, **sides, quantizer=q._quantizer)
+        debug_api.step()
+    found = logged(tmp_path)[0, "fc1", "activation"]
+    assert found == pytest.approx(dict.fromkeys(stats, expected(x, q)["mse"]), rel=1e-6)
+
+
+def test_what_if_with_current_scaling(tmp_path: Path, device: str) -> None:
+    x = spread(device)
+    scale = torch.tensor([1.0], device=device)
+    q = Float8Quantizer(scale, torch.zeros_like(scale), E4M3)(x)
+    stats = ["mse", "fp8_current_scaling_mse"]
+    with debugging(tmp_path, fp8_stats(stats=stats)):
+        inspect("fc1", "activation", x, rowwise_quantized_tensor=q, quantizer=q._quantizer)
+        debug_api.step()
+    found = logged(tmp_path)[0, "fc1", "activation"]
+    other = expected(x, Float8CurrentScalingQuantizer(E4M3)(x))["mse"]
+    assert found == pytest.approx({stats[0]: expected(x, q)["mse"], stats[1]: other}, rel=1e-6)
+
+
+def test_what_if_with_delayed_scaling_is_refused(tmp_path: Path) -> None:
+    q = Float8CurrentScalingQuantizer(E4M3)(torch.ones(4, 4))
+    with (
+        debugging(tmp_path, fp8_stats(stats=["fp8_delayed_scaling_mse"])),
+        pytest.raises(ValueError, match=r"history.*fp8_current_scaling \(layer fc1, tensor act"),
+    ):
+        inspect(
+            "fc1",
+            "activation",
+            torch.ones(4, 4),
+            rowwise_quantized_tensor=q,
+            quantizer=q._quantizer,
+        )
+
+
+def test_recipes_of_other_gpus_are_errors_at_load(tmp_path: Path) -> None:
+    for stat in ("mxfp8_mse", "fp8_block_scaling_underflows%", "underflow"):
+        with pytest.raises(ValueError, match=stat), debugging(tmp_path, fp8_stats(stats=[stat])):
+            pass
+
+
+def test_tensors_in_high_precision_are_skipped_with_one_warning(tmp_path: Path) -> None:
+    with (
+        debugging(tmp_path, fp8_stats()),
+        pytest.warns(UserWarning, match="Skipping stats collection for layer fc1, tensor act") as w,
+    ):
+        for _ in range(3):
+            inspect("fc1", "activation", torch.ones(4, 4))
+            debug_api.step()
+    assert len(w) == 1
+    assert logged(tmp_path) == {}
+
+
+def test_parameters_in_fp8_have_scales_alone(tmp_path: Path, device: str) -> None:
+    q = Float8CurrentScalingQuantizer(E4M3)(spread(device))
+    with debugging(tmp_path, fp8_stats(tensors=["weight"])):
+        inspect("fc1", "weight", None, rowwise_quantized_tensor=q, quantizer=q._quantizer)
+        debug_api.step()
+    inverse = q._scale_inv.flatten()[0].item()
+    found = logged(tmp_path)[0, "fc1", "weight"]
+    assert found == {"scale_inv_min": inverse, "scale_inv_max": inverse}
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
+@pytest.mark.parametrize("rows", [32, 21])
+def test_operands_of_a_linear(tmp_path: Path, device: str, recipe, rows: int) -> None:
+    layer = te.Linear(64, 48, device=device, name="layer")
+    kinds = ["activation", "weight", "gradient"]
+    parts: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
+    with debugging(tmp_path, fp8_stats(tensors=kinds)):
+        for _ in range(2):
+            x = spread(device, rows).requires_grad_()
+            with te.fp8_autocast(fp8_recipe=recipe):
+                y = layer(x)
+            upstream = torch.randn_like(y) * 1e-3
+            y.backward(upstream)
+            for kind, tensor in zip(kinds, (x, layer.weight, upstream), strict=True):
+                parts[kind].append(tensor.detach())
+            debug_api.step()
+    found = logged(tmp_path)
+    for (iteration, _, kind), values in found.items():
+        format = E5M2 if kind == "gradient" else E4M3
+        x = parts[kind][iteration]
+        quantizer = Float8CurrentScalingQuantizer(format)
+        if isinstance(recipe, DelayedScaling):
+            scale = torch.tensor([1 / values["scale_inv_min"]], device=device)
+            quantizer = Float8Quantizer(scale, torch.zeros_like(scale), format)
+        assert values == pytest.approx(expected(x, quantizer(x)), rel=1e-5, abs=1e-12)
+    assert len(found) == 6

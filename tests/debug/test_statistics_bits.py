@@ -1,0 +1,66 @@
+"""Statistics change no bit of a training run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, logged, section
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+RECIPES = {
+    "bf16": None,
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+}
+MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
+CASTS = ["underflows%", "overflows%", "mse", "scale_inv_min", "fp8_current_scaling_underflows%"]
+SIX = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
+STEPS, MICROBATCHES = 3, 2
+
+
+def train(device: str, recipe: str, step=lambda: None) -> list[bytes]:
+    """Losses and final weights of a small run, as bytes."""
+    torch.manual_seed(1)
+    model = te.TransformerLayer(
+        64,
+        128,
+        2,
+        hidden_dropout=0.1,
+        attention_dropout=0.0,
+        device=device,
+        params_dtype=torch.bfloat16,
+        attn_input_format="bshd",
+        name="layer",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(STEPS):
+        for index in range(MICROBATCHES):
+            x = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16)
+            with te.fp8_autocast(enabled=recipe != "bf16", fp8_recipe=RECIPES[recipe]):
+                y = model(x, is_first_microbatch=index == 0)
+            loss = y.float().square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        step()
+    tensors = [*seen, *(p.detach() for p in model.parameters())]
+    return [t.float().cpu().numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_with_every_statistic_is_the_same_run(
+    tmp_path: Path, device: str, recipe: str
+) -> None:
+    plain = train(device, recipe)
+    sections = [section("LogTensorStats", tensors=SIX, stats=MOMENTS)]
+    if recipe != "bf16":
+        sections.append(section("LogFp8TensorStats", tensors=SIX[:3], stats=CASTS))
+    with debugging(tmp_path, *sections):
+        inspected = train(device, recipe, debug_api.step)
+    assert inspected == plain
+    assert len({(i, layer) for i, layer, _ in logged(tmp_path)}) == STEPS * 4

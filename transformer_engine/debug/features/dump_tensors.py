@@ -1,0 +1,142 @@
+"""DumpTensors: tensors themselves, for analysis elsewhere."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from nvdlfw_inspect import api
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+from nvdlfw_inspect.utils import get_distributed_rank
+from transformer_engine.debug.features.configuration import Scheduled
+from transformer_engine.debug.features.log_tensor_stats import TENSORS
+from transformer_engine.pytorch.dtypes import FP8_NAMES
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class DumpTensors(Scheduled):
+    """Write tensors to `LOGDIR/tensor_dumps/rank_R/iter_NNNNNN/LAYER_TENSOR.pt`.
+
+    Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
+    `layer`, `tensor`, `iteration`, and what was asked for: `high_precision` (the tensor) and
+    `quantized`: for `rowwise` and `columnwise` where they exist a dict of `codes` (uint8;
+    column-wise ones are transposed), `scale_inv` and `format` ("E4M3" or "E5M2"). Further
+    micro-batches of a step get names that end in `_microbatch1`, `_microbatch2`, ...
+
+    Keys:
+        high_precision_tensor: True to write the tensor before the cast; default False
+        quantized_tensor: True to write its FP8 codes and scales; default False
+        tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
+        freq, start_step, end_step, start_end_list: when; default: in every step
+
+    Example:
+        dump_fc1:
+          enabled: True
+          layers:
+            layer_types: [fc1]
+          transformer_engine:
+            DumpTensors:
+              enabled: True
+              tensors: [activation]
+              high_precision_tensor: True
+              start_step: 100
+              end_step: 100
+    """
+
+    CONFIG: ClassVar = FeatureConfig(
+        keys={"high_precision_tensor": "bool", "quantized_tensor": "bool"},
+        tensors=TENSORS,
+        scheduled=True,
+    )
+
+    def __init__(self) -> None:
+        self._written: dict[Path, int] = {}
+        self._iteration = -1
+        self._warned = False
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor | None,
+        iteration: int,
+        rowwise_quantized_tensor: torch.Tensor | None = None,
+        columnwise_quantized_tensor: torch.Tensor | None = None,
+    ) -> None:
+        """Write one file."""
+        manager: Any = api.DEBUG_MANAGER
+        found: dict[str, Any] = {}
+        if config.get("high_precision_tensor") and tensor is not None:
+            found["high_precision"] = _on_host(tensor)
+        if config.get("quantized_tensor"):
+            sides = {"rowwise": rowwise_quantized_tensor, "columnwise": columnwise_quantized_tensor}
+            codes = {name: _codes(side, name) for name, side in sides.items()}
+            codes = {name: side for name, side in codes.items() if side is not None}
+            if codes:
+                found["quantized"] = codes
+        key = f"DumpTensors {layer_name} {tensor_name}"
+        if not found:
+            manager.log_message(
+                f"Feature=DumpTensors, API=inspect_tensor: Nothing to dump for {tensor_name}",
+                layer_name,
+                once=f"{key} nothing",
+            )
+            return
+        path = self._path(manager, layer_name, tensor_name, iteration)
+        about = {"layer": layer_name, "tensor": tensor_name, "iteration": iteration}
+        if self._write(path, {**about, **found}):
+            keys = ", ".join(found)
+            manager.log_message(
+                f"Feature=DumpTensors, API=inspect_tensor: Dumped {tensor_name} at iteration "
+                f"{iteration} (keys: [{keys}])",
+                layer_name,
+                once=f"{key} {iteration}",
+            )
+
+    def _path(self, manager: Any, layer: str, tensor: str, iteration: int) -> Path:
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._written.clear()
+        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer}_{tensor}")
+        folder = (
+            Path(manager.root_log_dir or ".") / "tensor_dumps" / f"rank_{get_distributed_rank()}"
+        )
+        path = folder / f"iter_{iteration:06d}" / name
+        earlier = self._written.get(path, 0)
+        self._written[path] = earlier + 1
+        return path.with_name(f"{name}_microbatch{earlier}.pt" if earlier else f"{name}.pt")
+
+    def _write(self, path: Path, content: dict[str, Any]) -> bool:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path)
+        except (OSError, RuntimeError) as error:  # a full disk must not end a training run
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"[DumpTensors] could not write {path}: {error}", stacklevel=2)
+            return False
+        return True
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    plain = x.dequantize() if isinstance(x, Float8Tensor) else x
+    return plain.detach().to("cpu", copy=True).contiguous()
+
+
+def _codes(side: torch.Tensor | None, name: str) -> dict[str, Any] | None:
+    if not isinstance(side, Float8Tensor):
+        return None
+    codes = side._data if name == "rowwise" else side.transposed_codes()
+    return {
+        "codes": _on_host(codes),
+        "scale_inv": _on_host(side._scale_inv.flatten()[:1]),
+        "format": FP8_NAMES[int(side._fp8_dtype)],
+    }

@@ -1,0 +1,110 @@
+"""LogFp8TensorStats: what casts to FP8 do to a tensor."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features.configuration import Scheduled, named
+from transformer_engine.debug.statistics.rows import Kind
+from transformer_engine.debug.statistics.session import collector
+from transformer_engine.debug.statistics.subscription import Source, Subscription
+
+STATISTICS = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
+RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling")
+_NAMES = {
+    f"{recipe}{'_' * bool(recipe)}{statistic}{direction}": (recipe, statistic, bool(direction))
+    for recipe in ("", *RECIPES)
+    for direction in ("", "_columnwise")
+    for statistic in STATISTICS
+}
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class LogFp8TensorStats(Scheduled):
+    """Log what casting to FP8 does to the operands of GEMMs.
+
+    Micro-batches, ranks and steps are treated as by LogTensorStats. A tensor, or a direction of
+    it, that is not quantised has no statistics: a warning says so once.
+
+    Keys:
+        stats: what to log, as [<recipe>_]<statistic>[_columnwise]:
+            underflows%: elements that are not zero before the cast and are after it, of all
+            overflows%: elements beyond the largest FP8 value at this scale, of all
+            mse: mean of the squared error
+            scale_inv_min, scale_inv_max: of the inverse scales
+            _columnwise: of the codes that are taken along columns (activation: wgrad, weight:
+                dgrad, gradient: wgrad) instead of those along rows
+            fp8_current_scaling_: as if the tensor were cast with current scaling
+            fp8_delayed_scaling_: where that is the recipe in use
+        tensors / tensors_struct: activation, gradient, weight
+        freq, start_step, end_step, start_end_list: when; default: in every step
+
+    Example:
+        fp8_health:
+          enabled: True
+          layers:
+            layer_types: [layernorm_linear]
+          transformer_engine:
+            LogFp8TensorStats:
+              enabled: True
+              tensors: [activation, gradient]
+              stats: [underflows%, overflows%, fp8_current_scaling_underflows%]
+              freq: 10
+    """
+
+    CONFIG: ClassVar = FeatureConfig(
+        statistics=tuple(_NAMES),
+        tensors=("activation", "gradient", "weight"),
+        scheduled=True,
+        aliases=("LogFp8Stats",),
+    )
+    built_in_statistics = True
+
+    def statistics_demand(
+        self, config: dict[str, Any], tensor: str, schedule: Any
+    ) -> list[Subscription]:
+        """What is read off the rows of a tensor.
+
+        Raises:
+            ValueError: an unknown statistic.
+        """
+        return [_subscription(stat, schedule) for stat in named(config["stats"])]
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor | None,
+        iteration: int,
+        tp_group: Any,
+        tp_size: int = 1,
+        rowwise_quantized_tensor: torch.Tensor | None = None,
+        columnwise_quantized_tensor: torch.Tensor | None = None,
+        quantizer: Any = None,
+    ) -> None:
+        """Take the statistics of a tensor now."""
+        known = [t for t in (tensor, rowwise_quantized_tensor) if t is not None]
+        if not known:
+            return
+        statistics = collector().tensor(layer_name, tensor_name, known[0].device, tp_group, tp_size)
+        if statistics is not None:
+            statistics.feed_casts(
+                tensor, rowwise_quantized_tensor, columnwise_quantized_tensor, quantizer
+            )
+
+
+def _subscription(stat: str, schedule: Any) -> Subscription:
+    if stat not in _NAMES:
+        raise ValueError(
+            "[LogFp8TensorStats] expected stats of [<recipe>_]<statistic>[_columnwise] with recipe "
+            f"{' or '.join(RECIPES)} and statistic {', '.join(STATISTICS)}, got {stat!r}"
+        )
+    recipe, statistic, columnwise = _NAMES[stat]
+    source = Source(Kind.CASTS, recipe=recipe, columnwise=columnwise)
+    return Subscription(stat, source, statistic, schedule)

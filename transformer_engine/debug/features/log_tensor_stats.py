@@ -1,0 +1,127 @@
+"""LogTensorStats: what the values of a tensor are like."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features.configuration import Scheduled, named
+from transformer_engine.debug.statistics.rows import BLOCKWISE, Kind
+from transformer_engine.debug.statistics.session import collector
+from transformer_engine.debug.statistics.subscription import MOMENTS, Source, Subscription
+
+STATISTICS = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
+TENSORS = ("activation", "gradient", "weight", "output", "wgrad", "dgrad")
+_BOTH_ORIENTATIONS = ("activation", "weight")  # GEMMs take them along rows and along columns
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class LogTensorStats(Scheduled):
+    """Log statistics of tensors in high precision.
+
+    Micro-batches of a step count as one tensor; of weights the first one counts. All ranks of the
+    reduction group count as one tensor too (weights: all ranks of the tensor parallel group).
+    Statistics of a step are logged after `debug_api.step()`. They change no result.
+
+    Keys:
+        stats: what to log:
+            min, max, mean
+            std: unbiased
+            l1_norm: sum of magnitudes
+            l2_norm: square root of the sum of squares
+            cur_amax: the largest magnitude
+            dynamic_range: log2 of the largest over the smallest non-zero magnitude
+            max_blockwise_dynamic_range: {block_size: 32, dims: 1}: the largest dynamic range of a
+                block; runs of block_size elements, or squares with dims: 2
+        tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
+        freq, start_step, end_step, start_end_list: when; default: in every step
+
+    Example:
+        log_fc1:
+          enabled: True
+          layers:
+            layer_types: [fc1]
+          transformer_engine:
+            LogTensorStats:
+              enabled: True
+              tensors: [activation, gradient]
+              stats: [mean, std, cur_amax]
+              freq: 10
+    """
+
+    CONFIG: ClassVar = FeatureConfig(
+        statistics=(*STATISTICS, BLOCKWISE), tensors=TENSORS, scheduled=True
+    )
+    built_in_statistics = True
+
+    def statistics_demand(
+        self, config: dict[str, Any], tensor: str, schedule: Any
+    ) -> list[Subscription]:
+        """What is read off the rows of a tensor.
+
+        Raises:
+            ValueError: an unknown statistic.
+        """
+        return [_subscription(stat, tensor, schedule) for stat in named(config["stats"])]
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor | None,
+        iteration: int,
+        tp_group: Any,
+        tp_size: int = 1,
+        rowwise_quantized_tensor: torch.Tensor | None = None,
+    ) -> None:
+        """Take the statistics of a tensor now; kernels of layers take them by themselves."""
+        tensor = rowwise_quantized_tensor if tensor is None else tensor
+        if tensor is None:
+            return
+        _check(tensor, layer_name, tensor_name)
+        statistics = collector().tensor(layer_name, tensor_name, tensor.device, tp_group, tp_size)
+        if statistics is not None:
+            statistics.feed_moments(tensor)
+            statistics.feed_blocks(tensor)
+
+
+def _check(tensor: torch.Tensor, layer: str, name: str) -> None:
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise TypeError(
+            "[LogTensorStats] expected a tensor in high precision, got "
+            f"{tensor.dtype} (layer {layer}, tensor {name})"
+        )
+
+
+def _subscription(stat: Any, tensor: str, schedule: Any) -> Subscription:
+    if isinstance(stat, dict) and set(stat) == {BLOCKWISE}:
+        return _blockwise(stat[BLOCKWISE] or {}, tensor, schedule)
+    if stat == BLOCKWISE:
+        return _blockwise({}, tensor, schedule)
+    if stat not in STATISTICS:
+        raise ValueError(
+            f"[LogTensorStats] expected stats of {', '.join(STATISTICS)} or "
+            f"{BLOCKWISE}: {{block_size: 32, dims: 1}}, got {stat!r}"
+        )
+    return Subscription(stat, MOMENTS, stat, schedule)
+
+
+def _blockwise(options: dict[str, Any], tensor: str, schedule: Any) -> Subscription:
+    block, dims = options.get("block_size", 32), options.get("dims", 1)
+    whole = all(isinstance(value, int) for value in (block, dims))
+    if set(options) - {"block_size", "dims"} or not whole or block < 1 or dims not in (1, 2):
+        raise ValueError(
+            f"[LogTensorStats] expected {BLOCKWISE}: {{block_size: a positive integer, dims: 1 or "
+            f"2}}, got {options!r}"
+        )
+    both = tensor in _BOTH_ORIENTATIONS
+    name = f"{BLOCKWISE}_block_size_{block}_dims_{dims}"
+    source = Source(Kind.BLOCKS, block=block, dims=dims, both=both)
+    return Subscription(
+        f"{name}_max_over_orientations" if both else name, source, BLOCKWISE, schedule
+    )

@@ -1,0 +1,59 @@
+"""The statistics of sessions of the debugger: begun, stepped and ended with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvdlfw_inspect import api
+from nvdlfw_inspect.debug_manager import subscribe
+from transformer_engine.debug.statistics.collector import Collector
+
+
+class StatisticsListener:
+    """Follows the debugger's sessions; each has a `Collector`, kept on its manager."""
+
+    def __init__(self) -> None:
+        self.weights_over_tp_group = True
+
+    def initialized(self, manager: Any) -> None:
+        """A session begins."""
+        manager.statistics = Collector(manager, self.weights_over_tp_group)
+        manager.drain.append(manager.statistics.drain)
+
+    def stepped(self, manager: Any) -> None:
+        """An iteration ends."""
+        manager.statistics.step()
+
+    def moved(self, manager: Any) -> None:
+        """The training step was set by hand."""
+        manager.statistics.moved()
+
+    def ended(self, manager: Any) -> None:
+        """A session ends."""
+        manager.statistics.end()
+        if manager.statistics.account.steps:
+            manager.log_message(str(manager.statistics.account))
+
+
+_LISTENER = StatisticsListener()
+subscribe(_LISTENER)
+
+
+def collector() -> Collector:
+    """The statistics of the running session.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    manager: Any = api.DEBUG_MANAGER
+    if manager is None:
+        raise RuntimeError("[statistics] expected a session: call debug_api.initialize() first")
+    found: Collector = manager.statistics
+    return found
+
+
+def reduce_weights(enabled: bool) -> None:
+    """See `transformer_engine.debug.set_weight_tensor_tp_group_reduce`."""
+    _LISTENER.weights_over_tp_group = enabled
+    if api.DEBUG_MANAGER is not None:
+        collector().weights_over_tp_group = enabled
