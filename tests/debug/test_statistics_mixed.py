@@ -1,0 +1,60 @@
+"""Statistics beside features that change operands, or look at them too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, logged, section
+from statistics_reference import ALL, assert_statistics, reference
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.dtypes import E4M3
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+MSE = section("LogFp8TensorStats", tensors=["activation"], stats=["mse", "mse_columnwise"])
+
+
+def _step(folder: Path, device: str, *sections: dict) -> tuple[torch.Tensor, dict]:
+    """An input whose magnitude no history knows, and what is logged of it."""
+    layer = te.Linear(64, 32, device=device, name="layer")
+    x = (100 * torch.randn(32, 64, device=device)).requires_grad_()
+    with debugging(folder, *sections):
+        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            y = layer(x)
+        y.sum().backward()
+        debug_api.step()
+    return x.detach(), logged(folder)[0, "layer", "activation"]
+
+
+def _error(x: torch.Tensor, scale: float | None = None) -> float:
+    """Mean squared error of a cast, with the scale of the tensor where none is given."""
+    if scale is None:
+        cast = Float8CurrentScalingQuantizer(E4M3)(x).dequantize()
+    else:
+        cast = (x * scale).to(torch.float8_e4m3fn).float() / scale
+    return (x.double() - cast.double()).square().mean().item()
+
+
+def test_a_direction_in_high_precision_has_no_casts(tmp_path: Path, device: str) -> None:
+    disabled = section("DisableFP8GEMM", gemms=["fprop"])
+    with pytest.warns(UserWarning, match=r"not quantised to FP8 \(rowwise\)") as caught:
+        x, found = _step(tmp_path, device, MSE, disabled)
+    assert len(caught) == 1
+    assert found == {"mse_columnwise": pytest.approx(_error(x, 1.0), rel=1e-5)}
+
+
+def test_each_direction_has_the_casts_that_its_gemm_takes(tmp_path: Path, device: str) -> None:
+    scaled = section("PerTensorScaling", gemms=["wgrad"], tensors=["activation"])
+    x, found = _step(tmp_path, device, MSE, scaled)
+    assert found == pytest.approx({"mse": _error(x, 1.0), "mse_columnwise": _error(x)}, rel=1e-5)
+
+
+def test_others_may_look_at_the_same_tensor(tmp_path: Path, device: str) -> None:
+    moments = section("LogTensorStats", tensors=["activation"], stats=list(ALL))
+    dump = section("DumpTensors", tensors=["activation"], high_precision_tensor=True)
+    x, found = _step(tmp_path, device, moments, dump)
+    assert_statistics(found, reference(x))
+    (file,) = (tmp_path / "tensor_dumps").rglob("*.pt")
+    assert torch.load(file, weights_only=True)["high_precision"].equal(x.cpu())
