@@ -56,6 +56,7 @@ class LogTensorStats(Scheduled):
         statistics=(*STATISTICS, BLOCKWISE), tensors=TENSORS, scheduled=True
     )
     built_in_statistics = True
+    logged_call = "look_at_tensor_before_process"
 
     def statistics_demand(
         self, config: dict[str, Any], tensor: str, schedule: Any
