@@ -4,8 +4,10 @@
     python examples/train_gpt.py                      # a minute on a CPU; 125M parameters on a GPU
     python examples/train_gpt.py --compare            # fp8, delayed and current, against bf16
     python examples/train_gpt.py --checkpoint run.pt  # and later the same with --resume
+    python examples/train_gpt.py --inspect examples/config.yaml  # statistics of every GEMM
 
-The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), report.
+The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), inspection,
+report.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 import transformer_engine.pytorch as te
 from gpt import report
 from gpt.data import Text, bigram_loss, load_text
+from gpt.inspection import inspection
 from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
@@ -69,6 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
     add("--prompt", default="\ndef ", help="what the generated text begins with ('\\ndef ')")
     add("--plot", type=Path, default=Path("train_gpt.png"), metavar="PNG", help="(train_gpt.png)")
+    add("--inspect", type=Path, metavar="YAML", help="look inside with the precision debugger")
+    add(
+        "--inspect-log", type=Path, default=Path("inspect_log"), metavar="DIR", help="(inspect_log)"
+    )
     add("--checkpoint", type=Path, metavar="PATH", help="save here at validations and at the end")
     add(
         "--resume", action="store_true", help="go on from --checkpoint, exactly as if never stopped"
@@ -119,6 +126,8 @@ def check_options(options: argparse.Namespace) -> None:
     for flag, path in (("checkpoint", options.checkpoint), ("plot", options.plot)):
         if path and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}: there is no folder {path.parent}")
+    if options.inspect and (options.compare or not options.inspect.is_file()):
+        raise UsageError("--inspect needs a YAML file, and does not go with --compare")
     if options.compare and (options.checkpoint or options.model == "torch"):
         raise UsageError("--compare goes with neither --checkpoint nor --model torch")
 
@@ -174,7 +183,8 @@ def single(settings: Settings, text: Text, options: argparse.Namespace) -> int:
         training.load(options.checkpoint)
     introduce(training, text)
     bigram = bigram_loss(text.train, torch.cat(training.batches.validation))
-    outcome = train(training, options, bigram)
+    with inspection(options.inspect, options.inspect_log, training.done):
+        outcome = train(training, options, bigram)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in outcome.gemms.items())
     print(f"GEMMs: {counts}; {outcome.seconds:.0f} s")
     if training.done < settings.steps:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from gpt.data import Batches, Text
 from gpt.model import build_model
@@ -112,6 +113,7 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        debug_api.step()  # does nothing without --inspect
         self.losses[self.done] = loss.detach()
         self.done += 1
 

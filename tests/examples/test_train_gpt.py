@@ -1,6 +1,7 @@
 """train_gpt.py as a user runs it, on a text and a model small enough for a test."""
 
 import importlib.util
+import json
 import random
 import re
 from dataclasses import replace
@@ -19,6 +20,16 @@ from gpt.torch_model import TorchGpt
 LAYERS, STEPS, VALIDATIONS, VALIDATION_BATCHES = 1, 24, 4, 12
 FORWARD_GEMMS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
 SIZE = f"--layers {LAYERS} --hidden 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --lr 1e-2"
+CONFIG = Path(train_gpt.__file__).with_name("config.yaml")
+HEAD_WITHOUT_FP8 = """
+head_without_fp8:
+  enabled: True
+  layers:
+    exact_layer_names: [head]
+  transformer_engine:
+    DisableFP8Layer:
+      enabled: True
+"""
 TINY = [*SIZE.split(), "--validate-every", str(STEPS // VALIDATIONS)]
 
 
@@ -269,3 +280,34 @@ def test_optional_packages_may_be_missing(
     output = capsys.readouterr().out
     assert "no loss curve: matplotlib is not installed (pip install matplotlib)" in output
     assert re.search(rf"step {STEPS}/{STEPS}, loss [\d.]+, [\d,]+ tokens/s, 0 s left", output)
+
+
+def test_inspected_run_follows_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text(HEAD_WITHOUT_FP8)
+    run("--inspect", "config.yaml", "--sample", "0")
+    output = capsys.readouterr().out
+    passes = 3 * STEPS + VALIDATIONS * VALIDATION_BATCHES
+    assert f"GEMMs: {(FORWARD_GEMMS - 1) * passes:,} fp8, 0 bf16, {passes:,} fp32" in output
+    assert "python -m nvdlfw_inspect summary inspect_log" in output
+    (log,) = Path("inspect_log").glob("nvdlfw_inspect_logs/*.log")
+    assert "head: Tensor: weight, gemm dgrad - High precision" in log.read_text()
+
+
+def test_looking_changes_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for options in ((), ("--inspect", str(CONFIG))):
+        run("--sample", "0", *options)
+        losses.append(validation_losses(capsys.readouterr().out))
+    assert losses[0] == losses[1]
+    text = Path("inspect_log/statistics_rank-0.jsonl").read_text()
+    rows = [json.loads(row) for row in text.splitlines()]
+    assert {row["iteration"] for row in rows} == {0, 10, 20}
+    layers = {row["layer"] for row in rows if row["statistic"] == "std"}
+    assert len(layers) == FORWARD_GEMMS
+    fp8 = {row["layer"] for row in rows if row["statistic"] == "underflows%"}
+    assert fp8 == {"layer1.layernorm_mlp.fc1", "layer1.layernorm_mlp.fc2"}
+
+
+def test_inspect_needs_its_file() -> None:
+    with pytest.raises(SystemExit):
+        run("--inspect", "missing.yaml")

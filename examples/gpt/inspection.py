@@ -1,0 +1,29 @@
+"""Looking inside a run with the precision debugger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nvdlfw_inspect.api as debug_api
+
+
+@contextmanager
+def inspection(config: Path | None, log_dir: Path, step: int) -> Iterator[None]:
+    """Inspect the training inside; without a configuration, do nothing.
+
+    Args:
+        config: a YAML file; see `config.yaml`.
+        log_dir: where the logs go.
+        step: the training step that comes next.
+    """
+    if config is None:
+        yield
+        return
+    debug_api.initialize(config_file=config, log_dir=log_dir, init_training_step=step)
+    try:
+        yield
+    finally:
+        debug_api.end_debug()
+    print(f"inspected: python -m nvdlfw_inspect summary {log_dir}")
