@@ -31,6 +31,7 @@ from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
 from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
     Float8CurrentScalingQuantizer,
@@ -43,6 +44,7 @@ from transformer_engine.pytorch.tensor import (
 _C.set_num_threads(torch.get_num_threads())
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",
     "Float8CurrentScalingQuantizer",

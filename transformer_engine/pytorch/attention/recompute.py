@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from transformer_engine.pytorch.rng import snapshot
 
 
 def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) -> torch.Tensor:
@@ -18,10 +20,10 @@ def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) 
         tracker: named RNG states that `function` forks; None where it uses the default ones.
         args: what `function` takes; tensors that need a gradient must be among them.
     """
-    states = None if tracker is None else tracker.get_states()
+    states = None if tracker is None else snapshot(tracker.get_states())
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), nullcontext() if states is None else _states_of(tracker, states)
+        return nullcontext(), nullcontext() if states is None else _StatesOf(tracker, states)
 
     out: torch.Tensor = checkpoint(
         function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=True
@@ -29,11 +31,17 @@ def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) 
     return out
 
 
-@contextmanager
-def _states_of(tracker: Any, states: Any) -> Iterator[None]:
-    later = tracker.get_states()
-    tracker.set_states(states)
-    try:
-        yield
-    finally:
-        tracker.set_states(later)
+class _StatesOf:
+    """Inside, the tracker is where it was. Entered as often as autograd's graph is run."""
+
+    def __init__(self, tracker: Any, states: Any) -> None:
+        self.tracker = tracker
+        self.states = states
+        self.later: Any = None
+
+    def __enter__(self) -> None:
+        self.later = self.tracker.get_states()
+        self.tracker.set_states(snapshot(self.states))
+
+    def __exit__(self, *error: object) -> None:
+        self.tracker.set_states(self.later)

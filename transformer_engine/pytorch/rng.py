@@ -1,0 +1,220 @@
+"""`CudaRNGStatesTracker`: named states of the random number generator, one of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DEFAULT_NAME = "model-parallel-rng"
+
+State = torch.Tensor | torch.Generator
+
+
+def graph_safe_rng_available() -> bool:
+    """Whether torch can swap whole generators, which works while a CUDA graph is captured."""
+    return hasattr(torch.cuda.CUDAGraph, "register_generator_state") and hasattr(
+        torch.Generator, "graphsafe_set_state"
+    )
+
+
+def snapshot(states: Any) -> Any:
+    """What a tracker's `get_states` gave, cut off from draws and changes that come later."""
+    if isinstance(states, Mapping):
+        return {name: snapshot(state) for name, state in states.items()}
+    if isinstance(states, torch.Generator):
+        return states.clone_state()
+    return states.clone() if isinstance(states, torch.Tensor) else states
+
+
+class CudaRNGStatesTracker:
+    """Keeps random number states by name, and runs parts of a model under one of them.
+
+    Ranks that hold parts of one tensor must draw unlike numbers there and like numbers elsewhere:
+    `add` makes a state of its own for that, and inside `fork` torch draws from it.
+
+    On CUDA a state is a `torch.Generator`, which a CUDA graph can draw from once it is registered
+    with the graph (see `register_with`); on the CPU it is a uint8 tensor. `get_states` gives the
+    states themselves, not copies. To save them: `{name: state.get_state() ...}`; `set_states`
+    takes such tensors too.
+
+    Args:
+        device: whose generator is forked; None is cuda where there is one, else cpu. Without an
+            index it is the device that is current when a state is made.
+
+    Attributes:
+        states_: states by name.
+        seeds_: seeds that `add` was given.
+
+    >>> import torch
+    >>> tracker = CudaRNGStatesTracker(device="cpu")
+    >>> tracker.add("model-parallel-rng", 1234)
+    >>> with tracker.fork():
+    ...     first = torch.rand(3)
+    >>> bool(torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(1234))))
+    True
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"[CudaRNGStatesTracker] expected device 'cuda', 'cpu' or None, got {device}"
+            )
+        self._device = None if device is None else torch.device(device)
+        self._entered: list[_Open] = []  # innermost last
+        self.states_: dict[str, State] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states and seeds."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, State]:
+        """A new mapping from names to the states themselves."""
+        return dict(self.states_)
+
+    def set_states(self, states: Mapping[str, State]) -> None:
+        """Replace all states. Sizes and seeds are not checked.
+
+        Args:
+            states: by name, as `get_states` gives them; a tensor of bytes goes into the generator
+                of that name where there is one, so that a CUDA graph keeps drawing from it.
+
+        Raises:
+            TypeError: no mapping, or values that are no states.
+        """
+        if not hasattr(states, "items"):
+            raise TypeError(
+                "[CudaRNGStatesTracker] expected a mapping from names to states, got "
+                f"{type(states).__name__}"
+            )
+        self.states_ = {name: self._adopted(name, state) for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state; torch's own generators are left alone.
+
+        Args:
+            name: of the new state.
+            seed: the state is that of a generator seeded so.
+
+        Raises:
+            ValueError: the name or the seed is taken.
+        """
+        if seed in self.seeds_:
+            raise ValueError(f"[CudaRNGStatesTracker] seed {seed} already exists")
+        if name in self.states_:
+            raise ValueError(f"[CudaRNGStatesTracker] cuda rng state {name} already exists")
+        device = self._where()
+        generator = torch.Generator(device).manual_seed(seed)
+        self.states_[name] = generator if device.type == "cuda" else generator.get_state()
+        self.seeds_.add(seed)
+
+    @contextmanager
+    def fork(self, name: str = DEFAULT_NAME) -> Iterator[None]:
+        """Draw from a named state inside the `with`, which keeps how far it got.
+
+        Forks may be nested, also of one name.
+
+        Args:
+            name: of the state.
+
+        Raises:
+            KeyError: no such state.
+        """
+        if name not in self.states_:
+            known = ", ".join(map(repr, self.states_)) or "none"
+            raise KeyError(
+                f"[CudaRNGStatesTracker] cuda rng state {name} is not added: known are {known}"
+            )
+        state = self.states_[name]
+        with _lent(state) if isinstance(state, torch.Generator) else self._copied(name):
+            yield
+
+    def register_with(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the states of CUDA; call it before the capture.
+
+        Args:
+            graph: that will be captured; each replay then draws numbers of its own.
+
+        Example, on a GPU:
+
+            graph = torch.cuda.CUDAGraph()
+            tracker.register_with(graph)
+            with torch.cuda.graph(graph):
+                out = model(x)
+        """
+        for state in self.states_.values():
+            if isinstance(state, torch.Generator):
+                graph.register_generator_state(state)
+
+    def _where(self) -> torch.device:
+        kind = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if kind.type == "cuda" and kind.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return kind
+
+    def _adopted(self, name: str, state: Any) -> State:
+        if isinstance(state, torch.Generator):
+            return state if state.device.type == "cuda" else state.get_state()
+        if not isinstance(state, torch.Tensor):
+            raise TypeError(
+                "[CudaRNGStatesTracker] expected a torch.Generator or a tensor for state "
+                f"{name}, got {type(state).__name__}"
+            )
+        device = self._where()
+        if device.type == "cpu":
+            return state
+        present = self.states_.get(name)
+        generator = present if isinstance(present, torch.Generator) else torch.Generator(device)
+        return generator.set_state(state)
+
+    @contextmanager
+    def _copied(self, name: str) -> Iterator[None]:
+        """CPU generators cannot be swapped: states are copied, to and fro."""
+        default = torch.default_generator
+        outside = default.get_state()
+        outer = self._entered[-1] if self._entered else None
+        if outer is not None and not outer.put(self.states_, outside):
+            outer = None
+        own = _Open(name, self.states_[name])
+        default.set_state(own.state)
+        self._entered.append(own)
+        try:
+            yield
+        finally:
+            self._entered.pop()
+            own.put(self.states_, default.get_state())
+            if outer is not None:  # its state went on where a fork of its name was inside
+                outer.state = self.states_.get(outer.name, outside)
+            default.set_state(outside if outer is None else outer.state)
+
+
+@dataclass
+class _Open:
+    """A fork that has been entered: its name, and the state that the tracker has for it."""
+
+    name: str
+    state: Any
+
+    def put(self, states: dict[str, State], state: torch.Tensor) -> bool:
+        """Store how far the fork got, unless `reset` or `set_states` came between."""
+        if states.get(self.name) is not self.state:
+            return False
+        self.state = states[self.name] = state
+        return True
+
+
+@contextmanager
+def _lent(generator: torch.Generator) -> Iterator[None]:
+    """Inside, the default generator of that device is `generator` under another name."""
+    default = torch.cuda.default_generators[generator.device.index]
+    outside = default.graphsafe_get_state()
+    default.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(outside)
