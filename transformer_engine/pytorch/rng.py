@@ -153,7 +153,7 @@ class CudaRNGStatesTracker:
 
     def _where(self) -> torch.device:
         kind = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if kind.type == "cuda" and kind.index is None:
+        if str(kind) == "cuda":  # no index
             return torch.device("cuda", torch.cuda.current_device())
         return kind
 
