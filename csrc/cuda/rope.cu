@@ -1,9 +1,10 @@
-// A block takes the tokens that share a position: those of one place in every sequence of the batch
-// where no sequence has a start of its own, else a single token. Its threads make the sines and
-// cosines once; then each turns the same elements of all those tokens.
+// A block takes some neighbouring places of a sequence. Its threads make the sines and cosines of
+// those places once; then each turns the same elements of several tokens: those of one place in all
+// sequences of the batch, where no sequence has a start of its own.
 //
-// A unit of work is two packs of kVector elements: side by side where pairs are interleaved, else
-// half the turned elements apart. With kVector = 1 any size and alignment goes.
+// A unit of work is two packs of kVector elements, half the turned elements apart. Where pairs are
+// interleaved they are within a pack. With kVector = 1 any size and alignment goes; then the two
+// elements of an interleaved pair are a unit.
 #include "ops/rope.h"
 
 #include <algorithm>
@@ -26,9 +27,14 @@ struct Rope {
   const float* freqs;
   RopePositions positions;
   RopeShape shape;
-  int tokens_of_block;  // 1, or the batch
+  int tokens_of_place;  // 1, or the batch
   int tokens_of_item;   // that a thread turns at a time, at most kTokensInFlight
+  int places_of_block;
 };
+
+// Whether a unit's two packs are half the turned elements apart, not neighbours.
+template <int kVector, bool kInterleaved>
+constexpr bool kHalvesApart = kVector > 1 || !kInterleaved;
 
 // The sines and cosines of a position in shared memory, in the order in which units read them:
 // groups of four neighbours (or single ones) of all units side by side, so that no banks conflict.
@@ -44,8 +50,9 @@ struct AngleTable {
   }
   __device__ __forceinline__ void put(int element, float angle) const {
     const int half = turned / 2, i = element < half ? element : element - half;
-    const int at = kInterleaved ? slot(element / kOfUnit, element % kOfUnit)
-                                : slot(i / kVector, i % kVector + (element < half ? 0 : kVector));
+    const int at = kHalvesApart<kVector, kInterleaved>
+                       ? slot(i / kVector, i % kVector + (element < half ? 0 : kVector))
+                       : slot(element / kOfUnit, element % kOfUnit);
     sincosf(angle, &sines[at], &cosines[at]);
   }
   __device__ __forceinline__ void get(const float* from, int unit, float (&to)[kOfUnit]) const {
@@ -69,8 +76,9 @@ __device__ __forceinline__ Place place_of(int unit, int turned, int size) {
   const int pairs = turned / (2 * kVector), per_head = pairs + (size - turned) / kVector;
   const int head = unit / per_head, i = unit % per_head;
   if (i >= pairs) return {head, i, turned + (i - pairs) * kVector, 0, true};
-  if (kInterleaved) return {head, i, 2 * i * kVector, (2 * i + 1) * kVector, false};
-  return {head, i, i * kVector, turned / 2 + i * kVector, false};
+  if (kHalvesApart<kVector, kInterleaved>)
+    return {head, i, i * kVector, turned / 2 + i * kVector, false};
+  return {head, i, 2 * i * kVector, (2 * i + 1) * kVector, false};
 }
 
 // Elements of a unit count through its first pack, then its second.
@@ -112,7 +120,7 @@ __device__ __forceinline__ void turn_tokens(const Rope<T>& args, const T* x, T* 
                                             const AngleTable<kVector, kInterleaved>& angles) {
   const int64_t x_batch = args.shape.x_batch, out_batch = args.shape.out_batch;
   const auto has = [&](int t) {
-    return t < args.tokens_of_item && first + t < args.tokens_of_block;
+    return t < args.tokens_of_item && first + t < args.tokens_of_place;
   };
   Pack<T, kVector> a[kTokensInFlight], b[kTokensInFlight];
 #pragma unroll
@@ -141,27 +149,35 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const Rope<T> args) {
   extern __shared__ __align__(16) float memory[];
   const RopeShape& shape = args.shape;
   const int turned = static_cast<int>(shape.turned), size = static_cast<int>(shape.size);
-  const AngleTable<kVector, kInterleaved> angles{memory, memory + turned, turned};
-  const int64_t s = blockIdx.x, b = blockIdx.y;
-  const float* angle = args.freqs + args.positions.of(s, b) * turned;
-  for (int i = static_cast<int>(threadIdx.x); i < turned; i += kThreads) angles.put(i, angle[i]);
+  const int64_t first_place = int64_t{blockIdx.x} * args.places_of_block, b = blockIdx.y;
+  const int places =
+      static_cast<int>(min(int64_t{args.places_of_block}, shape.sequence - first_place));
+  const auto angles_of = [&](int place) {
+    float* const own = memory + 2 * place * turned;
+    return AngleTable<kVector, kInterleaved>{own, own + turned, turned};
+  };
+  for (int i = static_cast<int>(threadIdx.x); i < places * turned; i += kThreads) {
+    const int place = i / turned, element = i % turned;
+    angles_of(place).put(element,
+                         args.freqs[args.positions.of(first_place + place, b) * turned + element]);
+  }
   __syncthreads();
 
-  const T* x = args.x + s * shape.x_sequence + b * shape.x_batch;
-  T* out = args.out + s * shape.out_sequence + b * shape.out_batch;
+  const T* x = args.x + first_place * shape.x_sequence + b * shape.x_batch;
+  T* out = args.out + first_place * shape.out_sequence + b * shape.out_batch;
   const int per_head = turned / (2 * kVector) + (size - turned) / kVector;
   const int units = static_cast<int>(shape.heads) * per_head;
-  const int items = units * ((args.tokens_of_block - 1) / args.tokens_of_item + 1);
-  for (int item = static_cast<int>(threadIdx.x); item < items; item += kThreads) {
+  const int groups = (args.tokens_of_place - 1) / args.tokens_of_item + 1;
+  for (int item = static_cast<int>(threadIdx.x); item < places * groups * units; item += kThreads) {
     const Place at = place_of<kVector, kInterleaved>(item % units, turned, size);
-    const int first = item / units * args.tokens_of_item;
-    const T* from = x + at.head * shape.x_head;
-    T* to = out + at.head * shape.size;
+    const int first = item / units % groups * args.tokens_of_item, place = item / units / groups;
+    const T* from = x + place * shape.x_sequence + at.head * shape.x_head;
+    T* to = out + place * shape.out_sequence + at.head * shape.size;
     if (!at.passes) {
-      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, first, angles);
+      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, first, angles_of(place));
       continue;
     }
-    for (int t = first; t < min(first + args.tokens_of_item, args.tokens_of_block); ++t)
+    for (int t = first; t < min(first + args.tokens_of_item, args.tokens_of_place); ++t)
       store_pack(to + t * shape.out_batch + at.a,
                  load_pack<T, kVector>(from + t * shape.x_batch + at.a));
   }
@@ -175,15 +191,28 @@ bool can_go_wide(const Rope<T>& args) {
          whole(s.x_batch) && whole(s.x_head) && is_aligned(args.x, 16) && is_aligned(args.out, 16);
 }
 
+// As much for a block as repays making the angles, and as many tokens for a thread at a time as
+// leave work for every thread.
+template <class T>
+void share_out(Rope<T>& args, int64_t packs_of_place) {
+  constexpr int64_t kPacksOfBlock = 4 * kThreads, kMostPlaces = 8, kFloats = 48 * 1024 / 4;
+  const int64_t fitting =
+      std::min(kMostPlaces, kFloats / (2 * std::max<int64_t>(1, args.shape.turned)));
+  const int64_t places =
+      std::clamp<int64_t>(kPacksOfBlock / std::max<int64_t>(1, packs_of_place), 1, fitting);
+  args.places_of_block = static_cast<int>(places);
+  args.tokens_of_item =
+      static_cast<int>(std::clamp<int64_t>(places * packs_of_place / kThreads, 1, kTokensInFlight));
+}
+
 template <class T, int kVector>
 void launch(Rope<T> args, const RopeArgs& how, cudaStream_t stream) {
   const RopeShape& shape = args.shape;
-  const dim3 grid(static_cast<unsigned>(shape.sequence),
-                  static_cast<unsigned>(shape.batch / args.tokens_of_block));
-  // As many tokens at a time as leave work for every thread.
-  const int64_t packs = shape.heads * shape.size / (2 * kVector) * args.tokens_of_block;
-  args.tokens_of_item = static_cast<int>(std::clamp<int64_t>(packs / kThreads, 1, kTokensInFlight));
-  const size_t memory = 2 * sizeof(float) * static_cast<size_t>(shape.turned);
+  share_out(args, shape.heads * shape.size / (2 * kVector) * args.tokens_of_place);
+  const dim3 grid(static_cast<unsigned>(ceil_div(shape.sequence, args.places_of_block)),
+                  static_cast<unsigned>(shape.batch / args.tokens_of_place));
+  const size_t memory = 2 * sizeof(float) * static_cast<size_t>(shape.turned) *
+                        static_cast<size_t>(args.places_of_block);
   dispatch_bool(how.interleaved, [&](auto interleaved) {
     dispatch_bool(how.backward, [&](auto backward) {
       rope_kernel<T, kVector, interleaved(), backward()><<<grid, kThreads, memory, stream>>>(args);
@@ -205,13 +234,14 @@ void run(const RopeArgs& how, cudaStream_t stream) {
       {how.starts.ptr<int32_t>(), how.cu_seqlens.ptr<int32_t>(), sequences, shape.positions},
       shape,
       shared ? static_cast<int>(shape.batch) : 1,
+      1,
       1};
   require(shape.batch <= 65535 || shared, Kind::Unsupported, "rope",
           "expected at most 65535 sequences with start positions, got ", shape.batch);
-  require(shape.turned <= 4096 && shape.heads * shape.size * args.tokens_of_block < (1 << 30),
+  require(shape.turned <= 4096 && shape.heads * shape.size * args.tokens_of_place < (1 << 30),
           Kind::Unsupported, "rope",
           "expected at most 4096 turned elements and 2^30 elements of a position, got ",
-          shape.turned, " and ", shape.heads * shape.size * args.tokens_of_block);
+          shape.turned, " and ", shape.heads * shape.size * args.tokens_of_place);
   if (can_go_wide<T, kWide>(args)) {
     launch<T, kWide>(args, how, stream);
   } else {
