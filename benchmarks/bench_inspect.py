@@ -83,10 +83,10 @@ def measure(report: Report, size: Size) -> None:
     run = step(model, random(size.batch, size.sequence, size.hidden), "fp8 delayed")
     times: dict[str, list[float]] = {name: [] for name in SESSIONS}
     with tempfile.TemporaryDirectory() as folder:
-        for round in range(ROUNDS + 1):
+        for turn in range(ROUNDS + 1):
             for name, config in SESSIONS.items():
                 taken = block_ms(run, config, folder)
-                if round:  # the first round warms up
+                if turn:  # the first round warms up
                     times[name].append(taken)
     for name, taken in times.items():
         ratios = [t / plain for t, plain in zip(taken, times["plain"], strict=True)]

@@ -1,5 +1,7 @@
 """The buffer of statistics: micro-batches, schedules, weights, empty tensors, captured rows."""
 
+import warnings
+
 import pytest
 import torch
 from statistics_reference import ALL, assert_statistics, reference
@@ -198,8 +200,10 @@ def test_a_captured_graph_takes_statistics_when_they_are_due() -> None:
 def test_no_synchronisation() -> None:
     session = _session()
     x = torch.randn(256, 256, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
             session.feed("layer", "activation", x)
             session.step()
