@@ -228,6 +228,16 @@ def test_extra_state_of_others() -> None:
         layer.set_extra_state(state[:-4])
 
 
+def test_extra_state_may_be_missing() -> None:
+    layer = linear_with_state()
+    before = layer.get_extra_state()
+    plain = {k: v for k, v in layer.state_dict().items() if k != "_extra_state"}
+    layer.load_state_dict(plain)
+    assert torch.equal(layer.get_extra_state(), before)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({})
+
+
 def linear_with_state() -> te.Linear:
     layer = linear("cpu")
     step(layer, torch.randn(16, 32), DelayedScaling(amax_history_len=3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,3 +69,27 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
         states[direction] = restored
         start += columns * (1 + length)
     return states
+
+
+class OptionalExtraState:
+    """A module whose `_extra_state` a checkpoint may lack, as those of plain torch layers do.
+
+    Older versions have the key elsewhere; that is no error either.
+    """
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = len(missing_keys), len(unexpected_keys)
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
+            keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]

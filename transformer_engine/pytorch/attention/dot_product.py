@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from transformer_engine.pytorch.attention.masks import (
     mask_rule,
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(OptionalExtraState, nn.Module):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
@@ -284,24 +285,6 @@ class DotProductAttention(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Take and forget whatever a checkpoint has."""
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Miss nothing: older checkpoints have the key elsewhere or not at all."""
-        known = len(missing_keys), len(unexpected_keys)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
-            keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]
 
     def extra_repr(self) -> str:
         """Heads, sizes and mask."""

@@ -30,7 +30,7 @@ _is_autocast_enabled = torch.is_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(nn.Module):
+class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
     """Base of Linear, LayerNormLinear, LayerNormMLP and DotProductAttention.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
