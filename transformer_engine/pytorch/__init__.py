@@ -23,6 +23,7 @@ from transformer_engine.pytorch.autocast import (
     get_default_recipe,
     is_fp8_available,
 )
+from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.gemm import gemm_report
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
@@ -44,6 +45,7 @@ from transformer_engine.pytorch.tensor import (
 _C.set_num_threads(torch.get_num_threads())
 
 __all__ = [
+    "ConversionReport",
     "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",
@@ -63,6 +65,7 @@ __all__ = [
     "TransformerLayer",
     "attention_backends",
     "autocast",
+    "convert",
     "fp8_autocast",
     "gemm_report",
     "get_default_recipe",

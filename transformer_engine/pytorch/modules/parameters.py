@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,10 @@ class ParameterSet:
         tracker = self._tracker() if spec.tracked and self._tracker is not None else None
         with torch.no_grad(), nullcontext() if tracker is None else tracker.fork():
             spec.init(parameter)
+
+    def start_as(self, inits: Mapping[str, InitMethod]) -> None:
+        """Let parameters start otherwise, by name, from the next `reset` on."""
+        self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]
 
     def reset(self) -> None:
         """Initialise every parameter again; parameters on meta get memory first."""
