@@ -1,18 +1,28 @@
 """Transformer layers in FP8, BF16, FP16 and FP32 for PyTorch, on NVIDIA GPUs and on CPUs.
 
+`common` and `pytorch` are imported at their first use, so that
+`python -m transformer_engine.doctor` runs where torch is missing or broken.
+
 >>> import transformer_engine as te
 >>> from transformer_engine.common.recipe import DelayedScaling
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from transformer_engine import common
+if TYPE_CHECKING:
+    from transformer_engine import common, pytorch
 
 try:
     __version__ = version("transformer-engine")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "2.20.0+source"
 
-from transformer_engine import pytorch
-
 __all__ = ["__version__", "common", "pytorch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("common", "pytorch"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
