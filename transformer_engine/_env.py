@@ -26,6 +26,15 @@ class AttentionVariables(NamedTuple):
     nondeterministic: bool = True
 
 
+_READ = (
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "TE_CUBLASLT_PATH",
+    "TE_CUDNN_PATH",
+    "TE_NCCL_PATH",
+)
 _NONE_SET = (None, None, None, None)
 _DEFAULT = AttentionVariables()
 
@@ -46,3 +55,12 @@ def attention_variables() -> AttentionVariables:
 def library_path(name: str) -> str:
     """TE_<NAME>_PATH: the file to open as CUBLASLT, CUDNN or NCCL; "" leaves the search to us."""
     return os.environ.get(f"TE_{name}_PATH", "")
+
+
+def variables_set() -> dict[str, tuple[str, bool]]:
+    """All NVTE_* and TE_* variables that are set: value, and whether anything here reads them."""
+    return {
+        name: (value, name in _READ)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("NVTE_", "TE_"))
+    }
