@@ -171,9 +171,9 @@ def test_what_stays_and_why():
         "subclass": "Scaled is a subclass of nn.Linear",
         "patched": "its forward was replaced",
         "tied": "its parameter is tied to embedding.weight",
-        "hooked": "it has hooks",
+        "hooked": "it has forward_pre_hooks",
         "parametrized": "its weight is parametrized",
-        "old_weight_norm": "it has hooks",
+        "old_weight_norm": "it has forward_pre_hooks, state_dict_hooks, load_state_dict_pre_hooks",
         "more": "it holds more than its class does: mask",
         "double": "dtype torch.float64: expected float32, float16 or bfloat16",
         "many_axes": "it normalises over several axes: (4, 32)",
@@ -345,6 +345,14 @@ def test_bad_arguments():
         te.convert(nn.Sequential(), exclude="[")
     with pytest.raises(ValueError, match="got a Linear itself"):
         te.convert(nn.Linear(16, 16))
+
+
+def test_a_converted_model_compiles():
+    model = norm_linear()
+    te.convert(model)
+    x = torch.randn(16, 32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_bitwise(compiled(x), model(x))
 
 
 def test_an_empty_model():

@@ -67,8 +67,9 @@ def unlike_its_class(module: nn.Module, kind: type[nn.Module]) -> str | None:
         return f"{type(module).__name__} is a subclass of {label(kind)}"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
-        return "it has hooks"
+    hooks = [name.lstrip("_") for name in _HOOKS if getattr(module, name, None)]
+    if hooks:
+        return f"it has {', '.join(hooks)}"
     if "weight" not in module._parameters:
         return "it has no parameter `weight`: it is split, computed or wrapped"
     names = _FUSED_NAMES if kind is LayerNormLinear else _NAMES
