@@ -211,7 +211,8 @@ class _Open:
 @contextmanager
 def _lent(generator: torch.Generator) -> Iterator[None]:
     """Inside, the default generator of that device is `generator` under another name."""
-    default = torch.cuda.default_generators[generator.device.index]
+    index = generator.device.index  # None: of a generator that was made for "cuda"
+    default = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
     outside = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
     try:
