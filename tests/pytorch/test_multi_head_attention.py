@@ -277,7 +277,6 @@ def test_groups_of_one_rank_are_accepted():
         (ValueError, "layer_number >= 1, got 0", {"layer_number": 0}),
         (ValueError, "attention_type 'self' or 'cross', got 'own'", {"attention_type": "own"}),
         (ValueError, "fuse_qkv_params=True with", {"fuse_wgrad_accumulation": True}),
-        (NotImplementedError, "qk_norm_type='RMSNorm'", {"qk_norm_type": "RMSNorm"}),
         (NotImplementedError, "tp_size=2", {"tp_size": 2}),
         (TypeError, "unexpected keyword argument.*qkv_fmt", {"qkv_fmt": "sbhd"}),
     ],

@@ -12,14 +12,12 @@ from transformer_engine.pytorch.attention.core import AttentionMask
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv
+from transformer_engine.pytorch.attention.query_key import RotaryAngles, head_norm, turned
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import InitMethod
-from transformer_engine.pytorch.rope import apply_rotary_pos_emb
-
-RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class MultiheadAttention(nn.Module):
@@ -59,7 +57,10 @@ class MultiheadAttention(nn.Module):
             `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
         bottom_right_diagonal: see `DotProductAttention`.
         rotary_pos_interleaved: see `rope.py`.
-        qk_norm_type: not implemented.
+        qk_norm_type: normalise the heads of queries and keys: `RMSNorm`, `LayerNorm` or
+            `L2Normalization` (to length 1, without parameters); None does not.
+        qk_norm_eps: added to the mean square, variance or sum of squares of a head.
+        qk_norm_before_rope: normalise before the rotation instead of after it.
         softmax_type: `vanilla`.
         seq_length: without effect.
         micro_batch_size: without effect.
@@ -113,6 +114,8 @@ class MultiheadAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         rotary_pos_interleaved: bool = False,
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -122,10 +125,6 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         accept_overlap_arguments("MultiheadAttention", others)
-        if qk_norm_type is not None:
-            raise NotImplementedError(
-                f"[MultiheadAttention] qk_norm_type={qk_norm_type!r} is not implemented yet"
-            )
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "[MultiheadAttention] expected fuse_qkv_params=True with"
@@ -140,6 +139,7 @@ class MultiheadAttention(nn.Module):
         self.return_bias = return_bias
         self.has_tap = (return_layernorm_output or return_input) and input_layernorm
         self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
         self.layout = HeadLayout(
             num_attention_heads,
             num_attention_heads if num_gqa_groups is None else num_gqa_groups,
@@ -166,6 +166,10 @@ class MultiheadAttention(nn.Module):
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         self._add_input_projections(
             fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
+        )
+        self.q_norm, self.k_norm = (
+            head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
+            for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
         )
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -229,7 +233,8 @@ class MultiheadAttention(nn.Module):
         """Set the tensor parallel group, of one rank so far."""
         child: Any
         for child in self.children():
-            child.set_tensor_parallel_group(tp_group)
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -287,18 +292,16 @@ class MultiheadAttention(nn.Module):
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
         """
         query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
+        if self.qk_norm_before_rope:
+            query, key = self._normalised(query, key)
         if rotary_pos_emb is not None:
             of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            angles = rotary_pos_emb
-            pair = angles if isinstance(angles, tuple | list) else (angles, angles)
-            starts = None
-            if inference_params is not None:
-                pair, starts, ends = inference_params.positions(pair, query)
-                of_query = ends if of_query is None else of_query
-                of_key = ends if of_key is None else of_key
-            query = self._turned(query, pair[0], of_query, starts)
-            key = self._turned(key, pair[1], of_key, starts)
+            how = (self.qkv_format, self.rotary_pos_interleaved)
+            ends = (of_query, of_key)
+            query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
+        if not self.qk_norm_before_rope:
+            query, key = self._normalised(query, key)
         context = self.core_attention(
             query,
             key,
@@ -346,22 +349,12 @@ class MultiheadAttention(nn.Module):
         key_value = self.key_value(encoder_output, is_first_microbatch)
         return (query, *split_kv(key_value, self.layout), tap)
 
-    def _turned(
-        self,
-        x: torch.Tensor,
-        angles: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        starts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return apply_rotary_pos_emb(
-            x,
-            angles,
-            self.qkv_format,
-            fused=True,
-            cu_seqlens=cu_seqlens,
-            start_positions=starts,
-            interleaved=self.rotary_pos_interleaved,
-        )
+    def _normalised(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
 
 def _divide(hidden_size: int, heads: int) -> int:

@@ -1,4 +1,4 @@
-"""What LayerNorm and RMSNorm share."""
+"""What the norms share."""
 
 from __future__ import annotations
 
@@ -38,8 +38,41 @@ def check_normalization(kind: str, module: str) -> str:
     return kind
 
 
-class NormModule(nn.Module):
-    """A chain of one Norm. Subclasses say which kind."""
+class NormChain(nn.Module):
+    """A chain of one Norm, with its plans."""
+
+    def __init__(self, stage: Norm) -> None:
+        super().__init__()
+        self.chain = Chain([stage])
+        self._runs: dict[Any, Run] = {}
+
+    def normalised(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Run the chain; the result has the given dtype."""
+        needs = (False,) * 3
+        if torch.is_grad_enabled():
+            bias_needs = bias is not None and bias.requires_grad
+            needs = (inp.requires_grad, weight.requires_grad, bias_needs)
+        if torch.compiler.is_compiling():
+            run = self.chain.plan(Run(dtype, needs))
+        else:
+            found = self._runs.get((dtype, needs))
+            if found is None:
+                found = self._runs[dtype, needs] = self.chain.plan(Run(dtype, needs))
+            run = found
+        return self.chain(inp.contiguous(), (weight, bias), run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
+
+
+class NormModule(NormChain):
+    """A norm with parameters. Subclasses say which kind."""
 
     kind: str
 
@@ -56,7 +89,7 @@ class NormModule(nn.Module):
         normalized_shape: int | Sequence[int] | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(Norm(self.kind, eps, zero_centered_gamma))
         self.name = name or type(self).__name__
         self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
         self.eps = eps
@@ -64,8 +97,6 @@ class NormModule(nn.Module):
         self._parameter_set = ParameterSet(self, None)
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
         self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
-        self.chain = Chain([Norm(self.kind, eps, zero_centered_gamma)])
-        self._runs: dict[Any, Run] = {}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.
@@ -95,21 +126,7 @@ class NormModule(nn.Module):
         dtype = weight.dtype
         if torch.is_autocast_enabled(inp.device.type):
             dtype = torch.get_autocast_dtype(inp.device.type)
-        needs = (False,) * 3
-        if torch.is_grad_enabled():
-            bias_needs = bias is not None and bias.requires_grad
-            needs = (inp.requires_grad, weight.requires_grad, bias_needs)
-        if torch.compiler.is_compiling():
-            run = self.chain.plan(Run(dtype, needs))
-        else:
-            found = self._runs.get((dtype, needs))
-            if found is None:
-                found = self._runs[dtype, needs] = self.chain.plan(Run(dtype, needs))
-            run = found
-        return self.chain(inp.contiguous(), (weight, bias), run)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}
+        return self.normalised(inp, weight, bias, dtype)
 
     def extra_repr(self) -> str:
         """Size and settings."""

@@ -18,7 +18,8 @@ from torch import nn
 
 from transformer_engine.pytorch.attention.core import AttentionMask
 from transformer_engine.pytorch.attention.masks import Window
-from transformer_engine.pytorch.attention.multi_head import MultiheadAttention, RotaryAngles
+from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
+from transformer_engine.pytorch.attention.query_key import RotaryAngles
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.drop_path import DropPath
 from transformer_engine.pytorch.modules.dropout_add import dropout_add
@@ -77,7 +78,9 @@ class TransformerLayer(nn.Module):
         enc_dec_window_size: window of cross-attention.
         enc_dec_bottom_right_diagonal: see `DotProductAttention`.
         rotary_pos_interleaved: see `rope.py`.
-        qk_norm_type: not implemented.
+        qk_norm_type: norm of the heads of queries and keys, see `MultiheadAttention`.
+        qk_norm_eps: of that norm.
+        qk_norm_before_rope: see `MultiheadAttention`.
         softmax_type: `vanilla`.
         name: name of the layer; its children are `<name>.self_attention`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
@@ -132,6 +135,8 @@ class TransformerLayer(nn.Module):
         enc_dec_bottom_right_diagonal: bool | None = None,
         rotary_pos_interleaved: bool = False,
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
         name: str | None = None,
         **others: Any,
@@ -182,6 +187,8 @@ class TransformerLayer(nn.Module):
             "qkv_format": attn_input_format,
             "rotary_pos_interleaved": rotary_pos_interleaved,
             "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
             "softmax_type": softmax_type,
         }
         self.self_attention = MultiheadAttention(

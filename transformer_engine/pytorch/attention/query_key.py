@@ -1,0 +1,77 @@
+"""What happens to queries and keys between their projection and attention: norms and rotation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.modules.l2norm import L2Normalization
+from transformer_engine.pytorch.modules.layernorm import LayerNorm
+from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from transformer_engine.pytorch.rope import apply_rotary_pos_emb
+
+RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Normalization}
+
+
+def head_norm(
+    kind: str | None,
+    size: int,
+    eps: float,
+    params_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    name: str,
+) -> nn.Module | None:
+    """A norm of queries or keys over the `size` elements of each head; None for no kind."""
+    if kind is None:
+        return None
+    norm = _NORMS.get(kind)
+    if norm is None:
+        raise ValueError(
+            f"[MultiheadAttention] expected qk_norm_type None or in {{{', '.join(_NORMS)}}},"
+            f" got {kind!r} (layer {name})"
+        )
+    if norm is L2Normalization:
+        return L2Normalization(size, eps)
+    return norm(size, eps, params_dtype=params_dtype, device=device, name=name)
+
+
+def turned(
+    query_key: tuple[torch.Tensor, torch.Tensor],
+    angles: RotaryAngles,
+    ends: tuple[torch.Tensor | None, torch.Tensor | None],
+    inference_params: Any,
+    qkv_format: str,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys with rotary position embedding.
+
+    Args:
+        query_key: both, in the format.
+        angles: of `RotaryPositionEmbedding`, or a pair for queries and keys.
+        ends: where the packed sequences of each end.
+        inference_params: positions start where its sequences are; None for zero.
+        qkv_format: of the tensors.
+        interleaved: see `rope.py`.
+    """
+    query, key = query_key
+    of_query, of_key = ends
+    pair: tuple[torch.Tensor, ...]
+    pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+    starts = None
+    if inference_params is not None:
+        pair, starts, new_ends = inference_params.positions(pair, query)
+        of_query = new_ends if of_query is None else of_query
+        of_key = new_ends if of_key is None else of_key
+    turn = partial(
+        apply_rotary_pos_emb,
+        tensor_format=qkv_format,
+        start_positions=starts,
+        interleaved=interleaved,
+        fused=True,
+    )
+    return turn(query, pair[0], cu_seqlens=of_query), turn(key, pair[1], cu_seqlens=of_key)
