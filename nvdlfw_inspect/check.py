@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,13 @@ EXAMPLES = """examples:
   python -m nvdlfw_inspect check config.yaml
   python -m nvdlfw_inspect check config.yaml --model my_package.model:build
 
-The factory takes no arguments and returns a torch.nn.Module; its layers get the names that
-infer_and_assign_layer_names gives them. Exit code: 0 valid, 1 mistakes, 2 nothing to check."""
+The factory takes no arguments and returns a torch.nn.Module. Where it names all layers by `name=`,
+they keep their names, else they get those of infer_and_assign_layer_names.
+Exit code: 0 valid, 1 mistakes, 2 nothing to check."""
+UNNAMED = re.compile(r"Layer_\d+(\.|$)")  # what layers are called that were given no name
 NO_END = 2**63 - 1
+Target = tuple[str, str, _engine.Schedule]  # gemm, tensor; empty: of no one in particular
+Plan = tuple[str, str, list[str], list[Target]]  # section, feature, layers, where it acts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         text = path.read_bytes()
         layers = _layers_of(arguments.model) if arguments.model else None
-    except (OSError, ImportError, AttributeError, ValueError) as error:
+    except OSError as error:
+        print(f"check: {error.filename or path}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
     config = _load(text, str(path), arguments.feature_dirs)
@@ -50,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in config.errors:
         print(f"error: {problem}", file=sys.stderr)
     if config.errors:
+        print(f"{path}: {_count(len(config.errors), 'mistake')}", file=sys.stderr)
         return 1
-    for line in _describe(config, layers):
-        print(line)
+    _print_plan(config, _engine.parse_yaml(text, str(path)) or {}, str(path), layers)
     return 0
 
 
@@ -73,7 +81,14 @@ def _layers_of(factory: str) -> list[str]:
         raise ValueError(f"expected --model MODULE:FACTORY, got {factory!r}")
     sys.path.insert(0, "")
     model: Any = getattr(importlib.import_module(module_name), name)()
-    assign_layer_names(model, lambda _: None)
+    names = _names(model)
+    if any(UNNAMED.match(name) for name in names):
+        assign_layer_names(model, lambda _: None)
+        names = _names(model)
+    return names
+
+
+def _names(model: Any) -> list[str]:
     te = importlib.import_module("transformer_engine.pytorch")
     names: list[str] = []
     for module in model.modules():
@@ -84,24 +99,56 @@ def _layers_of(factory: str) -> list[str]:
     return names
 
 
-def _describe(config: _engine.LoadedConfig, layers: list[str] | None) -> Iterator[str]:
+def _print_plan(
+    config: _engine.LoadedConfig, sections: dict[str, Any], origin: str, layers: list[str] | None
+) -> None:
+    off = [name for name, body in sections.items() if body["enabled"] is not True]
+    on = len(sections) - len(off)
+    if not sections:
+        print(f"{origin}: valid, no sections")
+        return
+    print(f"{origin}: valid, {on} of {_count(len(sections), 'section')} enabled")
     plans = config.plans(layers or [])
-    if not plans:
-        yield "no enabled feature"
+    for line in _describe(plans, layers):
+        print(line)
+    for name in off:
+        print(f"\n{name}: disabled")
+    if layers is not None:
+        for name in dict.fromkeys(plan[0] for plan in plans if not plan[2]):
+            print(f"warning: {name}: selects no layer of the model", file=sys.stderr)
+
+
+def _describe(plans: list[Plan], layers: list[str] | None) -> Iterator[str]:
     last = None
     for section, feature, selected, targets in plans:
         if section != last:
-            yield f"{section}:"
-            if layers is not None:
-                yield f"  selects {len(selected)} of {len(layers)} layers"
+            yield ""
+            if layers is None:
+                yield f"{section}:"
+            else:
+                yield f"{section}: {len(selected)} of {_count(len(layers), 'layer')}"
                 yield from (f"    {name}" for name in selected)
         last = section
         yield f"  {feature}"
-        for gemm, tensor, schedule in targets:
-            where = " in ".join(filter(None, (tensor, gemm))) or "everything"
-            yield f"    {where}: {_steps(schedule)}"
-        if not targets:
-            yield "    nothing"
+        yield from (f"    {line}" for line in _timetable(targets))
+
+
+def _timetable(targets: list[Target]) -> list[str]:
+    """Lines like `activation, weight in fprop: every 10 steps`, one for each schedule and gemm."""
+    tensors: dict[tuple[str, str], list[str]] = {}
+    for gemm, tensor, schedule in targets:
+        tensors.setdefault((_steps(schedule), gemm), []).append(tensor)
+    gemms: dict[tuple[str, str], list[str]] = {}
+    for (steps, gemm), names in tensors.items():
+        gemms.setdefault((steps, ", ".join(filter(None, names))), []).append(gemm)
+    return [
+        f"{' in '.join(filter(None, (names, ', '.join(filter(None, used))))) or 'all'}: {steps}"
+        for (steps, names), used in gemms.items()
+    ] or ["nothing"]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _steps(schedule: _engine.Schedule) -> str:

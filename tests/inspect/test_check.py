@@ -52,6 +52,8 @@ def test_prints_what_a_configuration_would_do(
 ) -> None:
     assert check(folder, CONFIG) == 0
     assert capsys.readouterr().out.splitlines() == [
+        f"{folder / 'config.yaml'}: valid, 1 of 1 section enabled",
+        "",
         "watched:",
         "  CheckedFeature",
         "    activation: every 10 steps, 5 to 100",
@@ -99,9 +101,11 @@ def test_names_the_layers_of_a_model(
     monkeypatch.syspath_prepend(str(folder))
     config = CONFIG.replace("LAYERS", layers)
     assert check(folder, config, "--model", "checked_model:build") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"  selects {len(selected)} of 4 layers"
-    assert [line.strip() for line in lines[2 : 2 + len(selected)]] == selected
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[2] == f"watched: {len(selected)} of 4 layers"
+    assert [line.strip() for line in lines[3 : 3 + len(selected)]] == selected
+    assert ("warning: watched: selects no layer of the model" in captured.err) == (not selected)
 
 
 @pytest.mark.parametrize("model", ["no_colon", "no_such_module:build", "json:no_such_function"])
@@ -110,4 +114,85 @@ def test_an_unusable_argument_exits_with_2(
 ) -> None:
     assert check(folder, CONFIG, "--model", model) == 2
     assert capsys.readouterr().err.startswith("check: ")
-    assert main(["check", str(folder / "missing.yaml")]) == 2
+    missing = str(folder / "missing.yaml")
+    assert main(["check", missing]) == 2
+    assert capsys.readouterr().err == f"check: {missing}: No such file or directory\n"
+
+
+BUILT_IN = """
+projection:
+  enabled: True
+  layers: {layer_types: [proj]}
+  transformer_engine:
+    DisableFP8Layer: {enabled: True}
+backward:
+  enabled: True
+  layers: {exact_layer_names: [model.0.fc1]}
+  transformer_engine:
+    DisableFP8GEMM: {enabled: True, gemms: [dgrad, wgrad]}
+    FakeQuant:
+      enabled: True
+      quant_format: FP8E4M3
+      gemms_struct:
+      - {gemm: dgrad, tensors: [gradient, weight]}
+      - {gemm: wgrad, tensors: [gradient]}
+later:
+  enabled: False
+  layers: {layer_types: [all]}
+  transformer_engine:
+    DisableFP8Layer: {enabled: True}
+"""
+
+
+def test_gathers_what_has_one_schedule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert check(folder, BUILT_IN) == 0
+    assert capsys.readouterr().out.split("enabled\n")[1].splitlines() == [
+        "",
+        "projection:",
+        "  DisableFP8Layer",
+        "    all: every step",
+        "",
+        "backward:",
+        "  DisableFP8GEMM",
+        "    dgrad, wgrad: every step",
+        "  FakeQuant",
+        "    weight, gradient in dgrad: every step",
+        "    gradient in wgrad: every step",
+        "",
+        "later: disabled",
+    ]
+
+
+FACTORY = """
+import train_gpt
+from gpt.model import build_model
+
+
+def build():
+    options = train_gpt.make_parser().parse_args(["--device", "cpu"])
+    return build_model(train_gpt.settings_of(options))
+"""
+
+
+def test_the_example_selects_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "factory_of_example.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    example = Path(__file__).parents[2] / "examples" / "config.yaml"
+    config = tmp_path / "config.yaml"
+    config.write_text(example.read_text().replace("enabled: False", "enabled: True"))
+    assert main(["check", str(config), "--model", "factory_of_example:build"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith(f"{config}: valid, 3 of 3 sections enabled\n")
+    assert "statistics_of_all_layers: 9 of 9 layers\n    layer1.self_" in captured.out
+    assert "fp8_health_of_the_mlp: 4 of 9 layers\n" in captured.out
+    assert "head_without_fp8: 1 of 9 layers\n    head\n" in captured.out  # its name in training
+
+
+def test_an_empty_configuration_is_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(folder, "") == 0
+    assert capsys.readouterr().out == f"{folder / 'config.yaml'}: valid, no sections\n"
