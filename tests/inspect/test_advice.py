@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from synthetic_run import ill, record, write_records, write_run, write_series
 
+from nvdlfw_inspect import _engine
+from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.registry import import_built_in
 from nvdlfw_inspect.report.advice import TELL, Advice, advise, combined_yaml, headline, to_yaml
 from nvdlfw_inspect.report.combine import combine
 from nvdlfw_inspect.report.records import read_run
@@ -13,15 +16,32 @@ from nvdlfw_inspect.report.rules import RULES, Level
 from nvdlfw_inspect.report.verdicts import judge
 
 yaml = pytest.importorskip("yaml")
+pytest.importorskip("torch")  # the built-in features, whose rules advice has to keep
 LAYER = "model.0.fc1"
+NAMESPACE = "transformer_engine"
 
 
 def advice_on(logdir: Path) -> list[Advice]:
     return advise(judge(read_run(logdir)))
 
 
+def load(text: str) -> dict:
+    """What a config says to the engine; to PyYAML it says the same."""
+    import_built_in()
+    loaded = engine().load(text.encode(), "advice.yaml")
+    assert (loaded.errors, loaded.warnings) == ([], [])
+    parsed = yaml.safe_load(text)
+    assert _engine.parse_yaml(text.encode(), "advice.yaml") == parsed
+    features = [(name, feature) for name, s in parsed.items() for feature in s[NAMESPACE]]
+    layers = [name for s in parsed.values() for name in s["layers"].get("exact_layer_names", [])]
+    plans = loaded.plans(layers)
+    assert [plan[:2] for plan in plans] == features
+    assert all(selected and targets for _, _, selected, targets in plans if layers)
+    return parsed
+
+
 def section(piece: Advice) -> dict:
-    (found,) = yaml.safe_load(piece.yaml).values()
+    (found,) = load(piece.yaml).values()
     assert found["enabled"] is True
     assert all(feature["enabled"] is True for feature in found["transformer_engine"].values())
     return found
@@ -106,8 +126,9 @@ def test_most_urgent_comes_first(tmp_path: Path) -> None:
         "dead",
         "growth",
     ]
-    names = [next(iter(yaml.safe_load(piece.yaml))) for piece in advice]
+    names = [next(iter(load(piece.yaml))) for piece in advice]
     assert len(set(names)) == len(names)  # so that sections can stand in one file
+    load(combined_yaml(advice))
 
 
 def test_combined_config_has_each_layer_once(tmp_path: Path) -> None:
@@ -121,7 +142,7 @@ def test_combined_config_has_each_layer_once(tmp_path: Path) -> None:
     records += [record(i, "w", "weight", "underflows%", 20.0) for i in range(40)]
     records += [record(40, "w", "gradient", "std", math.nan)]
     records += [record(40, "v", "gradient", "cur_amax", 1.0)]
-    config = yaml.safe_load(combined_yaml(advice_on(write_records(tmp_path, records))))
+    config = load(combined_yaml(advice_on(write_records(tmp_path, records))))
     acts = {
         tuple(sorted(s["layers"]["exact_layer_names"])): s["transformer_engine"]
         for s in config.values()
@@ -157,6 +178,32 @@ def test_united_schedules_keep_what_each_piece_asked_for() -> None:
     }
 
 
+@pytest.mark.parametrize("tensor", ["activation", "weight", "gradient", "output", "dgrad", "wgrad"])
+def test_all_that_can_be_wrong_with_a_tensor_loads(tmp_path: Path, tensor: str) -> None:
+    series = {
+        "underflows%": [50.0] * 40,
+        "fp8_current_scaling_overflows%": [0.0] * 40,
+        "overflows%": [50.0] * 40,
+        "mse": [1.0] * 40,
+        "std": [1.0] * 40,
+        "cur_amax": [1.0] * 20 + [1e6] * 20,
+        "dynamic_range": [60.0] * 40,
+        "l2_norm": [0.0] * 40,
+        "mean": [1.0] * 39 + [math.inf],
+    }
+    records = [
+        record(i, layer, tensor, name, value)
+        for layer in ("a.fc1", "on", "b: c")
+        for name, values in series.items()
+        for i, value in enumerate(values)
+    ]
+    advice = advice_on(write_records(tmp_path, records))
+    assert len(advice) >= 3
+    for piece in advice:
+        section(piece)
+    load(combined_yaml(advice))
+
+
 def test_healthy_run_has_none(tmp_path: Path) -> None:
     verdicts = judge(read_run(write_run(tmp_path, blocks=1)))
     assert advise(verdicts) == []
@@ -167,4 +214,6 @@ def test_healthy_run_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.b-0_c", "on", "1e3", "x: y", 'q"', "- #", "*a", "ü", "null"])
 def test_names_survive_yaml(name: str) -> None:
     config = {"s": {"layers": [name, "b"], "long": [name] * 30, name: {"enabled": True, "n": 3}}}
-    assert yaml.safe_load(to_yaml(config)) == config
+    text = to_yaml(config)
+    assert yaml.safe_load(text) == config
+    assert _engine.parse_yaml(text.encode(), "names.yaml") == config
