@@ -68,7 +68,9 @@ def print_summary(
         console.print(text.assemble((f"{piece.level.word:6}", STYLES[piece.level]), piece.title))
     console.print(text(f"{tally(verdicts)}\n{extent(verdicts)}", style="dim"))
     table = table_of(verdicts, limit)
-    console.print(_drawn(table))
+    with console.capture() as drawn:
+        console.print(_drawn(table))
+    console.file.write("".join(f"{line.rstrip()}\n" for line in drawn.get().splitlines()))
     if table.left_out:
         console.print(text(f"... and {table.left_out:,} more rows", style="dim"))
     if advice:

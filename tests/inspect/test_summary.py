@@ -37,6 +37,7 @@ def test_worst_layers_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert summary(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "bad   NaN in model.layers.7.layernorm_mlp.fc2 since step 276"
+    assert lines == [line.rstrip() for line in lines]
     rows = [line.split() for line in lines if re.match(r" *(bad|watch|ok) +model\.", line)]
     assert len(rows) == 20
     assert rows[0][:7] == [
