@@ -112,7 +112,7 @@ def test_bad_arguments(error, message, arguments):
         (ValueError, r"attention_dropout in \[0, 1\]", {"attention_dropout": 1.5}),
         (ValueError, "attention_type 'self' or 'cross'", {"attention_type": "both"}),
         (ValueError, "expected attn_mask_type in", {"attn_mask_type": "upper"}),
-        (NotImplementedError, "softmax_type='learnable'", {"softmax_type": "learnable"}),
+        (ValueError, "softmax_type in .vanilla, off-by-one, learn", {"softmax_type": "sink"}),
         (NotImplementedError, "return_max_logit=True", {"return_max_logit": True}),
         (NotImplementedError, "tp_size=2", {"tp_size": 2}),
     ],

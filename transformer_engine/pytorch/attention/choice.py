@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     grouped: bool = False
     empty: bool = False
     repeatable: bool = False
+    softmax_type: str = "vanilla"
 
 
 class Requirement(NamedTuple):
@@ -67,6 +68,10 @@ BACKENDS = (
             Requirement(
                 lambda problem, allowed: problem.bias_type == "no_bias",
                 "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
+            ),
+            Requirement(
+                lambda problem, allowed: problem.softmax_type == "vanilla",
+                "has no sink in its softmax; use softmax_type='vanilla'",
             ),
             Requirement(
                 lambda problem, allowed: not problem.grouped or _SDPA_HAS_GROUPS,
@@ -113,11 +118,12 @@ def _choose(problem: Problem, allowed: AttentionVariables) -> Backend:
     raise ValueError(f"[attention] no dot product attention backend is available:{reasons}")
 
 
-def choose(device: str, bias_type: str, grouped: bool, empty: bool) -> Backend:
+def choose(device: str, bias_type: str, grouped: bool, empty: bool, softmax_type: str) -> Backend:
     """The backend for a problem, see `Problem`; ValueError with every backend's reason."""
     allowed = attention_variables()
     repeatable = not allowed.nondeterministic or torch.are_deterministic_algorithms_enabled()
-    return _choose(Problem(device, bias_type, grouped, empty, repeatable), allowed)
+    problem = Problem(device, bias_type, grouped, empty, repeatable, softmax_type)
+    return _choose(problem, allowed)
 
 
 def attention_backends(problem: Problem) -> dict[str, str | None]:

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.attention.masks import (
 )
 from transformer_engine.pytorch.attention.recompute import recomputed
 from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.sink import NO_SINK, Sink
 
 AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -113,6 +114,7 @@ class Call(NamedTuple):
     scale: float
     dropout: Dropout
     checkpoint: bool
+    sink: Sink = NO_SINK
 
 
 def attention(
@@ -206,30 +208,31 @@ def _attend(
             mask = build_mask(rule, shape[2], shape[3], padding, arbitrary)
         bias = _score_bias(call, shape, padding, query.device)
     empty = query.numel() == 0 or key.numel() == 0
-    backend = choose(query.device.type, call.bias.type, grouped, empty)
+    kind, sink = call.sink
+    backend = choose(query.device.type, call.bias.type, grouped, empty, kind)
     if call.dropout.p == 0.0 and not call.checkpoint:
-        return backend.attend(query, key, value, mask, call.scale, 0.0, bias)
-    attend = partial(_attend_randomly, backend.attend, mask, call.scale, call.dropout)
+        return backend.attend(query, key, value, mask, call.scale, 0.0, bias, sink)
+    attend = partial(_attend_randomly, backend.attend, (mask, call.scale), call.dropout)
     if call.checkpoint and backend.keeps_scores and torch.is_grad_enabled():
-        return recomputed(attend, call.dropout.tracker, query, key, value, bias)
-    return attend(query, key, value, bias)
+        return recomputed(attend, call.dropout.tracker, query, key, value, bias, sink)
+    return attend(query, key, value, bias, sink)
 
 
 def _attend_randomly(
     backend_attend: Callable[..., torch.Tensor],
-    mask: Mask,
-    scale: float,
+    mask_and_scale: tuple[Mask, float],
     dropout: Dropout,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     if dropout.tracker is None:
-        return backend_attend(query, key, value, mask, scale, dropout.p, bias)
+        return backend_attend(query, key, value, *mask_and_scale, dropout.p, bias, sink)
     fork: AbstractContextManager[None] = dropout.tracker.fork()
     with fork:
-        return backend_attend(query, key, value, mask, scale, dropout.p, bias)
+        return backend_attend(query, key, value, *mask_and_scale, dropout.p, bias, sink)
 
 
 def _arbitrary_mask(

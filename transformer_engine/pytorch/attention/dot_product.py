@@ -27,9 +27,11 @@ from transformer_engine.pytorch.attention.masks import (
     bottom_right,
     mask_rule,
 )
+from transformer_engine.pytorch.attention.sink import NO_SINK, Sink, check_softmax_type
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
+from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
 
 
 class DotProductAttention(OptionalExtraState, nn.Module):
@@ -56,7 +58,8 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
         cp_comm_type: how context parallel ranks communicate.
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
-        softmax_type: `vanilla`.
+        softmax_type: `vanilla`, `off-by-one` or `learnable`, see `sink.py`; the last one learns
+            `softmax_offset [num_attention_heads]`, zeros at first.
         return_max_logit: not implemented.
         name: name of the layer.
 
@@ -66,6 +69,8 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         >>> attention(q, k, v).shape
         torch.Size([16, 2, 512])
     """
+
+    softmax_offset: nn.Parameter
 
     def __init__(
         self,
@@ -95,7 +100,6 @@ class DotProductAttention(OptionalExtraState, nn.Module):
     ) -> None:
         super().__init__()
         refuse_parallel_sizes("DotProductAttention", tp_group, tp_size, sequence_parallel)
-        _refuse_unimplemented(softmax_type=(softmax_type, "vanilla"))
         _refuse_unimplemented(return_max_logit=(return_max_logit, False))
         if attention_type not in ("self", "cross"):
             raise ValueError(
@@ -129,11 +133,28 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         if softmax_scale is None:
             softmax_scale = 1.0 / math.sqrt(self.key_channels)
         self.softmax_scale = softmax_scale
+        self._add_sink(softmax_type)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
         self.tp_group = tp_group
         self.name = name
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _add_sink(self, softmax_type: str) -> None:
+        self.softmax_type = check_softmax_type(softmax_type)
+        self._parameter_set = ParameterSet(self, None)
+        if softmax_type == "learnable":
+            offset = ParameterSpec("softmax_offset", (self.num_attention_heads,), nn.init.zeros_)
+            self._parameter_set.create([offset], torch.get_default_dtype(), None)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Start `softmax_offset`, if there is one, at zero again; on meta it gets memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group, of one rank so far."""
@@ -239,7 +260,6 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             self.window_size if window_size is None else as_window(window_size),
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
-        p = self.attention_dropout if self.training else 0.0
         call = Call(
             shape,
             attention_mask,
@@ -247,11 +267,23 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             of_key,
             bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
             self.softmax_scale,
-            NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker()),
+            self._dropout(),
             checkpoint_core_attention,
+            self._sink(query.device),
         )
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)
+
+    def _sink(self, device: torch.device) -> Sink:
+        if self.softmax_type == "vanilla":
+            return NO_SINK
+        if self.softmax_type == "learnable":
+            return Sink("learnable", self.softmax_offset)
+        return Sink(self.softmax_type, torch.zeros(self.num_attention_heads, device=device))
+
+    def _dropout(self) -> Dropout:
+        p = self.attention_dropout if self.training else 0.0
+        return NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker())
 
     def _tracker(self) -> Any:
         """RNG states of dropout: with sequence parallelism all ranks draw alike."""

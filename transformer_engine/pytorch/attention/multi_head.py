@@ -17,7 +17,7 @@ from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.names import layer_name
-from transformer_engine.pytorch.modules.parameters import InitMethod
+from transformer_engine.pytorch.modules.parameters import InitMethod, default_device
 
 
 class MultiheadAttention(nn.Module):
@@ -61,7 +61,7 @@ class MultiheadAttention(nn.Module):
             `L2Normalization` (to length 1, without parameters); None does not.
         qk_norm_eps: added to the mean square, variance or sum of squares of a head.
         qk_norm_before_rope: normalise before the rotation instead of after it.
-        softmax_type: `vanilla`.
+        softmax_type: see `DotProductAttention`.
         seq_length: without effect.
         micro_batch_size: without effect.
         return_input: also return the input, see `LayerNormLinear`; needs `input_layernorm`.
@@ -188,7 +188,7 @@ class MultiheadAttention(nn.Module):
             bottom_right_diagonal=bottom_right_diagonal,
             softmax_type=softmax_type,
             name=f"{self.name}.core_attention",
-        )
+        ).to(default_device(device))
         self.proj = Linear(
             self.layout.query_features,
             hidden_size,

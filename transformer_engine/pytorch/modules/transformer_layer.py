@@ -81,7 +81,7 @@ class TransformerLayer(nn.Module):
         qk_norm_type: norm of the heads of queries and keys, see `MultiheadAttention`.
         qk_norm_eps: of that norm.
         qk_norm_before_rope: see `MultiheadAttention`.
-        softmax_type: `vanilla`.
+        softmax_type: see `DotProductAttention`.
         name: name of the layer; its children are `<name>.self_attention`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
 

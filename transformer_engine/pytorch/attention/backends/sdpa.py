@@ -24,9 +24,10 @@ def attend(
     scale: float,
     dropout: float,
     bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
-    assert bias is None, "the table of requirements refuses a bias"
+    assert bias is None and sink is None, "the table of requirements refuses them"
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
     per_group = query.shape[1] // max(1, key.shape[1])
     if mask.full or mask.causal:

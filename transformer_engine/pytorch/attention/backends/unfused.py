@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
@@ -30,6 +31,21 @@ class _MaskedSoftmax(torch.autograd.Function):
         return softmax_backward(grad.contiguous(), probabilities, 1.0), None, None, None, None
 
 
+def _softmax_with_sink(scores: torch.Tensor, mask: Mask, sink: torch.Tensor) -> torch.Tensor:
+    """Weights of the keys, where every query sees the sink as one more key.
+
+    A query that sees no key gives all to the sink: its weights are zero, and so is its gradient.
+    """
+    batch, heads, queries, keys = scores.shape
+    hidden = mask.dense(queries, keys, scores.device)
+    if hidden is not None:
+        hidden = pad(hidden.expand(*hidden.shape[:-1], keys), (0, 1))
+    column = sink.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    with_sink = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    weights: torch.Tensor = _MaskedSoftmax.apply(with_sink, hidden, -1, -1, 0)
+    return weights[..., :keys]
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -38,6 +54,7 @@ def attend(
     scale: float,
     dropout: float,
     bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + bias) @ value, over the keys that the mask lets through.
 
@@ -56,13 +73,16 @@ def attend(
     ).view(batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias.float()
-    probabilities = _MaskedSoftmax.apply(
-        scores, mask.hidden, mask.left, mask.right, mask.diagonal
-    ).to(query.dtype)
+    if sink is None:
+        probabilities = _MaskedSoftmax.apply(
+            scores, mask.hidden, mask.left, mask.right, mask.diagonal
+        ).to(query.dtype)
+    else:
+        probabilities = _softmax_with_sink(scores, mask, sink).to(query.dtype)
     if dropout > 0.0:
         probabilities = torch.nn.functional.dropout(probabilities, dropout)
     out = torch.bmm(
-        probabilities.view(batch * groups, rows, keys),
+        probabilities.reshape(batch * groups, rows, keys),
         value.reshape(batch * groups, keys, value.shape[-1]),
     )
     return out.view(batch, heads, queries, value.shape[-1])
