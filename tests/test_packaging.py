@@ -18,6 +18,19 @@ def test_inspect_imports_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    ("package", "extension"), [("nvdlfw_inspect", "_engine"), ("transformer_engine", "_C")]
+)
+def test_a_source_tree_says_what_it_lacks(tmp_path: Path, package: str, extension: str) -> None:
+    (tmp_path / package).mkdir()
+    source = ROOT / package / "__init__.py"
+    (tmp_path / package / "__init__.py").write_text(source.read_text())
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {package} import {extension}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"expected the extension module {extension} in {tmp_path}" in done.stderr
+    assert "start Python with -P" in done.stderr
+
+
 def test_inspect_carries_its_own_yaml_cpp() -> None:
     """The wheel must import where no libyaml-cpp is installed."""
     if not any("_engine" in str(file) for file in metadata_files()):

@@ -25,4 +25,13 @@ __all__ = ["__version__", "common", "pytorch"]
 def __getattr__(name: str) -> Any:
     if name in ("common", "pytorch"):
         return import_module(f"{__name__}.{name}")
+    if name == "_C":  # looked up before it is imported as a submodule
+        try:
+            return import_module(f"{__name__}._C")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"[transformer_engine] expected the extension module _C in {__path__[0]}, got "
+                "none: this is a source tree, which hides an installed package; start Python with "
+                "-P or in another folder, or build in place (CONTRIBUTING.md)"
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
