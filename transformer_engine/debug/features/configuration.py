@@ -1,12 +1,18 @@
-"""How features read what a configuration says for a tensor."""
+"""What features share: tensors to choose from, and when and how they are called."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.registry import api_method
 from transformer_engine.debug.schedules import end_of_run
+
+OPERANDS = ("activation", "gradient", "weight")
+TENSORS = (*OPERANDS, "output", "wgrad", "dgrad")
 
 
 class Scheduled:
@@ -21,6 +27,31 @@ class Scheduled:
         if schedule.due(iteration):
             return True, end_of_run(schedule, iteration)
         return False, schedule.next(iteration)
+
+
+class Modifying:
+    """Base of features that replace tensors, in every iteration."""
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Yes, in every iteration."""
+        return True, None
+
+    def log_call(self, layer_name: str, gemm: str, tensor_name: str) -> None:
+        """One line for every layer, gemm and tensor."""
+        if api.DEBUG_MANAGER is not None:
+            text = f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}"
+            api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
+
+
+def delivered(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    """What `modify_tensor` returns: the tensor, or None after writing it into `out`."""
+    if out is None:
+        return made
+    out.copy_(made)
+    return None
 
 
 def named(stats: Any) -> list[Any]:

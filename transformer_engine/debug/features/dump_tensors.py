@@ -13,8 +13,7 @@ from nvdlfw_inspect import api
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from nvdlfw_inspect.utils import get_distributed_rank
-from transformer_engine.debug.features.configuration import Scheduled
-from transformer_engine.debug.features.log_tensor_stats import TENSORS
+from transformer_engine.debug.features.configuration import TENSORS, Scheduled
 from transformer_engine.pytorch.dtypes import FP8_NAMES
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 

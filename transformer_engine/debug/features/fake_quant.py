@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvdlfw_inspect import api
 from nvdlfw_inspect.base import Choice, FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features.configuration import TENSORS, Modifying, delivered
 from transformer_engine.debug.scaling import fake_quantize
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 
@@ -16,7 +16,7 @@ FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2, "E4M3": E4M3, "E5M2": E5M2}
 
 
 @Registry.register_feature(namespace="transformer_engine")
-class FakeQuant:
+class FakeQuant(Modifying):
     """Round tensors to what FP8 can hold, with a scale per tensor, and run GEMMs in high precision.
 
     The GEMMs that are named run in high precision, whatever the recipe.
@@ -45,7 +45,7 @@ class FakeQuant:
 
     CONFIG: ClassVar = FeatureConfig(
         keys={"quant_format": Choice(*FORMATS, required=True), "margin": "int"},
-        tensors=("activation", "gradient", "weight", "output", "wgrad", "dgrad"),
+        tensors=TENSORS,
         gemms=True,
         aliases=("FakeQuantFp8",),
         conflicts=("PerTensorScaling",),
@@ -59,13 +59,6 @@ class FakeQuant:
         return False, None
 
     @api_method
-    def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Yes, in every iteration."""
-        return True, None
-
-    @api_method
     def modify_tensor(
         self,
         config: dict[str, Any],
@@ -77,13 +70,7 @@ class FakeQuant:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """Round; into `out` where it is given."""
-        if api.DEBUG_MANAGER is not None:
-            text = f"Feature=FakeQuant, API=process_tensor: {gemm}, {tensor_name}"
-            api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
+        self.log_call(layer_name, gemm, tensor_name)
         format = FORMATS[str(config["quant_format"]).upper()]
         wanted = dtype or (tensor.dtype if out is None else out.dtype)
-        made = fake_quantize(tensor, format, config.get("margin") or 0, wanted)
-        if out is None:
-            return made
-        out.copy_(made)
-        return None
+        return delivered(fake_quantize(tensor, format, config.get("margin") or 0, wanted), out)

@@ -8,7 +8,7 @@ import torch
 
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
-from transformer_engine.debug.features.configuration import Scheduled, named
+from transformer_engine.debug.features.configuration import OPERANDS, Scheduled, named
 from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.session import collector
 from transformer_engine.debug.statistics.subscription import Source, Subscription
@@ -58,7 +58,7 @@ class LogFp8TensorStats(Scheduled):
 
     CONFIG: ClassVar = FeatureConfig(
         statistics=tuple(_NAMES),
-        tensors=("activation", "gradient", "weight"),
+        tensors=OPERANDS,
         scheduled=True,
         aliases=("LogFp8Stats",),
     )

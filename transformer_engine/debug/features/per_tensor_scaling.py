@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvdlfw_inspect import api
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
+from transformer_engine.debug.features import configuration
+from transformer_engine.debug.features.configuration import Modifying, delivered
 from transformer_engine.debug.names import OPERANDS
 from transformer_engine.debug.scaling import cast
 
 
 @Registry.register_feature(namespace="transformer_engine")
-class PerTensorScaling:
+class PerTensorScaling(Modifying):
     """Cast operands to FP8 with a scale from the tensor in hand instead of its history.
 
     The format is the recipe's. A GEMM that another feature, or the recipe, runs in high precision
@@ -40,18 +41,11 @@ class PerTensorScaling:
 
     CONFIG: ClassVar = FeatureConfig(
         keys={"margin": "int"},
-        tensors=("activation", "gradient", "weight"),
+        tensors=configuration.OPERANDS,
         gemms=True,
         conflicts=("FakeQuant",),
     )
     makes_fp8 = True
-
-    @api_method
-    def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Yes, in every iteration."""
-        return True, None
 
     @api_method
     def modify_tensor(
@@ -75,12 +69,7 @@ class PerTensorScaling:
                 "[PerTensorScaling] expected a quantizer of an FP8 recipe, got none: there is no"
                 " format to cast to"
             )
-        if api.DEBUG_MANAGER is not None:
-            text = f"Feature=PerTensorScaling, API=process_tensor: {gemm}, {tensor_name}"
-            api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
+        self.log_call(layer_name, gemm, tensor_name)
         columnwise = OPERANDS[tensor_name].columnwise == gemm
         made = cast(tensor, int(default_quantizer.dtype), config.get("margin") or 0, columnwise)
-        if out is None:
-            return made
-        out.copy_(made)
-        return None
+        return delivered(made, out)
