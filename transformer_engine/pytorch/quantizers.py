@@ -234,7 +234,6 @@ class GemmQuantizers:
         "input",
         "native",
         "output",
-        "plain",
         "weight",
         "wgrad",
         "wrapped",
@@ -257,7 +256,6 @@ class GemmQuantizers:
         self.wgrad = wgrad or IDENTITY
         self.fp8 = isinstance(input, Fp8Quantizer)
         self.wrapped = False  # somebody looks at these GEMMs
-        self.plain = all(q is None for q in (input, weight, grad_output, output, dgrad, wgrad))
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         # They do nothing but call `_C`, the same for every tensor of a shape.
         self.native = all(type(quantizer) in _NATIVE for quantizer in six)

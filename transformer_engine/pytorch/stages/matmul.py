@@ -65,7 +65,6 @@ class _Plan:
         "needs_bias",
         "needs_input",
         "needs_weight",
-        "plain",
         "quantizers",
         "recording",
         "weight_demand",
@@ -78,7 +77,6 @@ class _Plan:
         self.first_microbatch = run.first_microbatch
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
-        self.plain = quantizers.plain
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
         self.needs_input = any(run.needs[:slot])
