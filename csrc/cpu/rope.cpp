@@ -37,13 +37,17 @@ void run(const RopeArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (shape.heads * shape.size));
   parallel_for(shape.sequence * shape.batch, grain, [&](int64_t first, int64_t last) {
     std::vector<float> cosine(static_cast<size_t>(shape.turned)), sine(cosine.size());
+    int64_t made = -1;  // the position of which these are
     for (int64_t token = first; token < last; ++token) {
       const int64_t s = token / shape.batch, b = token % shape.batch;
-      const float* angle = args.freqs.ptr<float>() + positions.of(s, b) * shape.turned;
-      std::transform(angle, angle + shape.turned, cosine.begin(),
-                     [](float f) { return std::cos(f); });
-      std::transform(angle, angle + shape.turned, sine.begin(),
-                     [](float f) { return std::sin(f); });
+      if (const int64_t position = positions.of(s, b); position != made) {
+        const float* angle = args.freqs.ptr<float>() + position * shape.turned;
+        for (size_t i = 0; i < cosine.size(); ++i) {
+          cosine[i] = std::cos(angle[i]);
+          sine[i] = std::sin(angle[i]);
+        }
+        made = position;
+      }
       const T* x = args.x.ptr<T>() + s * shape.x_sequence + b * shape.x_batch;
       T* out = args.out.ptr<T>() + s * shape.out_sequence + b * shape.out_batch;
       for (int64_t h = 0; h < shape.heads; ++h)
