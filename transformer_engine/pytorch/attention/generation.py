@@ -38,10 +38,12 @@ class CachedStep:
         value: torch.Tensor,
         qkv_format: str,
     ) -> None:
+        assert params.cache_manager is not None
+        longest = max(params.cache_manager.new, default=0)  # known here: nobody waits for a device
         step = params.step(layer_number or 1, key, value, qkv_format)
         batch = step.keys.shape[0]
         self.keys, self.values = step.keys, step.values
-        self.of_query = Sequences(step.cu_seqlens_q[: batch + 1])
+        self.of_query = Sequences(step.cu_seqlens_q[: batch + 1], longest=longest)
         self.of_key = Sequences(step.cu_seqlens_kv[: batch + 1], longest=step.max_seqlen_kv)
         self.qkv_format = qkv_format
         self._packed: formats.PackedRows | None = None
@@ -58,7 +60,8 @@ class CachedStep:
         if self.qkv_format == "thd":
             cu_seqlens = self.of_query.cu_seqlens
             assert cu_seqlens is not None
-            self._packed = formats.packed_rows(query.shape[0], cu_seqlens, None, None)
+            longest = self.of_query.longest
+            self._packed = formats.packed_rows(query.shape[0], cu_seqlens, None, longest)
             query = formats.pad_sequences(query, self._packed)
         elif self.qkv_format == "sbhd":
             query = query.transpose(0, 1)

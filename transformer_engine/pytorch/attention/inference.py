@@ -183,7 +183,7 @@ class InferenceParams:
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
         """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`."""
         if self.cache_manager is not None:
-            starts = self.cache_manager.lengths_before().to(query.device)
+            starts = self.cache_manager.lengths_before(query.device)
             return angles, starts, self.cache_manager.new_ends(query.device)
         return tuple(one[self.sequence_len_offset :] for one in angles), None, None
 

@@ -6,7 +6,8 @@ rows of `[heads, size]`, one per token. Managers differ only in which row a toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class KVCacheManager:
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.lengths: dict[Any, int] = {}  # of each sequence after this step, in batch order
         self.new: list[int] = []  # tokens of this step, likewise
-        self._indices: dict[Any, torch.Tensor] = {}  # of this step, shared by all layers
+        self._of_step: dict[Any, torch.Tensor] = {}  # made once a step, shared by all layers
 
     def rows_of_layer(self) -> int:
         """Rows of a layer's cache."""
@@ -116,12 +117,22 @@ class KVCacheManager:
         self.make_room(kept, lengths)
         self.lengths = lengths
         self.new = [step_dict[name] for name in lengths]
-        self._indices.clear()
+        self._of_step.clear()
 
-    def lengths_before(self) -> torch.Tensor:
+    def _once(self, what: Any, device: torch.device, make: Callable[[], list[int]]) -> torch.Tensor:
+        """A list of this step as an int64 tensor."""
+        key = (what, device)
+        if key not in self._of_step:
+            self._of_step[key] = torch.tensor(make(), dtype=torch.int64, device=device)
+        return self._of_step[key]
+
+    def lengths_before(self, device: torch.device | None = None) -> torch.Tensor:
         """int32 `[batch]`, tokens of each sequence before this step."""
-        before = [n - new for n, new in zip(self.lengths.values(), self.new, strict=True)]
-        return torch.tensor(before, dtype=torch.int32, device=self._device())
+
+        def make() -> list[int]:
+            return [n - new for n, new in zip(self.lengths.values(), self.new, strict=True)]
+
+        return self._once("before", device or self._device(), make).to(torch.int32)
 
     def _device(self) -> torch.device:
         for keys, _ in self.cache.values():
@@ -152,19 +163,19 @@ class KVCacheManager:
             cache.index_copy_(0, rows, packed.to(cache.dtype))
         longest = max(self.lengths.values(), default=0)
         keys, values = self.gathered(layer_number, longest)
-        ends_q = self._ends(self.new, new_k.device)
-        ends_kv = self._ends(list(self.lengths.values()), new_k.device)
+        ends_q = self._ends("new", self.new, new_k.device)
+        ends_kv = self._ends("all", list(self.lengths.values()), new_k.device)
         return Step(keys, values, ends_q, ends_kv, longest, f"{qkv_format}_2bshd")
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[batch, longest, heads, size]`."""
         batch = len(self.lengths)
         keys, values = self.cache[layer_number]
-        key = (longest, keys.device)
-        if key not in self._indices:
-            rows = [self.row(slot, token) for slot in range(batch) for token in range(longest)]
-            self._indices[key] = torch.tensor(rows, dtype=torch.int64, device=keys.device)
-        index = self._indices[key]
+        index = self._once(
+            longest,
+            keys.device,
+            lambda: [self.row(slot, token) for slot in range(batch) for token in range(longest)],
+        )
         return (
             keys.index_select(0, index).view(batch, longest, *keys.shape[1:]),
             values.index_select(0, index).view(batch, longest, *values.shape[1:]),
@@ -172,20 +183,20 @@ class KVCacheManager:
 
     def new_ends(self, device: torch.device) -> torch.Tensor:
         """int32 `[batch + 1]`, ends of the new tokens of each sequence, packed."""
-        return self._ends(self.new, device)[: len(self.new) + 1]
+        return self._ends("new", self.new, device)[: len(self.new) + 1]
 
     def _rows(self, device: torch.device) -> torch.Tensor:
         """The rows of this step's new tokens, one sequence after the other."""
-        if device not in self._indices:
-            rows = [
+        lengths = zip(self.lengths.values(), self.new, strict=True)
+        return self._once(
+            "rows",
+            device,
+            lambda: [
                 self.row(slot, token)
-                for slot, (length, new) in enumerate(
-                    zip(self.lengths.values(), self.new, strict=True)
-                )
+                for slot, (length, new) in enumerate(lengths)
                 for token in range(length - new, length)
-            ]
-            self._indices[device] = torch.tensor(rows, dtype=torch.int64, device=device)
-        return self._indices[device]
+            ],
+        )
 
     def _packed(self, x: torch.Tensor, qkv_format: str) -> torch.Tensor:
         """New tokens one sequence after the other, without padding."""
@@ -195,9 +206,10 @@ class KVCacheManager:
             x = x.transpose(0, 1)
         return torch.cat([x[slot, :new] for slot, new in enumerate(self.new)])
 
-    def _ends(self, lengths: list[int], device: torch.device) -> torch.Tensor:
-        padded = lengths + [0] * (self.max_batch_size - len(lengths))
-        return torch.tensor([0, *padded], device=device).cumsum(0).to(torch.int32)
+    def _ends(self, what: str, lengths: list[int], device: torch.device) -> torch.Tensor:
+        absent = [0] * (self.max_batch_size - len(lengths))
+        ends = self._once(what, device, lambda: list(accumulate(lengths + absent, initial=0)))
+        return ends.to(torch.int32)
 
 
 class NonPagedKVCacheManager(KVCacheManager):
