@@ -9,7 +9,12 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingMembers,
+    ScalingState,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +60,25 @@ def test_gradients_are_updated_at_the_end_of_backward(device: str) -> None:
     y.backward(torch.full_like(y, 0.5))
     assert layer.scaling[BACKWARD].scale[0].item() == 57344.0 / 0.5
     assert layer.scaling[BACKWARD].amax_history[-1, 0].item() == 0.5
+
+
+def test_a_state_where_a_dead_one_lay_is_updated_itself(device: str) -> None:
+    members = ScalingMembers(DelayedScaling(amax_history_len=4), None, FORWARD)
+    dead = ScalingState(FORWARD, 1, 4, torch.device(device))
+    members.add(dead)
+    members.update()
+    address, old_scale, old_history = id(dead), dead.scale, dead.amax_history
+    del dead
+    elsewhere = []
+    while id(state := ScalingState(FORWARD, 1, 4, torch.device(device))) != address:
+        elsewhere.append(state)
+        assert len(elsewhere) < 10_000
+    members.add(state)
+    state.amax_history[0] = 2.0
+    old_history[0] = 7.0
+    members.update()
+    assert state.scale.item() == 448.0 / 2.0
+    assert old_scale.item() == 1.0
 
 
 def test_margin_format_and_most_recent(device: str) -> None:

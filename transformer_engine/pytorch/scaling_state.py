@@ -77,7 +77,7 @@ class ScalingMembers:
         self.direction = direction
         self._states: list[weakref.ref[ScalingState]] = []
         self._table: torch.Tensor | None = None
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
         self.columns = 0
 
     def add(self, state: ScalingState) -> None:
@@ -95,7 +95,8 @@ class ScalingMembers:
 
     def table(self, states: list[ScalingState]) -> torch.Tensor:
         """int64 `[states, 4]`: history address, scale address, history length, columns."""
-        seen = [(id(state), state.version) for state in states]
+        # References rather than ids: another state may lie where a dead one lay.
+        seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
