@@ -58,7 +58,8 @@ class DebugManager:
         drain: Callables that bring statistics which are still under way into the logs. They run
             before the logs are closed or shown.
         on_change: Callables that get the manager after each step, and None at the end.
-        root_log_dir: Where log files go; "" if there are none.
+        log_dir: Where the caller wants what a session writes.
+        root_log_dir: Where log files go: `log_dir`, or "" if there are none.
         config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
     """
@@ -67,12 +68,14 @@ class DebugManager:
         self,
         session: Session,
         calls: Calls,
-        root_log_dir: str,
         config: LoadedConfig,
+        log_dir: str,
+        has_log_files: bool,
     ) -> None:
         self.drain: list[Callable[[], None]] = []
         self.on_change: list[Callable[[DebugManager | None], None]] = []
-        self.root_log_dir = root_log_dir
+        self.log_dir = log_dir
+        self.root_log_dir = log_dir if has_log_files else ""
         self.config_names = config.names
         self.config_hash = config.hash
         self._config = config

@@ -102,8 +102,7 @@ def start(settings: Settings) -> DebugManager:
     except BaseException:
         Registry.reset()
         raise
-    root = str(settings.log_dir) if settings.logs_to_files else ""
-    manager = DebugManager(session, calls, root, config)
+    manager = DebugManager(session, calls, config, str(settings.log_dir), settings.logs_to_files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:
             manager.log_message(message)

@@ -33,6 +33,15 @@ struct ToPython {
 
 std::string place(const std::string& path) { return path.empty() ? "the configuration" : path; }
 
+int64_t integer(const py::handle& value, const std::string& path) {
+  int overflow = 0;
+  const long long converted = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow != 0)
+    fail(Kind::Value, "config", "expected an integer of at most 64 bits at ", place(path), ", got ",
+         py::str(value).cast<std::string>());
+  return converted;
+}
+
 Node convert(const py::handle& value, const std::string& path, int depth) {
   if (depth > kMaxDepth)
     fail(Kind::Value, "config", "expected at most ", kMaxDepth, " levels at ", place(path),
@@ -42,7 +51,7 @@ Node convert(const py::handle& value, const std::string& path, int depth) {
   if (py::isinstance<py::bool_>(value)) {
     node.value = value.cast<bool>();
   } else if (py::isinstance<py::int_>(value)) {
-    node.value = value.cast<int64_t>();
+    node.value = integer(value, path);
   } else if (py::isinstance<py::float_>(value)) {
     node.value = value.cast<double>();
   } else if (py::isinstance<py::str>(value)) {

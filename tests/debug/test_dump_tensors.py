@@ -1,6 +1,7 @@
 """DumpTensors: files that `torch.load(weights_only=True)` reads."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def test_micro_batches_and_steps_have_files_of_their_own(tmp_path: Path) -> None
         "iter_000002/fc1_activation.pt": 20.0,
         "iter_000002/fc1_activation_microbatch1.pt": 21.0,
     }
+
+
+def test_without_log_files_dumps_still_go_to_log_dir(tmp_path: Path) -> None:
+    with debugging(tmp_path, dump(high_precision_tensor=True), tb_writer=Mock()):
+        inspect("fc1", "activation", torch.ones(2, 2))
+    assert list(files(tmp_path)) == ["iter_000000/fc1_activation.pt"]
 
 
 def test_nothing_to_dump(tmp_path: Path) -> None:

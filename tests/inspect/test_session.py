@@ -77,6 +77,11 @@ def test_failed_initialize_leaves_nothing_behind(
     initialize({"s": section("Counter", tensors=["weight"], gemms=["fprop"])})
 
 
+def test_integers_have_64_bits(initialize: Initialize) -> None:
+    with pytest.raises(ValueError, match=r"at most 64 bits at s.freq, got 9223372036854775808"):
+        initialize({"s": {"freq": 2**63}})
+
+
 @pytest.mark.parametrize("what", ["config", "feature_dirs"])
 def test_missing_paths_are_explained(initialize: Initialize, what: str) -> None:
     with pytest.raises(ValueError, match="need no feature_dirs"):

@@ -105,9 +105,7 @@ class DumpTensors(Scheduled):
             self._iteration = iteration
             self._written.clear()
         name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer}_{tensor}")
-        folder = (
-            Path(manager.root_log_dir or ".") / "tensor_dumps" / f"rank_{get_distributed_rank()}"
-        )
+        folder = Path(manager.log_dir) / "tensor_dumps" / f"rank_{get_distributed_rank()}"
         path = folder / f"iter_{iteration:06d}" / name
         earlier = self._written.get(path, 0)
         self._written[path] = earlier + 1
