@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,10 +186,11 @@ def test_surroundings(monkeypatch):
 
 
 def test_every_variable_that_is_read_is_known():
-    text = Path(_env.__file__).read_text()
-    reads = {line.split('b"')[1].split('"')[0] for line in text.splitlines() if '.get(b"' in line}
-    assert reads
-    assert reads <= set(_env._READ)
+    named = re.findall(r'"((?:NVTE|TE)_\w+)"', Path(_env.__file__).read_text())
+    assert len(named) > 10
+    assert set(named) <= set(_env._READ)
+    documented = set(re.findall(r"\bNVTE_\w+", _env.AttentionVariables.__doc__))
+    assert documented | {"NVTE_DEBUG"} == {name for name in _env._READ if name.startswith("NVTE_")}
 
 
 def test_a_probe_that_fails_is_a_finding(monkeypatch):

@@ -18,38 +18,79 @@ class AttentionVariables(NamedTuple):
         unfused: NVTE_UNFUSED_ATTN, default 1.
         nondeterministic: NVTE_ALLOW_NONDETERMINISTIC_ALGO, default 1; 0 asks for gradients that
             repeat bit for bit.
+        flash2: NVTE_FLASH_ATTN_V2, default 1.
+        flash3: NVTE_FLASH_ATTN_V3, default 1.
+        flash4: NVTE_FLASH_ATTN_V4, default 1.
+        fused_backend: NVTE_FUSED_ATTN_BACKEND: 0 or 1 for 16 bit, 2 for FP8; None for any.
+        flash_backward: NVTE_FUSED_ATTN_USE_FAv2_BWD, default 0.
+        workspace: NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT; None leaves the choice to the backend.
+        debug: NVTE_DEBUG_LEVEL where NVTE_DEBUG=1: 1 tells the backend, 2 why; else 0.
     """
 
     flash: bool = True
     fused: bool = True
     unfused: bool = True
     nondeterministic: bool = True
+    flash2: bool = True
+    flash3: bool = True
+    flash4: bool = True
+    fused_backend: int | None = None
+    flash_backward: bool = False
+    workspace: bool | None = None
+    debug: int = 0
 
 
-_READ = (
+_ATTENTION = (
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_FLASH_ATTN_V2",
+    "NVTE_FLASH_ATTN_V3",
+    "NVTE_FLASH_ATTN_V4",
+    "NVTE_FUSED_ATTN_BACKEND",
+    "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+    "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT",
+    "NVTE_DEBUG",
+    "NVTE_DEBUG_LEVEL",
+)
+_SWITCHES = 7  # that many of them are on unless they are 0
+_READ = (
+    *_ATTENTION,
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
     "TE_NCCL_PATH",
 )
-_NONE_SET = (None, None, None, None)
+_ATTENTION_KEYS = tuple(name.encode() for name in _ATTENTION)
 _DEFAULT = AttentionVariables()
 
 
 def attention_variables() -> AttentionVariables:
     """Read the variables that choose an attention backend, as they are now."""
-    values = (
-        _VARIABLES.get(b"NVTE_FLASH_ATTN"),
-        _VARIABLES.get(b"NVTE_FUSED_ATTN"),
-        _VARIABLES.get(b"NVTE_UNFUSED_ATTN"),
-        _VARIABLES.get(b"NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
-    )
-    if values == _NONE_SET:
+    if _VARIABLES.keys().isdisjoint(_ATTENTION_KEYS):
         return _DEFAULT
-    return AttentionVariables(*(value is None or value.strip() != b"0" for value in values))
+    return parsed_attention_variables()
+
+
+def parsed_attention_variables() -> AttentionVariables:
+    """The same without the quick look beforehand, which torch.compile cannot trace."""
+    values = [os.environ.get(name) for name in _ATTENTION]
+    switches = [value is None or value.strip() != "0" for value in values[:_SWITCHES]]
+    backend, flash_backward, workspace, debug, level = [_number(v) for v in values[_SWITCHES:]]
+    return AttentionVariables._make(
+        (
+            *switches,
+            backend,
+            bool(flash_backward),
+            None if workspace is None else bool(workspace),
+            (level or 0) if debug else 0,
+        )
+    )
+
+
+def _number(value: str | None) -> int | None:
+    text = "" if value is None else value.strip()
+    return int(text) if text.isdigit() else None
 
 
 def library_path(name: str) -> str:

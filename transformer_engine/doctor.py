@@ -238,11 +238,15 @@ def _distribution(name: str) -> str:
 
 ATTENTION_PROBLEMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "grouped queries": {"grouped": True},
-    "ALiBi": {"bias_type": "alibi"},
-    "bias before the scale": {"bias_type": "pre_scale_bias"},
-    "bias after the scale": {"bias_type": "post_scale_bias"},
-    "repeatable gradients": {"repeatable": True},
+    "grouped queries": {"num_gqa_groups": 4},
+    "padding": {"attn_mask_type": "padding"},
+    "packed sequences": {"qkv_format": "thd", "attn_mask_type": "padding_causal"},
+    "a mask of one's own": {"attn_mask_type": "arbitrary"},
+    "a sliding window": {"window_size": (128, 0)},
+    "ALiBi": {"core_attention_bias_type": "alibi"},
+    "bias before the scale": {"core_attention_bias_type": "pre_scale_bias"},
+    "bias after the scale": {"core_attention_bias_type": "post_scale_bias"},
+    "repeatable gradients": {"deterministic": True},
 }
 
 
@@ -253,7 +257,7 @@ def attention(machine: Machine) -> Iterator[Finding]:
     package = machine.load("transformer_engine.pytorch.attention")
     for device in ("cpu", "cuda") if machine.cuda else ("cpu",):
         for name, changes in ATTENTION_PROBLEMS.items():
-            refusals = package.attention_backends(package.Problem(device, **changes))
+            refusals = package.attention_backends(device=device, **changes)
             takes = [backend for backend, refusal in refusals.items() if refusal is None]
             yield Finding(
                 "attention",

@@ -1,12 +1,14 @@
 """DotProductAttention: state, choice of backend, and what it refuses."""
 
+import re
+
 import pytest
 import torch
 from pytorch.cases.attention import cu_seqlens
 from pytorch.cases.attention import module as make_module
 from pytorch.cases.attention import qkv as make_qkv
 
-from transformer_engine.pytorch.attention import Problem, attention_backends
+from transformer_engine.pytorch.attention import attention_backends
 
 
 def test_state_dict_has_one_empty_entry_and_any_checkpoint_loads():
@@ -23,20 +25,50 @@ def test_state_dict_has_one_empty_entry_and_any_checkpoint_loads():
 
 
 def test_backends_explain_themselves(monkeypatch):
-    assert attention_backends(Problem("cpu")) == {"sdpa": None, "unfused": None}
-    table = attention_backends(Problem("cuda", bias_type="alibi"))
-    assert table["unfused"] is None
+    table = attention_backends(device="cpu")
+    assert (table["sdpa"], table["unfused"], table.chosen) == (None, None, "sdpa")
+    assert re.search(r"(?m)^  sdpa +runs$", str(table))
+    assert re.search(r"(?m)^  unfused +could run too$", str(table))
+    table = attention_backends(device="cpu", core_attention_bias_type="alibi")
+    assert table.chosen == "unfused"
     assert "core_attention_bias_type='no_bias'" in table["sdpa"]
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert (
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-        in attention_backends(Problem("cuda", repeatable=True))["sdpa"]
-    )
+    reason = attention_backends(device="cuda")["sdpa"]
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" in reason
+    assert attention_backends(device="cuda", deterministic=False)["sdpa"] != reason
+
+
+def test_choice_and_table_agree(caplog, monkeypatch):
+    """What the debug log says of a call is what the table says of the same arguments."""
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
+    with caplog.at_level("DEBUG", logger="DotProductAttention"):
+        make_module(num_gqa_groups=2)(make_qkv()[0], *make_qkv(shape=(5, 2, 2, 8))[1:])
+    problem = "qkv_format='sbhd', .*batch=2, queries=5, keys=5, heads=4, groups=2, key_size=8"
+    assert re.search(problem, caplog.text)
+    assert "running with the backend sdpa" in caplog.text
+    assert str(attention_backends(device="cpu")) in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("NVTE_DEBUG", "0")
+    make_module(num_gqa_groups=1)(make_qkv()[0], *make_qkv(shape=(5, 2, 1, 8))[1:])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT"]
+)
+def test_variables_without_effect_are_announced_once(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match=f"{name}.* changes nothing"):
+        make_module()(*make_qkv())
+    make_module()(*make_qkv(shape=(6, 2, 4, 8)))
 
 
 def test_no_backend_left(monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
-    message = r"(?s)no dot product attention backend.*sdpa: takes no bias.*NVTE_UNFUSED_ATTN=0"
+    message = (
+        r"(?s)no dot product attention backend.*sdpa +refuses: takes no bias.*NVTE_UNFUSED_ATTN=0"
+    )
     with pytest.raises(ValueError, match=message):
         make_module()(*make_qkv(), core_attention_bias_type="alibi")
     monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # read at each call

@@ -1,137 +1,148 @@
-"""Which backend runs a problem.
-
-One table of requirements serves the choice, the error and the explanation alike: the first backend
-that meets all its requirements runs.
-"""
+"""Which backend runs a call; `table.py` has what it may depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import logging
+import warnings
 
 import torch
-from torch.torch_version import TorchVersion
 
-from transformer_engine._env import AttentionVariables, attention_variables
-from transformer_engine.pytorch.attention.backends import sdpa, unfused
-from transformer_engine.pytorch.attention.remember import remembered
-
-BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-
-_SDPA_HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
-
-
-class Problem(NamedTuple):
-    """What the choice depends on."""
-
-    device: str
-    bias_type: str = "no_bias"
-    grouped: bool = False
-    empty: bool = False
-    repeatable: bool = False
-    softmax_type: str = "vanilla"
-
-
-class Requirement(NamedTuple):
-    """A condition, and what to tell the user where it does not hold."""
-
-    holds: Callable[[Problem, AttentionVariables], bool]
-    reason: str
-
-
-class Backend(NamedTuple):
-    """A way to compute attention.
-
-    Attributes:
-        name: what errors and explanations call it.
-        attend: see `backends/__init__.py`.
-        keeps_scores: whether `checkpoint_core_attention` saves memory with it.
-        requirements: all of them must hold.
-    """
-
-    name: str
-    attend: Callable[..., torch.Tensor]
-    keeps_scores: bool
-    requirements: tuple[Requirement, ...]
-
-
-BACKENDS = (
-    Backend(
-        "sdpa",
-        sdpa.attend,
-        keeps_scores=False,
-        requirements=(
-            Requirement(
-                lambda problem, allowed: allowed.fused or allowed.flash,
-                "switched off by NVTE_FUSED_ATTN=0 and NVTE_FLASH_ATTN=0; set either to 1",
-            ),
-            Requirement(
-                lambda problem, allowed: problem.bias_type == "no_bias",
-                "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
-            ),
-            Requirement(
-                lambda problem, allowed: problem.softmax_type == "vanilla",
-                "has no sink in its softmax; use softmax_type='vanilla'",
-            ),
-            Requirement(
-                lambda problem, allowed: not problem.grouped or _SDPA_HAS_GROUPS,
-                "has no grouped query attention before torch 2.5",
-            ),
-            Requirement(
-                lambda problem, allowed: not problem.empty,
-                "needs at least one query and one key",
-            ),
-            Requirement(
-                lambda problem, allowed: problem.device == "cpu" or not problem.repeatable,
-                "its gradients on a GPU may not repeat bit for bit, as"
-                " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 or torch.use_deterministic_algorithms asks",
-            ),
-        ),
-    ),
-    Backend(
-        "unfused",
-        unfused.attend,
-        keeps_scores=True,
-        requirements=(
-            Requirement(
-                lambda problem, allowed: allowed.unfused,
-                "switched off by NVTE_UNFUSED_ATTN=0; it takes every problem, set it to 1",
-            ),
-        ),
-    ),
+from transformer_engine._env import (
+    AttentionVariables,
+    attention_variables,
+    parsed_attention_variables,
 )
+from transformer_engine.pytorch.attention.backend import Backend, Problem
+from transformer_engine.pytorch.attention.backends import BACKENDS
+from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallShape
+from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.table import capability, table
+
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+_BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool]
+_SequenceFacts = tuple[int | None, int | None, bool, bool]
 
 
-def _refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> str | None:
-    for requirement in backend.requirements:
-        if not requirement.holds(problem, allowed):
-            return requirement.reason
-    return None
+def choose(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Backend:
+    """The backend for a call; ValueError with every backend's reason where all refuse."""
+    shape, bias = call.shape, call.bias
+    training = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    return _choose(
+        shape,
+        query.device,
+        query.dtype,
+        (training, call.dropout.p, call.sink.type, call.cache),
+        None if bias is NO_BIAS else _bias_facts(bias),
+        None if shape.band is not None else _sequence_facts(call),
+        torch.are_deterministic_algorithms_enabled(),
+        parsed_attention_variables() if torch.compiler.is_compiling() else attention_variables(),
+    )
+
+
+def _bias_facts(bias: Bias) -> _BiasFacts:
+    tensor = bias.tensor
+    if tensor is None:
+        return bias.type, None, False, bias.slopes is not None
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return bias.type, tuple(tensor.shape), needs_grad, False
+
+
+def _sequence_facts(call: Call) -> _SequenceFacts:
+    of_query, of_key = call.of_query, call.of_key
+    room = of_query.cu_seqlens_padded is not None or of_key.cu_seqlens_padded is not None
+    by_mask = of_query.cu_seqlens is None or of_key.cu_seqlens is None
+    if call.shape.qkv_format != "thd":
+        return None, None, by_mask, False
+    return of_query.longest, of_key.longest, False, room
 
 
 @remembered
-def _choose(problem: Problem, allowed: AttentionVariables) -> Backend:
-    for backend in BACKENDS:
-        if _refusal(backend, problem, allowed) is None:
-            return backend
-    reasons = "".join(f"\n  {b.name}: {_refusal(b, problem, allowed)}" for b in BACKENDS)
-    raise ValueError(f"[attention] no dot product attention backend is available:{reasons}")
+def _choose(
+    shape: CallShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    facts: tuple[bool, float, str, str],
+    bias: _BiasFacts | None,
+    sequences: _SequenceFacts | None,
+    repeatable: bool,
+    allowed: AttentionVariables,
+) -> Backend:
+    training, dropout, softmax_type, cache = facts
+    bias_type, bias_shape, bias_grad, given_slopes = bias or ("no_bias", None, False, False)
+    queries, keys, by_mask, room = sequences or (None, None, False, False)
+    packed = shape.qkv_format == "thd"
+    problem = Problem(
+        device=device.type,
+        capability=capability(device),
+        dtype=dtype,
+        qkv_format=shape.qkv_format,
+        rule=shape.rule,
+        batch=shape.batch,
+        queries=queries if packed and shape.queries else shape.queries,
+        keys=keys if packed and shape.keys else shape.keys,
+        heads=shape.heads,
+        groups=shape.groups,
+        key_size=shape.key_size,
+        value_size=shape.value_size,
+        bias_type=bias_type,
+        bias_shape=bias_shape,
+        bias_grad=bias_grad,
+        given_slopes=given_slopes,
+        dropout=dropout,
+        training=training or bias_grad,
+        repeatable=repeatable or not allowed.nondeterministic,
+        padded_by_mask=by_mask and shape.rule.type.padding,
+        room_between=room,
+        softmax_type=softmax_type,
+        cache=cache,
+        compiling=torch.compiler.is_compiling(),
+    )
+    reasons = table(problem, allowed)
+    _announce(problem, str(reasons), reasons.chosen, allowed)
+    if reasons.chosen is None:
+        raise ValueError(
+            "[attention] no dot product attention backend is available for this"
+            f" problem:\n{reasons}"
+        )
+    return _BY_NAME[reasons.chosen]
 
 
-def choose(device: str, bias_type: str, grouped: bool, empty: bool, softmax_type: str) -> Backend:
-    """The backend for a problem, see `Problem`; ValueError with every backend's reason."""
-    allowed = attention_variables()
-    repeatable = not allowed.nondeterministic or torch.are_deterministic_algorithms_enabled()
-    problem = Problem(device, bias_type, grouped, empty, repeatable, softmax_type)
-    return _choose(problem, allowed)
+def _announce(
+    problem: Problem, reasons: str, chosen: str | None, allowed: AttentionVariables
+) -> None:
+    """What NVTE_DEBUG asks to be told, and variables that change nothing here."""
+    if problem.compiling:
+        return
+    if allowed.flash_backward:
+        _warn_once(
+            "NVTE_FUSED_ATTN_USE_FAv2_BWD=1 changes nothing: a backend runs its own backward, and"
+            " cuDNN's is the faster one on Hopper"
+        )
+    if allowed.workspace is not None:
+        _warn_once(
+            "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT changes nothing: cuDNN chooses its workspace"
+        )
+    if allowed.debug >= 1:
+        _logger().info("running with the backend %s", chosen)
+    if allowed.debug >= 2:
+        _logger().debug("%s\n%s", problem, reasons)
 
 
-def attention_backends(problem: Problem) -> dict[str, str | None]:
-    """Why each backend refuses a problem; None for those that take it, the first of which runs.
+@remembered
+def _warn_once(message: str) -> None:
+    """Warn of something that is worth one line, however many calls it concerns."""
+    warnings.warn(f"[attention] {message}", stacklevel=2)
 
-    Example:
-        >>> attention_backends(Problem("cpu", bias_type="alibi"))["unfused"] is None
-        True
-    """
-    allowed = attention_variables()
-    return {backend.name: _refusal(backend, problem, allowed) for backend in BACKENDS}
+
+@remembered
+def _logger() -> logging.Logger:
+    """The logger of NVTE_DEBUG, which prints even where nobody has set logging up."""
+    logger = logging.getLogger("DotProductAttention")
+    logger.setLevel(logging.DEBUG)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s | %(name)s] %(message)s"))
+        logger.addHandler(handler)
+    return logger

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.core import (
+from transformer_engine.pytorch.attention.call import (
     NO_DROPOUT,
     AttentionMask,
     Call,
     Dropout,
     Sequences,
-    attention,
     bias_of,
     call_shape,
 )
+from transformer_engine.pytorch.attention.core import attention
 from transformer_engine.pytorch.attention.generation import CachedStep, check_params
 from transformer_engine.pytorch.attention.masks import (
     Window,
@@ -270,6 +270,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             self._dropout(),
             checkpoint_core_attention,
             self._sink(query.device),
+            "" if inference_params is None else "appended" if step is None else "named",
         )
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.core import Sequences
+from transformer_engine.pytorch.attention.call import Sequences
 from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.attention.masks import mask_type as known_mask_type
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.attention.core import AttentionMask
+from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transformer_engine.pytorch.attention.core import AttentionMask
+from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import check_mask_dtype, mask_type
 
 if TYPE_CHECKING:

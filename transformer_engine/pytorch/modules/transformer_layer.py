@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.attention.core import AttentionMask
+from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
 from transformer_engine.pytorch.attention.query_key import RotaryAngles

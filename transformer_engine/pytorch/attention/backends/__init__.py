@@ -1,7 +1,17 @@
-"""Attention backends. Each file has one function `attend(query, key, value, ...)`.
+"""Attention backends, one file each.
 
-query is `[batch, heads, queries, size]`, key and value are `[batch, groups, keys, size]` (any
-strides, heads = groups * heads per group), and the result is `[batch, heads, queries, size of
-value]`, in whatever layout is natural to the backend. `sink` is `[heads]`, see `sink.py`. A query
-that sees no key has a result of zero, and passes no gradient.
+A backend's `attend(query, key, value, call)` takes tensors in the call's own format (views with any
+strides), and returns the result in that format with flat heads:
+
+    sbhd  [sequence, batch, heads, size]  ->  [sequence, batch, heads * size of a value]
+    bshd  [batch, sequence, heads, size]  ->  [batch, sequence, heads * size of a value]
+    thd   [tokens, heads, size]           ->  [tokens, heads * size of a value]
+
+key and value have `groups` heads, each of which serves `heads / groups` query heads. A query that
+sees no key, or is padding, has a result of zero, and passes no gradient. Random numbers of dropout
+come from torch's default generator: who calls has put the tracker's states there.
 """
+
+from transformer_engine.pytorch.attention.backends import sdpa, unfused
+
+BACKENDS = (sdpa.BACKEND, unfused.BACKEND)

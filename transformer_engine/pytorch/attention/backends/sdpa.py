@@ -7,16 +7,20 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
+from torch.torch_version import TorchVersion
 
+from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.dense import dense
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.attention.remember import remembered
 
+_HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _TORCH_ORDER: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
 _CUDNN_FIRST = [_CUDNN, *(backend for backend in _TORCH_ORDER if backend != _CUDNN)]
 
 
-def attend(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -82,3 +86,41 @@ def _fastest(
         return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
     finally:
         torch._C._set_sdp_priority_order(_TORCH_ORDER)
+
+
+BACKEND = Backend(
+    "sdpa",
+    dense(_attend),
+    keeps_scores=False,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.fused or allowed.flash,
+            "switched off by NVTE_FUSED_ATTN=0 and NVTE_FLASH_ATTN=0; set either to 1",
+        ),
+        Requirement(
+            lambda problem, allowed: not problem.fp8,
+            "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type == "no_bias",
+            "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.softmax_type == "vanilla",
+            "has no sink in its softmax; use softmax_type='vanilla'",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.heads == problem.groups or _HAS_GROUPS,
+            "has no grouped query attention before torch 2.5",
+        ),
+        Requirement(
+            lambda problem, allowed: not problem.empty,
+            "needs at least one query and one key",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.device == "cpu" or not problem.repeatable,
+            "its gradients on a GPU may not repeat bit for bit, as"
+            " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 or torch.use_deterministic_algorithms asks",
+        ),
+    ),
+)

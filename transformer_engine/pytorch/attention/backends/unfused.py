@@ -11,6 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.dense import dense
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
 
@@ -46,7 +48,7 @@ def _softmax_with_sink(scores: torch.Tensor, mask: Mask, sink: torch.Tensor) -> 
     return weights[..., :keys]
 
 
-def attend(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -86,3 +88,16 @@ def attend(
         value.reshape(batch * groups, keys, value.shape[-1]),
     )
     return out.view(batch, heads, queries, value.shape[-1])
+
+
+BACKEND = Backend(
+    "unfused",
+    dense(_attend),
+    keeps_scores=True,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.unfused,
+            "switched off by NVTE_UNFUSED_ATTN=0; it takes every problem, set it to 1",
+        ),
+    ),
+)

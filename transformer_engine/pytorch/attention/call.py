@@ -1,0 +1,153 @@
+"""What a call of attention says, whichever backend serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.masks import (
+    Mask,
+    MaskRule,
+    Window,
+    build_mask,
+    mask_rule,
+)
+from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.sink import NO_SINK, Sink
+
+AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of one side (queries, or keys and values) are; see `formats.py`."""
+
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_padded: torch.Tensor | None = None
+    longest: int | None = None
+
+
+class Bias(NamedTuple):
+    """What is added to the scores."""
+
+    type: str = "no_bias"
+    tensor: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+NO_BIAS = Bias()
+
+
+def check_bias_type(name: str) -> str:
+    """Return the type, or say which ones there are."""
+    if name not in BIAS_TYPES:
+        known = ", ".join(BIAS_TYPES)
+        raise ValueError(
+            f"[attention] expected core_attention_bias_type in {{{known}}}, got {name!r}"
+        )
+    return name
+
+
+def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None) -> Bias:
+    """The bias of a call, checked but for its shape; `NO_BIAS` itself for all that have none."""
+    if type == "no_bias" and tensor is None and slopes is None:
+        return NO_BIAS
+    check_bias_type(type)
+    takes_bias = type in ("pre_scale_bias", "post_scale_bias")
+    for name, given, wanted in (
+        ("core_attention_bias", tensor, takes_bias),
+        ("alibi_slopes", slopes, type == "alibi" and slopes is not None),
+    ):
+        if (given is not None) != wanted:
+            raise ValueError(
+                f"[attention] expected {name} to be {'a tensor' if wanted else 'None'} with"
+                f" core_attention_bias_type={type!r}, got {'None' if wanted else 'a tensor'}"
+            )
+    return Bias(type, tensor, slopes)
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention weights, and the RNG states that it draws from."""
+
+    p: float = 0.0
+    tracker: Any = None
+
+
+NO_DROPOUT = Dropout()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallShape:
+    """What settings and shapes alone say of a call; equal calls share one object.
+
+    Attributes:
+        qkv_format: format of all tensors.
+        rule: mask type and window.
+        band: the mask, where no tensor has a part in it.
+        heads: of queries.
+        groups: heads of keys and values.
+        key_size: size of a head of queries and keys.
+        value_size: size of a head of values.
+        batch: sequences; None for thd.
+        queries: tokens of a query sequence, padding included; of all of them for thd.
+        keys: the same for keys and values.
+    """
+
+    qkv_format: str
+    rule: MaskRule
+    band: Mask | None
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+    batch: int | None
+    queries: int
+    keys: int
+
+
+@remembered
+def call_shape(
+    qkv_format: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    shapes: formats.Shapes,
+    mask_type: str,
+    window: Window | None,
+    bottom_right: bool | None,
+) -> CallShape:
+    """Check settings and shapes; `heads`, `sizes` and `shapes` as in `formats.check_shapes`."""
+    formats.check_format(qkv_format)
+    rule = mask_rule(mask_type, window, bottom_right)
+    formats.check_shapes(qkv_format, heads, sizes, shapes)
+    packed = qkv_format == "thd"
+    if packed and not rule.type.padding:
+        raise ValueError(
+            "[attention] expected a padding mask type (padding, padding_causal, ...) for"
+            f" qkv_format 'thd', whose sequences have unequal lengths, got {mask_type!r}"
+        )
+    sequence = 1 if qkv_format == "bshd" else 0
+    queries, keys = shapes[0][sequence], shapes[1][sequence]
+    band = None
+    if not (rule.type.padding or rule.type.arbitrary):
+        band = build_mask(rule, queries, keys)
+    batch = None if packed else shapes[0][1 - sequence]
+    return CallShape(qkv_format, rule, band, *heads, *sizes, batch, queries, keys)
+
+
+class Call(NamedTuple):
+    """All that a call of attention says, overrides applied."""
+
+    shape: CallShape
+    attention_mask: AttentionMask | None
+    of_query: Sequences
+    of_key: Sequences
+    bias: Bias
+    scale: float
+    dropout: Dropout
+    checkpoint: bool
+    sink: Sink = NO_SINK
+    cache: str = ""
