@@ -25,6 +25,7 @@ from transformer_engine.pytorch.autocast import (
 )
 from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.gemm import gemm_report
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
@@ -70,4 +71,5 @@ __all__ = [
     "gemm_report",
     "get_default_recipe",
     "is_fp8_available",
+    "onnx_export",
 ]

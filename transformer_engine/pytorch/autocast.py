@@ -58,6 +58,7 @@ class AutocastStack:
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}  # how often each group ran as a whole
         self.inspector: Any = None  # of the debugger's session, see transformer_engine/debug
+        self.exporting = False  # within an enabled `onnx_export`
 
     def intern(self, scope: Scope) -> Scope:
         """The first scope made that equals this one, so that scopes compare by their number."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.gemm import count_group
 from transformer_engine.pytorch.replay import Replay
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Uncast
@@ -33,6 +34,7 @@ class Chain:
             slot += stage.parameter_count
         first = self.stages[0]
         self.has_tap = isinstance(first, Norm) and first.tap is not None
+        self.taps_output = isinstance(first, Norm) and first.tap == "output"
         self.gemm_names = self._gemm_names()
 
     def _gemm_names(self) -> tuple[str, ...]:
@@ -46,8 +48,10 @@ class Chain:
 
     def plan(self, run: Run) -> Run:
         """Let every stage decide what it can for all calls of a run."""
-        run.plans = plans = [stage.prepare(run) for stage in self.stages]
         run.compiling = torch.compiler.is_compiling()
+        run.exporting = exporting()
+        run.recording = run.recording and not run.exporting
+        run.plans = plans = [stage.prepare(run) for stage in self.stages]
         if not run.compiling and all(
             stage.replayable(plan) for stage, plan in zip(self.stages, plans, strict=True)
         ):
@@ -65,6 +69,8 @@ class Chain:
         if replayed is not None:
             replay, memory = replayed
             return replay.result(memory)
+        if run.exporting:
+            return self.exported(x, parameters, run)
         return self.forward_by_stages(x, parameters, run)[0]
 
     def replayed(
@@ -113,6 +119,17 @@ class Chain:
             tap = saved.tap if i == 0 else tap
             record.append(saved)
         return ((value, tap) if self.has_tap else value), record
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
+        """The result as a graph of ONNX operators, see export.py."""
+        value, tap = x, x
+        for i, stage in enumerate(self.stages):
+            own = parameters[stage.slot - 1 : stage.slot - 1 + stage.parameter_count]
+            value = stage.exported(value, own, run.plans[i])
+            if i == 0 and self.taps_output:
+                tap = value.to(run.dtype)
+        value = value.to(run.dtype)
+        return (value, tap) if self.has_tap else value
 
     def backward_by_stages(
         self,

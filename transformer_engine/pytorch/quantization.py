@@ -9,6 +9,7 @@ import torch
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.export import exporting, trained_scales
 from transformer_engine.pytorch.quantizers import (
     CalibratingQuantizer,
     CurrentQuantizer,
@@ -50,6 +51,9 @@ def build_quantizers(
         gemms = _current(recipe) if scope.enabled else GemmQuantizers()
         return [gemms] * module.gemm_count, False
     assert isinstance(recipe, DelayedScaling)
+    if exporting():
+        state = trained_scales(module.scaling, module.name)
+        return [_trained(recipe, state, i) for i in range(module.gemm_count)], False
     forward, moved = _state(module, recipe, FORWARD, device)
     backward, _ = _state(module, recipe, BACKWARD, device)
     indices = range(module.gemm_count)
@@ -91,6 +95,14 @@ def _delayed(
         input=quantizer(forward, first, forward_format(recipe)),
         weight=quantizer(forward, first + 1, forward_format(recipe)),
         grad_output=quantizer(backward, first_grad, backward_format(recipe)),
+    )
+
+
+def _trained(recipe: DelayedScaling, forward: ScalingState, gemm: int) -> GemmQuantizers:
+    first, format = FORWARD_COLUMNS * gemm, forward_format(recipe)
+    return GemmQuantizers(
+        input=DelayedQuantizer(forward.scales[first], None, format),
+        weight=DelayedQuantizer(forward.scales[first + 1], None, format),
     )
 
 

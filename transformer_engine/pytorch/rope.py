@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.modules.parameters import default_device
 
@@ -125,14 +126,20 @@ def apply_rotary_pos_emb(
             f" number, got {turned_size}"
         )
     _check_format(t, freqs, tensor_format, cu_seqlens)
-    if fused:
+    if fused and not exporting():
         packed = cu_seqlens if tensor_format == "thd" else None
         batch_first = tensor_format == "bshd"
         table = freqs.reshape(freqs.shape[0], turned_size).to(torch.float32).contiguous()
         return _Turn.apply(t, table, start_positions, packed, batch_first, interleaved)
     angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
+    if fused:
+        return _turned(t.float(), angle, interleaved).to(t.dtype)
+    return _turned(t, angle, interleaved)
+
+
+def _turned(t: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
     cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
-    head, rest = t[..., :turned_size], t[..., turned_size:]
+    head, rest = t[..., : angle.shape[-1]], t[..., angle.shape[-1] :]
     turned = head * cos + _rotate_half(head, interleaved) * sin
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 

@@ -7,15 +7,19 @@ from functools import partial
 
 import torch
 
+from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.choice import choose
 from transformer_engine.pytorch.attention.recompute import recomputed
+from transformer_engine.pytorch.export import exporting
 
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor:
     """Attend in the call's format; the heads of the result are flat."""
+    if exporting():
+        return exported.attend(query, key, value, call)
     backend = choose(query, key, value, call)
     if call.dropout.p == 0.0 and not call.checkpoint:
         return backend.attend(query, key, value, call)

@@ -29,6 +29,7 @@ from transformer_engine.pytorch.attention.masks import (
 )
 from transformer_engine.pytorch.attention.sink import NO_SINK, Sink, check_softmax_type
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.export import exporting, refuse, refuse_training
 from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
 from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
@@ -241,6 +242,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
         of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+        self._check_export(qkv_format, inference_params)
         step = None
         if inference_params is not None:
             check_params(inference_params)
@@ -274,6 +276,15 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         )
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)
+
+    def _check_export(self, qkv_format: str, inference_params: Any) -> None:
+        if not exporting():
+            return
+        if qkv_format == "thd":
+            refuse("qkv_format 'thd'", "pad the sequences and use 'bshd' or 'sbhd'", self.name)
+        if inference_params is not None:
+            refuse("inference_params", "its cache is no part of a graph; leave it out", self.name)
+        refuse_training(self.training, {"attention_dropout": self.attention_dropout}, self.name)
 
     def _sink(self, device: torch.device) -> Sink:
         if self.softmax_type == "vanilla":

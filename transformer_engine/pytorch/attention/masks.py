@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.export import exporting
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
@@ -245,6 +246,8 @@ def build_mask(
             off_band = outside_band(queries, keys, left, right, shift, shift.device)
             return Mask(off_band | padding.hidden())
         diagonal = 0
+    if exporting():  # sizes may be symbols, and what is said of them would hold for the graph
+        return Mask(hidden, left, right, diagonal)
     if left >= queries - 1 + diagonal:
         left = -1
     if right >= keys - 1 - diagonal:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from transformer_engine import _C
@@ -23,6 +26,15 @@ ACTIVATION_KINDS = {
     "silu": 8,
     "swiglu": 9,
 }
+
+# What they compute, by half of their number.
+DEFINITIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    partial(torch.nn.functional.gelu, approximate="tanh"),
+    lambda x: x * torch.sigmoid(1.702 * x),
+    torch.nn.functional.relu,
+    lambda x: torch.nn.functional.relu(x).square(),
+    torch.nn.functional.silu,
+)
 
 Result = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 

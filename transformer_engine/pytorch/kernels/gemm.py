@@ -89,7 +89,7 @@ def gemm(
     if activation == GELU:
         aux = torch.empty_like(d)
     if bias is not None:
-        bias = _bias_for(dtype, bias, a_format)
+        bias = bias_for(dtype, bias, a_format)
     grad = None
     if bias_grad is not None:
         grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=dtype)
@@ -218,7 +218,7 @@ def gemm_quantized(
     codes = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=torch.uint8)
     aux = torch.empty_like(codes, dtype=torch.bfloat16) if activation == GELU else None
     if bias is not None:
-        bias = _bias_for(torch.bfloat16, bias, a_format)
+        bias = bias_for(torch.bfloat16, bias, a_format)
     if launch:
         # cuBLASLt overwrites an amax; the contract of every op here is to raise it.
         own_amax = None if amax is None else torch.zeros_like(amax)
@@ -247,7 +247,7 @@ def gemm_quantized(
     return codes, aux
 
 
-def _bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:
+def bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:
     """The bias in the dtype that the epilogue reads (`te::gemm_bias_dtype`)."""
     wanted = dtype if a_format == PLAIN or dtype is torch.float16 else torch.bfloat16
     return bias if bias.dtype is wanted else bias.to(wanted)

@@ -11,6 +11,7 @@ travels as an empty bool tensor (no op of ours returns bools) and becomes None a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # 2.7
 _LIBRARY = torch.library.Library("te", "DEF")
 
 
@@ -36,6 +38,14 @@ def _from_library(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return tuple(None if t.dtype is torch.bool else t for t in result)
     return result
+
+
+@torch.compiler.assume_constant_result
+def _exports_to_onnx() -> bool:
+    if not _is_exporting():
+        return False
+    onnx = sys.modules.get("torch.onnx")  # not imported with torch
+    return onnx is not None and onnx.is_in_onnx_export()
 
 
 def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -64,6 +74,11 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
+                if _exports_to_onnx():
+                    raise NotImplementedError(
+                        f"[{name}] has no ONNX operator: export modules of transformer_engine"
+                        " inside `with transformer_engine.pytorch.onnx_export(enabled=True)`"
+                    )
                 return _from_library(operator(*args, **kwargs))
             return body(*args, **kwargs)
 

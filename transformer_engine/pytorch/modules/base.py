@@ -14,6 +14,7 @@ from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
 from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT, build_quantizers
@@ -143,7 +144,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         dtype = autocast_dtype or self._checked_dtype(x, parameters)
         scope = autocast_stack().scope
         quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
-        if scope.enabled or scope.calibrating:
+        if scope.enabled or (scope.calibrating and not exporting()):
             quantizers = self._quantizers_in(scope, any(needs), x.device)
         run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
         self.chain.plan(run)

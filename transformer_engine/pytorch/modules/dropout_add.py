@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
     dropout_add_forward,
@@ -70,5 +71,8 @@ def dropout_add(
             return x
         if residual.dtype in (x.dtype, torch.float32):
             return residual + x
+    if exporting():  # dropout has been refused
+        total = x.float() if bias is None else x.float() + bias.float()
+        return total.to(x.dtype) if residual is None else (residual + total).to(residual.dtype)
     out: torch.Tensor = _DropoutAdd.apply(x.contiguous(), bias, residual, p)
     return out

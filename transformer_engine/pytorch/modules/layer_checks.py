@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import check_mask_dtype, mask_type
+from transformer_engine.pytorch.export import exporting, refuse_training
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
@@ -56,6 +57,13 @@ def _check_parallel_mlp(layer: TransformerLayer) -> None:
                 f"[TransformerLayer] expected parallel_attention_mlp=True without {argument},"
                 " got both"
             )
+
+
+def check_export(layer: TransformerLayer) -> None:
+    """Check that a graph of ONNX can hold the layer, where it is traced for one."""
+    if exporting():
+        dropped = {"hidden_dropout": layer.hidden_dropout, "drop_path_rate": layer.drop_path_rate}
+        refuse_training(layer.training, dropped, layer.name)
 
 
 def check_mask(mask: AttentionMask | None, kind: str, parameter: str, kind_parameter: str) -> None:

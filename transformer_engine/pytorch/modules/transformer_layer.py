@@ -23,7 +23,12 @@ from transformer_engine.pytorch.attention.query_key import RotaryAngles
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.drop_path import DropPath
 from transformer_engine.pytorch.modules.dropout_add import dropout_add
-from transformer_engine.pytorch.modules.layer_checks import BATCH_DIM, check_layer, check_mask
+from transformer_engine.pytorch.modules.layer_checks import (
+    BATCH_DIM,
+    check_export,
+    check_layer,
+    check_mask,
+)
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.names import layer_name
@@ -383,8 +388,8 @@ class TransformerLayer(nn.Module):
                 f"[TransformerLayer] expected hidden_states of sequence length {self.seq_length},"
                 f" got {hidden_states.shape[0]} (layer {self.name})"
             )
-        kind = kind or self.self_attn_mask_type
-        check_mask(mask, kind, "attention_mask", "self_attn_mask_type")
+        check_mask(mask, kind or self.self_attn_mask_type, "attention_mask", "self_attn_mask_type")
+        check_export(self)
 
 
 def _packed_sequences(attn_input_format: str, sequences: dict[str, Any]) -> torch.Tensor | None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.kernels.activation import activation_backward, activation_forward
+from transformer_engine.pytorch.kernels.activation import (
+    DEFINITIONS,
+    activation_backward,
+    activation_forward,
+    is_gated,
+)
 from transformer_engine.pytorch.operands import Demand, Operands
 from transformer_engine.pytorch.stages.base import (
     Parameters,
@@ -39,6 +44,14 @@ class Activation(Stage):
         y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
         value = fused_result(wants, y, codes, transposed, scales)
         return value, Saved((x,) if plan.recording else ())
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Run) -> torch.Tensor:
+        """In fp32, as it is computed."""
+        function = DEFINITIONS[self.kind // 2]
+        if not is_gated(self.kind):
+            return function(x.float())
+        gate, linear = x.float().chunk(2, dim=-1)
+        return function(gate) * linear
 
     def backward_data(
         self, grad: Value, saved: Saved, plan: Run, wants: Demand | None

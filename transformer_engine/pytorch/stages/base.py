@@ -77,6 +77,7 @@ class Run:
         "compiling",
         "dtype",
         "ends_backward",
+        "exporting",
         "first_microbatch",
         "inspect_at",
         "inspection",
@@ -103,6 +104,7 @@ class Run:
         self.recording = any(needs)  # autograd will call backward
         self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
         self.compiling = False
+        self.exporting = False  # to ONNX, see export.py
         self.caching: Sequence[Any] = ()  # the stages that read what they have cached
         self.inspect_at = 0  # the tick of the inspector from which it may want to look
         self.inspection: Any = None  # what it decided last
@@ -149,6 +151,13 @@ class Stage:
         self, x: Value, parameters: Parameters, plan: Any, wants: Demand | None
     ) -> tuple[Result, Saved]:
         """The output, and what backward needs."""
+        raise NotImplementedError
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Any) -> torch.Tensor:
+        """The forward in torch's operators and those of `export.py`, for a graph of ONNX.
+
+        `x` and the result may be in fp32 where they would only be rounded before a cast to FP8.
+        """
         raise NotImplementedError
 
     def backward_data(

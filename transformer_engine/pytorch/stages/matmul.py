@@ -6,9 +6,12 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import linear
 
 from transformer_engine.pytorch import gemm
+from transformer_engine.pytorch.export import cast_there_and_back
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers
@@ -172,6 +175,16 @@ class Matmul(Stage):
         return y, Saved(
             (x_data, x_scales, w_data, w_scales), _Facts(x_format, w_format, target, padding)
         )
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
+        """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
+        weight, bias = parameters
+        assert weight is not None
+        x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=self.slot == 1)
+        weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
+        if bias is not None:
+            bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
+        return linear(x, weight, bias).to(plan.dtype)
 
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""

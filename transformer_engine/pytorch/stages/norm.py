@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import layer_norm, rms_norm
 
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
@@ -85,6 +86,16 @@ class Norm(Stage):
         # Without a tap nothing holds the plain result once it is cast.
         tap = None if self.tap is None else x if self.tap == "input" else y
         return value, Saved(tensors, None, tap)
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Run) -> torch.Tensor:
+        """In fp32, as it is computed."""
+        gamma, beta = parameters
+        assert gamma is not None
+        factor = gamma.float() + 1.0 if self.zero_centered else gamma.float()
+        if self.kind == RMS_NORM:
+            return rms_norm(x.float(), factor.shape, factor, self.epsilon)
+        offset = None if beta is None else beta.float()
+        return layer_norm(x.float(), factor.shape, factor, offset, self.epsilon)
 
     def backward_data(
         self, grad: Value | None, saved: Saved, plan: Run, wants: Demand | None

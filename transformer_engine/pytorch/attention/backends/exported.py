@@ -1,0 +1,53 @@
+"""Attention in torch's own operators, for a graph of ONNX: any mask, bias, group and softmax.
+
+Sizes may be symbolic, so nothing here depends on their values. It computes what `unfused` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad, softmax
+
+from transformer_engine.pytorch.attention.dense import dense
+from transformer_engine.pytorch.attention.masks import Mask
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    dropout: float,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(scale * query @ key^T + bias) @ value; dropout is refused before."""
+    heads, groups = query.shape[1], key.shape[1]
+    if heads != groups:
+        key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
+    scores = torch.matmul(query * scale, key.transpose(-1, -2))
+    if bias is not None:
+        scores = scores + bias.float()
+    scores = scores.float()
+    keys = key.shape[2]
+    hidden = mask.dense(query.shape[2], keys, query.device)
+    if sink is not None:
+        column = sink.float().view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+        hidden = None if hidden is None else pad(hidden, (0, 1))
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    weights = softmax(scores, dim=-1)
+    if hidden is not None and _may_blind(mask):
+        weights = weights.masked_fill(hidden, 0.0)
+    return torch.matmul(weights[..., :keys].to(query.dtype), value)
+
+
+def _may_blind(mask: Mask) -> bool:
+    """A query may be left without any key (and get NaN from a softmax over nothing)."""
+    top_left_causal = isinstance(mask.diagonal, int) and mask.diagonal == 0 and mask.left < 0
+    return mask.hidden is not None or not top_left_causal
+
+
+attend = dense(_attend)
