@@ -131,14 +131,31 @@ def test_fused_weight_gradient_accumulation(device: str) -> None:
     reference = te.Linear(32, 48, device=device)
     reference.load_state_dict(module.state_dict())
     module.weight.main_grad = torch.zeros(48, 32, device=device)
-    module.weight.grad_added_to_main_grad = False
     x = torch.randn(16, 32, device=device)
     for first in (True, False):
         module(x, is_first_microbatch=first).sum().backward()
         reference(x).sum().backward()
     torch.testing.assert_close(module.weight.main_grad, reference.weight.grad)
-    assert module.weight.grad is None and module.weight.grad_added_to_main_grad
+    assert module.weight.grad is None
     torch.testing.assert_close(module.bias.grad, reference.bias.grad)
+
+
+def test_fused_accumulation_runs_the_hooks_of_trainers(device: str) -> None:
+    """Data-parallel trainers wait for the gradient of each parameter; the tensor is a stand-in."""
+    module = te.Linear(32, 48, device=device, fuse_wgrad_accumulation=True)
+    weight = module.weight
+    weight.main_grad = torch.zeros(48, 32, device=device)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = True
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad_added_to_main_grad))
+    for enabled in (False, True):
+        weight.grad = None
+        with te.fp8_autocast(enabled=enabled, fp8_recipe=RECIPE):
+            module(torch.ones(16, 32, device=device)).sum().backward()
+    assert seen == [True, True]
+    assert weight.grad.shape == weight.shape and not weight.grad.any()
+    torch.testing.assert_close(weight.main_grad, torch.full_like(weight.main_grad, 32.0))
 
 
 def test_fused_accumulation_needs_main_grad() -> None:

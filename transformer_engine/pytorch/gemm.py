@@ -6,8 +6,9 @@ error that names the layer and the GEMM. Every call is counted for `gemm_report`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,11 +103,24 @@ def _product(
 
 
 class WgradTarget(NamedTuple):
-    """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`."""
+    """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`.
+
+    With `announced`, autograd gets a tensor in its place all the same, so that hooks of
+    data-parallel trainers run: of undefined values, or zeros with `zeroed`.
+    """
 
     dtype: torch.dtype | None  # None: that of the operands
     main_grad: torch.Tensor | None = None
     accumulate: bool = False
+    announced: bool = False
+    zeroed: bool = False
+
+    def stand_in(self) -> torch.Tensor | None:
+        """What autograd gets for a gradient that went into `main_grad`."""
+        if self.main_grad is None or not self.announced:
+            return None
+        make = torch.zeros_like if self.zeroed else torch.empty_like
+        return make(self.main_grad, dtype=self.dtype)
 
 
 def wgrad(
@@ -172,7 +186,7 @@ class GemmReport:
     def __str__(self) -> str:
         kinds = sorted({kind for _, _, kind in self.counts})
         lines = ["GEMMs: " + (", ".join(f"{self.total(k)} {k}" for k in kinds) or "none")]
-        layers = sorted({(layer, gemm) for layer, gemm, _ in self.counts})
+        layers = sorted({(layer, gemm) for layer, gemm, _ in self.counts}, key=_natural)
         width = max((len(layer) for layer, _ in layers), default=0)
         for layer, gemm in layers:
             cells = [
@@ -182,6 +196,17 @@ class GemmReport:
             ]
             lines.append(f"  {layer:<{width}}  {gemm:<5} {' '.join(cells)}")
         return "\n".join(lines)
+
+
+def _natural(names: tuple[str, str]) -> list[Any]:
+    """Sorts `layer_10` after `layer_2`."""
+    return [
+        [
+            (part.isdigit(), int(part) if part.isdigit() else part)
+            for part in re.split(r"(\d+)", name)
+        ]
+        for name in names
+    ]
 
 
 def gemm_report(reset: bool = False) -> GemmReport:

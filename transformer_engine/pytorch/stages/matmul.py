@@ -218,9 +218,11 @@ class Matmul(Stage):
                 f"(layer {self.name})"
             )
         overwrite = plan.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True  # tells data-parallel hooks where the gradient is
-        return gemm.WgradTarget(weight.dtype, main_grad, not overwrite)
+        announced = False
+        if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look
+            announced = weight.grad_added_to_main_grad = True
+        zeroed = getattr(weight, "zero_out_wgrad", False)
+        return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
 
     def backward_data(
         self, grad: Value, saved: Saved, plan: _Plan, wants: Demand | None
@@ -273,6 +275,8 @@ class Matmul(Stage):
             dw = _delivered(dw, facts.target)
         elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
             dw, _ = gemm.wgrad(grad.columnwise, x, facts.target, fast, None, self.name)
+        if dw is None:
+            dw = facts.target.stand_in()
         return dw, summed if bias_grad is None else bias_grad
 
 
