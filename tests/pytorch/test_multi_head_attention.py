@@ -192,44 +192,6 @@ def test_returned_bias_is_none_without_bias():
     assert bias is None
 
 
-NORM = ["layer_norm_weight", "layer_norm_bias"]
-SPLIT = [f"{part}_{kind}" for kind in ("weight", "bias") for part in ("query", "key", "value")]
-TAIL = ["core_attention._extra_state", "proj.weight", "proj.bias"]
-
-
-@pytest.mark.parametrize(
-    ("case", "keys"),
-    [
-        ({}, [f"qkv.{k}" for k in SPLIT]),
-        ({"fuse_qkv_params": True}, ["qkv.weight", "qkv.bias"]),
-        ({"input_layernorm": True}, [f"layernorm_qkv.{k}" for k in NORM + SPLIT]),
-        (
-            {"input_layernorm": True, "fuse_qkv_params": True},
-            [f"layernorm_qkv.{k}" for k in [*NORM, "weight", "bias"]],
-        ),
-        (
-            {"attention_type": "cross"},
-            [
-                *(f"key_value.{k}" for k in SPLIT if "query" not in k),
-                "query_layer.weight",
-                "query_layer.bias",
-            ],
-        ),
-        (
-            {"attention_type": "cross", "input_layernorm": True},
-            [
-                *(f"key_value.{k}" for k in SPLIT if "query" not in k),
-                *(f"layernorm_query.{k}" for k in [*NORM, "query_weight", "query_bias"]),
-            ],
-        ),
-    ],
-)
-def test_state_dict_keys(case, keys):
-    state = make(**case).state_dict()
-    found = [k for k in state if not k.endswith("_extra_state") or k in TAIL]
-    assert sorted(found) == sorted([*keys, *TAIL])
-
-
 def test_shapes_of_parameters():
     module = make(num_gqa_groups=2, kv_channels=16, fuse_qkv_params=True)
     assert module.qkv.weight.shape == ((4 + 2 * 2) * 16, HIDDEN)

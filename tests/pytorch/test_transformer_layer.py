@@ -224,23 +224,6 @@ def test_drop_path_in_the_layer(device, case):
     assert torch.equal(untouched.all(1), untouched.any(1))
 
 
-def test_state_dict_keys():
-    state = make(layer_type="decoder", output_layernorm=True).state_dict()
-    children = {key.split(".")[0] for key in state}
-    assert children == {"self_attention", "inter_attention", "layernorm_mlp", "layernorm"}
-    for key in (
-        "self_attention.qkv.query_weight",
-        "self_attention.core_attention._extra_state",
-        "inter_attention.layernorm_query.query_weight",
-        "inter_attention.key_value.key_weight",
-        "layernorm_mlp.fc1_weight",
-        "layernorm_mlp.fc2_bias",
-        "layernorm.weight",
-    ):
-        assert key in state
-    assert "self_attention.layernorm_qkv.weight" in make(fuse_qkv_params=True).state_dict()
-
-
 def test_names_of_children():
     layer = make(name="decoder.7", layer_type="decoder")
     assert layer.self_attention.layernorm_qkv.name == "decoder.7.self_attention.layernorm_qkv"

@@ -167,10 +167,6 @@ class MultiheadAttention(nn.Module):
         self._add_input_projections(
             fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
         )
-        self.q_norm, self.k_norm = (
-            head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
-            for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
-        )
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.layout.size,
@@ -198,6 +194,10 @@ class MultiheadAttention(nn.Module):
             name=f"{self.name}.proj",
             **linear,
         )
+        self.q_norm, self.k_norm = (
+            head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
+            for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
+        )
 
     def _add_input_projections(
         self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
@@ -206,11 +206,11 @@ class MultiheadAttention(nn.Module):
         query, key = self.layout.query_features, self.layout.key_features
         parts = {"query": query, "key": key, "value": key}
         if self.attention_type == "cross":
-            self._add("key_value", 2 * key, None if fused else ("key", "value"), None, linear)
             if self.input_layernorm:
                 self._add("layernorm_query", query, None if fused else ("query",), norm, linear)
             else:
                 self._add("query_layer", query, None, None, linear)
+            self._add("key_value", 2 * key, None if fused else ("key", "value"), None, linear)
         elif self.input_layernorm:
             self._add("layernorm_qkv", query + 2 * key, None if fused else parts, norm, linear)
         else:

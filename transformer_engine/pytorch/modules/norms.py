@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain import Chain
+from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -71,7 +72,7 @@ class NormChain(nn.Module):
         return {**self.__dict__, "_runs": {}}
 
 
-class NormModule(NormChain):
+class NormModule(OptionalExtraState, NormChain):
     """A norm with parameters. Subclasses say which kind."""
 
     kind: str
