@@ -71,7 +71,7 @@ create_venv() {
 
 install_package() {
   local stamp=$VENV/.te-package
-  local sources=(csrc cmake transformer_engine nvdlfw_inspect CMakeLists.txt pyproject.toml)
+  local sources=(csrc cmake transformer_engine transformer_engine_torch nvdlfw_inspect CMakeLists.txt pyproject.toml)
   if [ -e "$stamp" ] && [ -z "$(find "${sources[@]}" -name __pycache__ -prune -o -newer "$stamp" -print -quit)" ]; then
     return
   fi

@@ -35,6 +35,7 @@ ALLOWED_INCLUDES = (
     ("csrc/bindings/*", ("core/*", "ops/*", "bindings/[!i]*", "cuda/runtime.h")),
 )
 OUR_FOLDERS = {"core", "ops", "cpu", "cuda", "inspect", "bindings"}
+PACKAGES = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")
 # Modules that a Python package must not import.
 FORBIDDEN_IMPORTS = {
     "nvdlfw_inspect": {"torch", "transformer_engine"},
@@ -100,9 +101,7 @@ def _reads_environment(node: ast.AST) -> bool:
 def main() -> int:
     """Prints every broken rule."""
     cpp = [p for p in sorted(Path("csrc").rglob("*")) if p.suffix in CPP]
-    python = [
-        p for d in ("transformer_engine", "nvdlfw_inspect") for p in sorted(Path(d).rglob("*.py"))
-    ]
+    python = [p for package in PACKAGES for p in sorted(Path(package).rglob("*.py"))]
     problems = [(p, *found) for p in cpp for found in check_cpp(p)]
     problems += [(p, *found) for p in python for found in check_python(p)]
     for path, line, message in problems:

@@ -24,7 +24,10 @@ __all__ = ["__version__", "common", "pytorch"]
 
 def __getattr__(name: str) -> Any:
     if name in ("common", "pytorch"):
-        return import_module(f"{__name__}.{name}")
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ImportError as error:  # so that `hasattr` of programs that only ask answers False
+            raise AttributeError(f"{__name__}.{name} cannot be imported: {error}") from error
     if name == "_C":  # looked up before it is imported as a submodule
         try:
             return import_module(f"{__name__}._C")

@@ -11,6 +11,7 @@
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch import constants, cpp_extensions, distributed, fp8, module
 from transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -22,6 +23,12 @@ from transformer_engine.pytorch.autocast import (
     fp8_autocast,
     get_default_recipe,
     is_fp8_available,
+)
+from transformer_engine.pytorch.availability import (
+    get_device_compute_capability,
+    is_bf16_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
 )
 from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
@@ -66,10 +73,19 @@ __all__ = [
     "TransformerLayer",
     "attention_backends",
     "autocast",
+    "constants",
     "convert",
+    "cpp_extensions",
+    "distributed",
+    "fp8",
     "fp8_autocast",
     "gemm_report",
     "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
     "is_fp8_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "module",
     "onnx_export",
 ]

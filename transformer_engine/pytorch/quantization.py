@@ -1,4 +1,7 @@
-"""From a scope to the quantizers of a module's GEMMs, with the scaling state that they need."""
+"""From a scope to the quantizers of a module's GEMMs, with the scaling state that they need.
+
+Also the documented import path of `autocast` and `FP8GlobalStateManager`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
-from transformer_engine.pytorch.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export import exporting, trained_scales
 from transformer_engine.pytorch.quantizers import (
@@ -17,9 +20,12 @@ from transformer_engine.pytorch.quantizers import (
     GemmQuantizers,
 )
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+
+__all__ = ["FEATURE_ALIGNMENT", "FP8GlobalStateManager", "autocast", "build_quantizers"]
 
 FEATURE_ALIGNMENT = 16
 

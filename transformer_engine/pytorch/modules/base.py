@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
     chain: Chain
     return_bias: bool
     _parameter_set: ParameterSet
+    _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
     def __init__(self, gemms: int, name: str | None) -> None:
         super().__init__()
@@ -231,8 +232,9 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
             self._runs.clear()
 
     def extra_repr(self) -> str:
-        """The layer's name."""
-        return f"name={self.name!r}"
+        """Sizes, what else tells layers apart, and the layer's name."""
+        shown = (*self._shown, "name")
+        return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
 
 
 @torch.compiler.assume_constant_result

@@ -66,6 +66,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
     torch.Size([4, 32])
     """
 
+    _shown = ("in_features", "out_features", "use_bias", "normalization")
+
     def __init__(
         self,
         in_features: int,

@@ -70,6 +70,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
     torch.Size([4, 16])
     """
 
+    _shown = ("hidden_size", "ffn_hidden_size", "use_bias", "normalization", "activation")
+
     def __init__(
         self,
         hidden_size: int,

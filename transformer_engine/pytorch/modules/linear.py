@@ -76,6 +76,8 @@ class Linear(TransformerEngineBaseModule):
     torch.Size([4, 32])
     """
 
+    _shown = ("in_features", "out_features", "use_bias")
+
     def __init__(
         self,
         in_features: int,

@@ -1,0 +1,169 @@
+"""Where programs look for our names, and how they ask whether a name is there."""
+
+import importlib
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from packaging.version import Version
+
+import transformer_engine as te
+
+# Paths that differ from where things are defined: module, names, and where the definition is.
+PATHS = {
+    "transformer_engine.common.recipe": ("DelayedScaling", "Float8CurrentScaling", "Format"),
+    "transformer_engine.pytorch.attention": (
+        "DotProductAttention",
+        "InferenceParams",
+        "MultiheadAttention",
+        "RotaryPositionEmbedding",
+    ),
+    "transformer_engine.pytorch.attention.dot_product_attention": ("DotProductAttention",),
+    "transformer_engine.pytorch.attention.inference": ("InferenceParams",),
+    "transformer_engine.pytorch.attention.multi_head_attention": ("MultiheadAttention",),
+    "transformer_engine.pytorch.attention.rope": ("RotaryPositionEmbedding",),
+    "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker",),
+    "transformer_engine.pytorch.float8_tensor": ("Float8Tensor",),
+    "transformer_engine.pytorch.fp8": (
+        "autocast",
+        "fp8_autocast",
+        "is_fp8_available",
+        "is_mxfp8_available",
+        "is_nvfp4_available",
+    ),
+    "transformer_engine.pytorch.module": (
+        "LayerNorm",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "Linear",
+        "RMSNorm",
+    ),
+    "transformer_engine.pytorch.module.layernorm": ("LayerNorm",),
+    "transformer_engine.pytorch.module.layernorm_linear": ("LayerNormLinear",),
+    "transformer_engine.pytorch.module.layernorm_mlp": ("LayerNormMLP",),
+    "transformer_engine.pytorch.module.linear": ("Linear",),
+    "transformer_engine.pytorch.module.rmsnorm": ("RMSNorm",),
+    "transformer_engine.pytorch.quantization": ("autocast",),
+    "transformer_engine.pytorch.quantized_tensor": ("QuantizedTensor", "Quantizer"),
+    "transformer_engine.pytorch.tensor": ("Float8Tensor", "QuantizedTensor", "Quantizer"),
+    "transformer_engine.pytorch.tensor.float8_tensor": ("Float8Quantizer", "Float8Tensor"),
+    "transformer_engine.pytorch.tensor.quantized_tensor": ("QuantizedTensor",),
+    "transformer_engine_torch": ("DType",),
+}
+# Names that are not at the top of `transformer_engine.pytorch`.
+MORE = {
+    "transformer_engine.pytorch.attention": ("apply_rotary_pos_emb",),
+    "transformer_engine.pytorch.attention.inference": (
+        "KVCacheManager",
+        "NonPagedKVCacheManager",
+        "PagedKVCacheManager",
+    ),
+    "transformer_engine.pytorch.attention.rope": ("apply_rotary_pos_emb",),
+    "transformer_engine.pytorch.constants": ("TE_DType", "dist_group_type"),
+    "transformer_engine.pytorch.cpp_extensions": ("general_gemm",),
+    "transformer_engine.pytorch.fp8": (
+        "FP8GlobalStateManager",
+        "check_fp8_support",
+        "check_mxfp8_support",
+        "check_nvfp4_support",
+        "get_default_fp8_recipe",
+    ),
+    "transformer_engine.pytorch.module.base": ("TransformerEngineBaseModule", "get_workspace"),
+    "transformer_engine.pytorch.quantization": ("FP8GlobalStateManager",),
+    "transformer_engine.pytorch.utils": (
+        "init_method_normal",
+        "nvtx_range_pop",
+        "nvtx_range_push",
+        "round_up_to_nearest_multiple",
+        "scaled_init_method_normal",
+    ),
+    "transformer_engine.debug.pytorch.debug_state": ("TEDebugState",),
+    "transformer_engine_torch": ("thd_get_partitioned_indices",),
+}
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_every_path_gives_the_same_objects(module: str) -> None:
+    home = te.common.recipe if module == "transformer_engine.common.recipe" else te.pytorch
+    for name in PATHS[module]:
+        assert getattr(importlib.import_module(module), name) is getattr(home, name)
+
+
+@pytest.mark.parametrize("module", MORE)
+def test_names_below_the_top(module: str) -> None:
+    for name in MORE[module]:
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_nothing_warns_where_warnings_are_errors() -> None:
+    """One import gives the subpackages as attributes, and no path is deprecated."""
+    lines = [
+        "import transformer_engine as te",
+        "te.pytorch, te.common.recipe, te.pytorch.module, te.pytorch.distributed",
+        "te.pytorch.fp8, te.pytorch.constants, te.pytorch.cpp_extensions, te.pytorch.attention",
+        "te.pytorch.tensor, te.pytorch.quantization",
+        *(f"import {module}" for module in sorted({*PATHS, *MORE})),
+    ]
+    code = [sys.executable, "-W", "error", "-c", "\n".join(lines)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_that_are_not_implemented_are_absent() -> None:
+    """So that `try: from ... import ...` and `hasattr` find out."""
+    for name in ("NVFP4Quantizer", "MXFP8Tensor", "initialize_ub", "moe_permute"):
+        assert not hasattr(te.pytorch, name)
+    for module in ("tensor.mxfp8_tensor", "permutation", "cross_entropy"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(f"transformer_engine.pytorch.{module}")
+    assert not hasattr(te.common.recipe, "MXFP8BlockScaling")
+
+
+def test_an_import_that_fails_answers_hasattr(tmp_path: object) -> None:
+    """Programs that only ask must not die of a broken torch; those that import learn why."""
+    lines = [
+        "import sys; sys.modules['torch'] = None",
+        "import transformer_engine as te",
+        "assert not hasattr(te, 'pytorch')",
+        "import transformer_engine.pytorch",
+    ]
+    code = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError: import of torch halted" in done.stderr
+
+
+def test_distribution_is_found_under_both_spellings() -> None:
+    for name in ("transformer-engine", "transformer_engine"):
+        assert Version(metadata.version(name)) >= Version("2.9.0")
+        assert metadata.metadata(name)["Name"] == "transformer-engine"
+    assert Version(te.__version__).release >= (2, 9)
+
+
+def test_module_identity() -> None:
+    """Some clients look at the module of a class, others at its name."""
+    for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm"):
+        kind = getattr(te.pytorch, name)
+        assert kind.__name__ == name and "transformer_engine.pytorch" in kind.__module__
+
+
+def test_hardware_questions() -> None:
+    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+    assert fp8.check_fp8_support() == te.pytorch.is_fp8_available(return_reason=True)
+    for check, ask in (
+        (fp8.check_mxfp8_support, te.pytorch.is_mxfp8_available),
+        (fp8.check_nvfp4_support, te.pytorch.is_nvfp4_available),
+    ):
+        available, reason = check()
+        assert ask() is available is False and "not implemented" in reason
+        assert ask(return_reason=True) == (available, reason)
+    assert te.pytorch.is_bf16_available() is True
+
+
+def test_dtypes_of_the_native_module() -> None:
+    constants = importlib.import_module("transformer_engine.pytorch.constants")
+    tex = importlib.import_module("transformer_engine_torch")
+    assert constants.TE_DType[torch.bfloat16] is tex.DType.kBFloat16
+    assert constants.TE_DType[torch.float8_e4m3fn] is tex.DType.kFloat8E4M3
+    assert te.pytorch.DType.kFloat8E5M2 == tex.DType.kFloat8E5M2

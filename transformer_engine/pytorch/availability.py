@@ -1,0 +1,72 @@
+"""Which number formats run here, and why others do not."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.autocast import Availability, is_fp8_available
+
+_NOT_HERE = "{} is not implemented: it needs the tensor cores of compute capability 10.0"
+
+
+def _answer(reason: str, return_reason: bool) -> Availability:
+    return (not reason, reason) if return_reason else not reason
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Availability:
+    """Whether MXFP8 runs here: never so far.
+
+    Args:
+        return_reason: return `(available, reason)`.
+
+    >>> is_mxfp8_available()
+    False
+    """
+    return _answer(_NOT_HERE.format("MXFP8"), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Availability:
+    """Whether NVFP4 runs here: never so far.
+
+    Args:
+        return_reason: return `(available, reason)`.
+    """
+    return _answer(_NOT_HERE.format("NVFP4"), return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Availability:
+    """Whether bf16 runs here: always on CPUs; on GPUs from compute capability 8.0 on.
+
+    Args:
+        return_reason: return `(available, reason)`; the reason is empty where bf16 is available.
+    """
+    reason = ""
+    if torch.cuda.is_available() and get_device_compute_capability() < (8, 0):
+        reason = "bf16 needs a GPU of compute capability 8.0 or higher"
+    return _answer(reason, return_reason)
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """`(major, minor)` of the current GPU.
+
+    Raises:
+        RuntimeError: torch sees no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("[get_device_compute_capability] expected a GPU, got none")
+    return torch.cuda.get_device_capability()
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """`is_fp8_available(return_reason=True)`, under the name of older versions."""
+    return is_fp8_available(return_reason=True)  # type: ignore[return-value]
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """`is_mxfp8_available(return_reason=True)`, under the name of older versions."""
+    return is_mxfp8_available(return_reason=True)  # type: ignore[return-value]
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """`is_nvfp4_available(return_reason=True)`, under the name of older versions."""
+    return is_nvfp4_available(return_reason=True)  # type: ignore[return-value]

@@ -1,0 +1,31 @@
+"""The documented import path of FP8 regions, of their state, and of what the hardware can do."""
+
+from transformer_engine.pytorch.autocast import (
+    autocast,
+    fp8_autocast,
+    get_default_recipe,
+    is_fp8_available,
+)
+from transformer_engine.pytorch.autocast import get_default_recipe as get_default_fp8_recipe
+from transformer_engine.pytorch.availability import (
+    check_fp8_support,
+    check_mxfp8_support,
+    check_nvfp4_support,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "autocast",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "fp8_autocast",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+]

@@ -1,0 +1,29 @@
+"""The documented import path of the modules; they are defined in `modules`."""
+
+from transformer_engine.pytorch.module import (
+    base,
+    layernorm,
+    layernorm_linear,
+    layernorm_mlp,
+    linear,
+    rmsnorm,
+)
+from transformer_engine.pytorch.modules.layernorm import LayerNorm
+from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.modules.linear import Linear
+from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+
+__all__ = [
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "base",
+    "layernorm",
+    "layernorm_linear",
+    "layernorm_mlp",
+    "linear",
+    "rmsnorm",
+]
