@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
-from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
+from transformer_engine.pytorch.dtypes import FP8_NAMES, HIGH_PRECISION, DType
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
 from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuantizer, Fp8Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-
-aten = torch.ops.aten
 
 
 class Float8Tensor(QuantizedTensor):
@@ -27,6 +27,8 @@ class Float8Tensor(QuantizedTensor):
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
         data_transpose: uint8 codes `[cols, rows]`, made on demand where None.
         quantizer: quantises anew what is written in place.
+
+    As a parameter it is the only copy of a weight (see `quantized_model_init`).
 
     >>> import torch
     >>> quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
@@ -57,8 +59,33 @@ class Float8Tensor(QuantizedTensor):
         self._scale_inv = fp8_scale_inv
         self._fp8_dtype = DType(fp8_dtype)
         self._transpose = data_transpose
+        self._transpose_version = _version(data)
         self._quantizer = quantizer
         return self
+
+    @property
+    def label(self) -> str:
+        """What the tensor is, for messages."""
+        return getattr(self._quantizer, "label", "") or super().label
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same codes without autograd. Setting it replaces the values, or takes over codes."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise ValueError(
+                f"[Float8Tensor] expected data of shape {tuple(self.shape)}, {self.dtype} on "
+                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device} "
+                f"({self.label}); move or convert the module instead"
+            )
+        if isinstance(value, Float8Tensor) and value._fp8_dtype is self._fp8_dtype:
+            self._data, self._scale_inv = value._data, value._scale_inv
+            self._transpose = None
+        else:
+            self.quantize_(value)
 
     @classmethod
     def from_operands(
@@ -75,33 +102,58 @@ class Float8Tensor(QuantizedTensor):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `dtype` (the nominal one where None)."""
+        to = dtype or self.dtype
+        by_kernel = to if to in HIGH_PRECISION else torch.float32
         codes = self._data.contiguous()
-        return dequantize(codes, int(self._fp8_dtype), self._scale_inv, dtype or self.dtype)
+        return dequantize(codes, int(self._fp8_dtype), self._scale_inv, by_kernel).to(to)
 
     def quantize_(self, tensor: torch.Tensor) -> Float8Tensor:
         """Quantise other values into this tensor; its transpose is dropped.
 
         Raises:
             RuntimeError: the tensor was made without a quantizer.
+            ValueError: the values have another shape.
         """
         if self._quantizer is None:
             raise RuntimeError(
                 "[Float8Tensor] expected a quantizer to write with, got a tensor made without one"
             )
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        plain = plain.to(self.device).contiguous()
+        if tensor.shape != self.shape:
+            raise ValueError(
+                f"[Float8Tensor] expected values of shape {tuple(self.shape)}, got "
+                f"{tuple(tensor.shape)} ({self.label})"
+            )
+        if self.is_meta:
+            return self
+        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
+        plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
+        plain = plain.contiguous()
         rowwise = self._quantizer.operands(plain, Demand(self._quantizer, True, False)).rowwise
         assert isinstance(rowwise, Fp8Matrix)
-        self._data.copy_(rowwise.codes.view(self._data.shape))
-        self._scale_inv.copy_(rowwise.scales[: self._scale_inv.numel()])
+        return self.overwrite(rowwise.codes.view(self._data.shape), rowwise.scales)
+
+    def overwrite(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> Float8Tensor:
+        """Take over the contents of other codes and of their scale."""
+        self._data.copy_(codes)
+        self._scale_inv.copy_(scale_inv[: self._scale_inv.numel()])
         self._transpose = None
+        if not self._data.is_inference():
+            # Below autograd nothing else tells aliases, and graphs that have saved the codes.
+            torch.autograd.graph.increment_version(self._data)
         return self
+
+    @property
+    def known_transpose(self) -> torch.Tensor | None:
+        """The transposed codes, where they are at hand and no alias has written the codes since."""
+        current = self._transpose_version == _version(self._data)
+        return self._transpose if current else None
 
     def transposed_codes(self) -> torch.Tensor:
         """Codes `[cols, rows]`, made once and kept until the values change."""
-        if self._transpose is None:
+        if self.known_transpose is None:
             self._transpose = transpose(self._data.contiguous())
-        return self._transpose
+            self._transpose_version = _version(self._data)
+        return self._transpose  # type: ignore[return-value]
 
     def with_codes(
         self, data: torch.Tensor, scale_inv: torch.Tensor, transposed: torch.Tensor | None = None
@@ -139,9 +191,30 @@ class Float8Tensor(QuantizedTensor):
             quantizer=context["quantizer"],
         )
 
+    @classmethod
+    def __metadata_guard__(cls, known: dict[str, Any], found: dict[str, Any]) -> bool:
+        """Whether a graph compiled for one tensor serves another (quantizers differ by label)."""
+        return all(known[name] == found[name] for name in ("dtype", "fp8_dtype"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        if id(self) not in memo:
+            copy = self.with_codes(self._data.clone(), self._scale_inv.clone())
+            if isinstance(self, nn.Parameter):
+                copy = nn.Parameter(copy)  # type: ignore[assignment]
+            own = {k: v for k, v in vars(self).items() if k not in vars(copy)}
+            vars(copy).update({k: deepcopy(v, memo) for k, v in own.items()})
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = (self.shape, self.dtype, self._data, self._scale_inv, int(self._fp8_dtype))
-        return _rebuild, parts
+        pickled = getattr(self._quantizer, "pickled", None)
+        return (_rebuild, parts) if pickled is None else pickled(self, parts)
+
+
+def _version(codes: torch.Tensor) -> int:
+    """Raised whenever the codes are written, through whichever alias."""
+    return 0 if codes.is_inference() else codes._version
 
 
 def _rebuild(
@@ -156,60 +229,6 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def _detach(x: Float8Tensor) -> Float8Tensor:
-    return x.with_codes(x._data, x._scale_inv, x._transpose)
-
-
-def _clone(x: Float8Tensor, **kwargs: Any) -> Float8Tensor:
-    transposed = None if x._transpose is None else x._transpose.clone()
-    return x.with_codes(x._data.clone(**kwargs), x._scale_inv.clone(), transposed)
-
-
-def _view(x: Float8Tensor, shape: Any) -> Float8Tensor:
-    data = x._data.view(shape)
-    keep = data.ndim > 0 and x.ndim > 0 and data.shape[-1] == x.shape[-1]
-    return x.with_codes(data, x._scale_inv, x._transpose if keep else None)
-
-
-def _to_copy(
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **layout: Any,  # codes stay contiguous whatever is asked
-) -> Any:
-    to = device or x.device
-    if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
-    transposed = None if x._transpose is None else x._transpose.to(to, non_blocking=non_blocking)
-    data = x._data.to(to, non_blocking=non_blocking)
-    return x.with_codes(data, x._scale_inv.to(to, non_blocking=non_blocking), transposed)
-
-
-def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(target, Float8Tensor):
-        return target.copy_(source.dequantize(dtype=target.dtype), *args, **kwargs)
-    same = isinstance(source, Float8Tensor) and source._fp8_dtype is target._fp8_dtype
-    if not same or source.shape != target.shape:
-        expanded = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        return target.quantize_(expanded.expand(target.shape).to(target.dtype))
-    target._data.copy_(source._data)
-    target._scale_inv.copy_(source._scale_inv)
-    target._transpose = None
-    return target
-
-
-Float8Tensor.handlers = {
-    aten.detach.default: _detach,
-    aten.clone.default: _clone,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy_into,
-}
 
 
 class _TensorMaking:

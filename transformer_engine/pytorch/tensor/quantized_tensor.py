@@ -1,19 +1,23 @@
 """`QuantizedTensor`: a tensor whose data is quantised, under a nominal high-precision dtype.
 
-Any operation works: by default it runs on dequantised values and gives plain tensors; in-place
-operations quantise their result again. What can be done on the codes alone (detach, clone, view,
+Any operation works: by default it runs on dequantised values and gives plain tensors; what it
+writes in place is quantised again. What can be done on the codes alone (detach, clone, view,
 moving between devices, copying) is listed by the subclass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 Handler = Callable[..., Any]
+
+# Operations on lists of tensors (optimizers have them) dequantise so much at a time.
+_MOST_BYTES = 1 << 28
 
 
 class QuantizedTensor(torch.Tensor):
@@ -38,6 +42,11 @@ class QuantizedTensor(torch.Tensor):
         """Replace the values, in place."""
         raise NotImplementedError
 
+    @property
+    def label(self) -> str:
+        """What the tensor is, for messages: its class, and the parameter of which layer."""
+        return type(self).__name__
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -51,14 +60,78 @@ class QuantizedTensor(torch.Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        written = args[0] if args and func._schema.is_mutable else None
-        if isinstance(written, QuantizedTensor):
-            written.quantize_(plain_args[0])
-            return written
-        return result
+        if func._schema.returns:
+            return _on_values(func, args, kwargs)
+        for part, named in _parts(args, kwargs):
+            _on_values(func, part, named)
+        return None
+
+    def _refuse(self, what: str) -> Any:
+        raise TypeError(
+            f"[{type(self).__name__}] {what} needs a plain tensor with storage, got {self.label}, "
+            "which holds FP8 codes: use its dequantize()"
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """NumPy has no such dtype: an error that names the tensor."""
+        return self._refuse("numpy()")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refuse("DLPack")
+
+    def share_memory_(self) -> Any:
+        """Codes are not moved into shared memory: an error that names the tensor."""
+        return self._refuse("share_memory_()")
 
 
-def _plain(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, QuantizedTensor) else value
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on dequantised values, and quantise again what the operation has written."""
+    plain: dict[int, torch.Tensor] = {}
+    originals: dict[int, QuantizedTensor] = {}
+
+    def values(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedTensor):
+            return leaf
+        if id(leaf) not in plain:
+            plain[id(leaf)] = found = leaf.dequantize()
+            originals[id(found)] = leaf
+        return plain[id(leaf)]
+
+    result = func(*tree_map(values, args), **tree_map(values, kwargs))
+    for tensor in _written(func, args, kwargs):
+        tensor.quantize_(plain[id(tensor)])
+    return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[QuantizedTensor]:
+    """The quantised tensors that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, QuantizedTensor):
+                yield leaf
+
+
+def _parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """An operation on lists of tensors, cut into operations on parts of these lists."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+    quantized = [a for a in lists if any(isinstance(t, QuantizedTensor) for t in a)]
+    if not quantized:
+        yield args, kwargs
+        return
+    count, start, size = len(quantized[0]), 0, 0
+    for i, tensors in enumerate(zip(*quantized, strict=True)):
+        size += sum(t.nbytes for t in tensors)
+        if size < _MOST_BYTES and i + 1 < count:
+            continue
+        part = partial(_part, count, slice(start, i + 1))
+        yield tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+        start, size = i + 1, 0
+
+
+def _part(count: int, where: slice, value: Any) -> Any:
+    return value[where] if isinstance(value, list | tuple) and len(value) == count else value
