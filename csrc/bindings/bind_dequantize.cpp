@@ -1,5 +1,6 @@
 // Bindings of dequantize and transpose.
 #include "bindings/bindings.h"
+#include "bindings/program.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/dequantize.h"
 #include "ops/transpose.h"
@@ -21,8 +22,9 @@ void transpose_into(const TensorView& x, const TensorView& out) {
 
 void bind_dequantize(pybind11::module_& m) {
   using pybind11::arg;
-  m.def("dequantize", &dequantize_into, arg("codes"), arg("format"), arg("scales"), arg("x"));
-  m.def("transpose", &transpose_into, arg("x"), arg("out"));
+  m.def("dequantize", recorded<&dequantize_into>, arg("codes"), arg("format"), arg("scales"),
+        arg("x"));
+  m.def("transpose", recorded<&transpose_into>, arg("x"), arg("out"));
 }
 
 }  // namespace te::bindings

@@ -34,6 +34,7 @@ from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.gemm import gemm_report
+from transformer_engine.pytorch.model_init import fp8_model_init, quantized_model_init
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
@@ -79,6 +80,7 @@ __all__ = [
     "distributed",
     "fp8",
     "fp8_autocast",
+    "fp8_model_init",
     "gemm_report",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -88,4 +90,5 @@ __all__ = [
     "is_nvfp4_available",
     "module",
     "onnx_export",
+    "quantized_model_init",
 ]

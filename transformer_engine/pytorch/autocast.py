@@ -55,6 +55,8 @@ class AutocastStack:
         self.backward_pending = False
         self.registry = ScalingRegistry()
         self.known: dict[Scope, Scope] = {}
+        self.model_inits: list[Any] = []  # scopes of quantized_model_init, see model_init.py
+        self.announced: set[str] = set()  # what is reported once, however many modules it concerns
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}  # how often each group ran as a whole
         self.inspector: Any = None  # of the debugger's session, see transformer_engine/debug

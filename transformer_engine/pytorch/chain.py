@@ -82,6 +82,8 @@ class Chain:
             return None
         replay = replays.get(x.shape)
         inputs = (x, *parameters)
+        if run.kept:
+            inputs = _unpacked(inputs, run.kept)
         if run.caching:
             cached = _cached(run.caching)
             if cached is None:
@@ -90,7 +92,7 @@ class Chain:
         if replay is None:
             if x.shape in replays or len(replays) >= _MOST_REPLAYS:
                 return None
-            replay = replays[x.shape] = Replay.of(self, run, inputs)
+            replay = replays[x.shape] = Replay.of(self, run, inputs, parameters)
             if replay is None:
                 return None
         memory = replay.run(inputs)
@@ -158,6 +160,15 @@ class Chain:
         if run.needs[0]:
             grads[0] = value
         return grads
+
+
+def _unpacked(
+    inputs: tuple[torch.Tensor | None, ...], kept: tuple[int, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Weights kept in FP8 as what they consist of, behind everything else."""
+    weights: list[Any] = [inputs[i] for i in kept]
+    others = [None if i in kept else t for i, t in enumerate(inputs)]
+    return (*others, *(t for w in weights for t in (w._data, w._scale_inv)))
 
 
 def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, ...] | None:

@@ -1,36 +1,49 @@
 """`_extra_state`: FP8 scaling state as a uint8 tensor of fixed layout, never a pickle.
 
 Layout, little endian: the magic bytes, then int32 {forward columns, backward columns, history
-length}, then fp32 scale and amax history of forward and of backward. No state: an empty tensor.
+length}, then fp32 scale and amax history of forward and of backward (all counts are 0 without
+delayed scaling), then fp32 {1/scale, scale} of every weight that is kept in FP8, in the order of
+the module's parameters. Nothing to say: an empty tensor.
 """
 
 from __future__ import annotations
 
+import io
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
 
 MAGIC = b"TEFP8S01"
 _HEADER = struct.Struct("<iii")
+_START = len(MAGIC) + _HEADER.size
+# What versions before 1.8 wrote. A BytesIO holds bytes and runs nothing; those in it stay unread.
+torch.serialization.add_safe_globals([io.BytesIO])
+_PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archive
 
 
-def pack(scaling: dict[str, ScalingState]) -> torch.Tensor:
-    """The state of a module's two directions as CPU bytes."""
-    if not scaling:
+def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """The state of a module as CPU bytes.
+
+    Args:
+        scaling: of the two directions; empty without delayed scaling.
+        weights: fp32 `[2]` of every weight that is kept in FP8.
+    """
+    if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8)
-    states = [scaling[FORWARD], scaling[BACKWARD]]
-    header = MAGIC + _HEADER.pack(
-        states[0].scale.numel(), states[1].scale.numel(), states[0].amax_history.shape[0]
-    )
+    states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
+    counts = [state.scale.numel() for state in states] or [0, 0]
+    length = states[0].amax_history.shape[0] if states else 0
+    header = MAGIC + _HEADER.pack(*counts, length)
     parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-    for state in states:
-        for tensor in (state.scale, state.amax_history):
-            parts.append(tensor.detach().cpu().reshape(-1).view(torch.uint8))
+    tensors = [t for state in states for t in (state.scale, state.amax_history)]
+    for tensor in (*tensors, *weights):
+        parts.append(tensor.detach().cpu().reshape(-1).view(torch.uint8))
     return torch.cat(parts)
 
 
@@ -38,30 +51,22 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
     """States from what `pack` made; empty for None, empty tensors and unknown contents.
 
     Contents of another origin (pickles of other versions) are never executed: they are skipped
-    with a warning, and scaling starts anew.
+    with one warning, and scaling starts anew.
+
+    Raises:
+        ValueError: truncated or inconsistent contents.
     """
-    if not isinstance(state, torch.Tensor) or state.numel() == 0:
+    raw = _bytes_of(state)
+    if raw is None or not raw.numel():
         return {}
-    raw = state.detach().cpu().contiguous().view(torch.uint8)
-    header_size = len(MAGIC) + _HEADER.size
-    header = bytes(raw[:header_size].tolist())
-    if not header.startswith(MAGIC):
-        warnings.warn(
-            f"[load_state_dict] ignoring the _extra_state of another package version: FP8 scales "
-            f"start anew (layer {layer})",
-            stacklevel=3,
-        )
+    if not _is_ours(raw):
+        _announce(raw, layer)
         return {}
-    forward, backward, length = _HEADER.unpack(header[len(MAGIC) :])
-    expected = header_size + 4 * (1 + length) * (forward + backward)
-    if raw.numel() != expected:
-        raise ValueError(
-            f"[load_state_dict] expected {expected} bytes of FP8 state, got {raw.numel()} "
-            f"(layer {layer})"
-        )
-    values = raw[header_size:].clone().view(torch.float32)
+    (forward, backward, length), values = _contents(raw, layer)
     states, start = {}, 0
     for direction, columns in ((FORWARD, forward), (BACKWARD, backward)):
+        if not columns:
+            continue
         restored = ScalingState(direction, columns, length, torch.device("cpu"))
         scale = values[start : start + columns]
         history = values[start + columns : start + columns * (1 + length)].view(length, columns)
@@ -69,6 +74,63 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
         states[direction] = restored
         start += columns * (1 + length)
     return states
+
+
+def weight_scales(state: Any, count: int, layer: str) -> torch.Tensor | None:
+    """fp32 `[count, 2]` of the weights that were kept in FP8; None where there is no such state."""
+    raw = _bytes_of(state)
+    if raw is None or not _is_ours(raw):
+        return None
+    (forward, backward, length), values = _contents(raw, layer)
+    scales = values[(forward + backward) * (1 + length) :]
+    return scales.view(count, 2) if scales.numel() == 2 * count else None
+
+
+def _bytes_of(state: Any) -> torch.Tensor | None:
+    if isinstance(state, io.BytesIO):
+        state = state.getvalue()
+    if isinstance(state, bytes | bytearray):
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
+    if not isinstance(state, torch.Tensor):
+        return None
+    return state.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_ours(raw: torch.Tensor) -> bool:
+    return bytes(raw[: len(MAGIC)].tolist()) == MAGIC
+
+
+def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torch.Tensor]:
+    """Counts of the header, and all numbers behind it.
+
+    Raises:
+        ValueError: the bytes do not fit the header.
+    """
+    header = bytes(raw[len(MAGIC) : _START].tolist())
+    counts = _HEADER.unpack(header) if len(header) == _HEADER.size else (-1, -1, -1)
+    forward, backward, length = counts
+    expected = _START + 4 * (1 + length) * (forward + backward)
+    if min(counts) < 0 or raw.numel() < expected or (raw.numel() - expected) % 8:
+        raise ValueError(
+            f"[load_state_dict] expected {expected} bytes of FP8 state, and 8 for each FP8 weight, "
+            f"got {raw.numel()} (layer {layer})"
+        )
+    return counts, raw[_START:].clone().view(torch.float32)
+
+
+def _announce(raw: torch.Tensor, layer: str) -> None:
+    """Say once what kind of state is ignored: the others of a checkpoint are of that kind too."""
+    start = bytes(raw[:4].tolist())
+    kind = "pickled" if start.startswith(_PICKLES) else "unknown"
+    announced = autocast_stack().announced
+    if kind in announced:
+        return
+    announced.add(kind)
+    warnings.warn(
+        "[load_state_dict] ignoring the _extra_state of another package version "
+        f"({kind}, never unpickled): FP8 scales start anew (layer {layer}, and others like it)",
+        stacklevel=4,
+    )
 
 
 class OptionalExtraState:

@@ -5,6 +5,8 @@ Also the documented import path of `autocast` and `FP8GlobalStateManager`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,6 +112,23 @@ def _trained(recipe: DelayedScaling, forward: ScalingState, gemm: int) -> GemmQu
         input=DelayedQuantizer(forward.scales[first], None, format),
         weight=DelayedQuantizer(forward.scales[first + 1], None, format),
     )
+
+
+def with_weight_scales(
+    scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor]
+) -> dict[str, ScalingState]:
+    """The same states with the scales of weights kept in FP8, which modules do not cast.
+
+    Modules that keep them in high precision start with these.
+
+    Args:
+        scaling: of a module.
+        weights: fp32 `[2]` = {1/scale, scale}, one for each of its GEMMs.
+    """
+    forward = deepcopy(scaling[FORWARD])
+    for gemm, scales in enumerate(weights):
+        forward.scales[FORWARD_COLUMNS * gemm + 1].copy_(scales[1:])
+    return {**scaling, FORWARD: forward}
 
 
 def _calibrating(forward: ScalingState, gemm: int) -> GemmQuantizers:

@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
@@ -51,6 +52,19 @@ class Quantizer:
     def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
         """Quantise `x`; what is cached of it has an equal `cache_key` and may be written to."""
         return self.operands(x, demand)
+
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The operands of a weight that exists in FP8 alone.
+
+        A column-wise side that is wanted and None here is made of the weight in backward, for the
+        time of one GEMM.
+
+        Args:
+            weight: codes `[out, in]`.
+            demand: which sides GEMMs will take.
+            dtype: of operands in high precision.
+        """
+        raise NotImplementedError
 
     def note(self, x: torch.Tensor) -> None:
         """`x` goes by without a cast: take down what would have been taken down with it."""
@@ -94,6 +108,11 @@ class IdentityQuantizer(Quantizer):
             moments(x.contiguous(), demand.moments, demand.active)
         return Operands(x, x)
 
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The values, dequantised for this call."""
+        x = dequantize(weight.codes, weight.format, weight.scales, dtype)
+        return Operands(self.operands(x, demand).rowwise, None)
+
 
 class CalibratingQuantizer(IdentityQuantizer):
     """High precision that notes `max |x|`, so that FP8 can start from a known scale."""
@@ -118,6 +137,10 @@ class Fp8Quantizer(Quantizer):
         if format not in (E4M3, E5M2):
             raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
         self.format = format
+
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The codes as they are."""
+        return Operands(weight, None)
 
     def pack(
         self,

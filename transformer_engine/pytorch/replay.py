@@ -46,22 +46,29 @@ class Replay:
         self._backwards: dict[tuple[bool, bool], Tape | None] = {}
 
     @classmethod
-    def of(cls, chain: Chain, run: Run, inputs: tuple[torch.Tensor | None, ...]) -> Replay | None:
+    def of(
+        cls, chain: Chain, run: Run, inputs: tuple[torch.Tensor | None, ...], parameters: Tensors
+    ) -> Replay | None:
         """Record the forward; None where it has no tape.
 
         Args:
             chain: whose.
             run: of the chain.
-            inputs: the input, the parameters, and what stages have cached.
+            inputs: the input, the parameters (None for weights kept in FP8), what these consist
+                of, and what stages have cached.
+            parameters: as stages take them.
         """
         if inputs[0] is None or inputs[0].nbytes > _MOST_BYTES // 4:
             return None
         stages: list[Saved] = []
         count = len(run.needs)
         ours = stand_ins(inputs[:count])
+        values = list(ours)
+        for i in run.kept:
+            values[i] = parameters[i - 1]  # its codes and scales are given
 
         def forward() -> tuple[Sequence[Any], Sequence[Any]]:
-            result, saved = chain.forward_by_stages(ours[0], ours[1:], run)  # type: ignore[arg-type]
+            result, saved = chain.forward_by_stages(values[0], values[1:], run)  # type: ignore[arg-type]
             stages.extend(saved)
             tensors = [t for one in saved for t in one.tensors]
             return result if chain.has_tap else (result,), tensors

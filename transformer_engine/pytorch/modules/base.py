@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +15,19 @@ from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.model_init import model_init
+from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
-from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT, build_quantizers
+from transformer_engine.pytorch.quantization import (
+    FEATURE_ALIGNMENT,
+    build_quantizers,
+    with_weight_scales,
+)
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
 from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
+from transformer_engine.pytorch.tensor import Float8Tensor
 
 _MOST_RUNS = 64
 _STACK = autocast_stack()
@@ -51,8 +58,10 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         self.tp_size = 1
         self.sequence_parallel = False
         self.scaling: dict[str, ScalingState] = {}
+        self.primary_weights_in_fp8 = model_init().enabled
+        self.preserve_high_precision_init_val = model_init().preserve
         self._runs: dict[Any, Run] = {}
-        self._announced: set[tuple[int, ...]] = set()
+        self._announced: set[Hashable] = set()
 
     @property
     def name(self) -> str:
@@ -65,6 +74,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         if "chain" in self.__dict__:
             self.chain.rename(name)
             self._runs.clear()
+            fp8_weights.rename(self, name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group before the first forward.
@@ -132,6 +142,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
             return run
         first = Run(run.dtype, run.needs, run.quantizers, run.first_microbatch, ends_backward=True)
         first.plans, first.replays, first.caching = run.plans, run.replays, run.caching
+        first.kept = run.kept
         return first
 
     def _make_run(
@@ -148,6 +159,8 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         if scope.enabled or (scope.calibrating and not exporting()):
             quantizers = self._quantizers_in(scope, any(needs), x.device)
         run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
+        run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, Float8Tensor))
+        fp8_weights.check(self, scope.recipe, scope.enabled)
         self.chain.plan(run)
         return run
 
@@ -173,14 +186,17 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         return (out, *extra, *tap)
 
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
-        if shape in self._announced:
-            return
-        self._announced.add(shape)
-        warnings.warn(
+        self.warn_once(
+            shape,
             f"[{type(self).__name__}] expected weight sizes divisible by {FEATURE_ALIGNMENT} for "
             f"FP8, got {shape}: this layer runs in high precision (layer {self.name})",
-            stacklevel=2,
         )
+
+    def warn_once(self, about: Hashable, text: str) -> None:
+        """Warn the first time that this module has to say something about a thing."""
+        if about not in self._announced:
+            self._announced.add(about)
+            warnings.warn(text, stacklevel=3)
 
     def _checked_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
         """The input's dtype, which every parameter must have."""
@@ -215,17 +231,41 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         # Copies make runs of their own: these point into this module's scaling state.
         return {**self.__dict__, "_runs": {}}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's. Another parameter may be of another kind, so runs are planned anew."""
+        super().register_parameter(name, param)
+        self._runs.clear()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._runs.clear()  # dtypes and devices may change
-        return super()._apply(*args, **kwargs)
+        apply = super()._apply
+        fp8_weights.apply(self, fn, lambda: apply(fn, recurse))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            fp8_weights.dequantized(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        quantized = fp8_weights.quantized(self, state_dict, prefix)
+        super()._load_from_state_dict(quantized, prefix, *others)
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
         autocast_stack().flush()
-        return extra_state.pack(self.scaling)
+        scaling, weights = self.scaling, fp8_weights.scales_of(self)
+        if scaling and len(weights) == self.gemm_count:
+            scaling = with_weight_scales(scaling, weights)
+        return extra_state.pack(scaling, weights)
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        """Restore FP8 scaling state; None and empty tensors leave it as it is.
+
+        The scales of FP8 weights in it are for `load_state_dict`, which casts with them.
+        """
         restored = extra_state.unpack(state, self.name)
         if restored:
             self.scaling = restored

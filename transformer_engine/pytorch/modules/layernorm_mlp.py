@@ -144,12 +144,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _linear_specs(self, first: InitMethod, second: InitMethod) -> list[ParameterSpec]:
         (out1, in1), (out2, in2) = self._gemm_weights()
         zeros = nn.init.zeros_
-        specs = [ParameterSpec("fc1_weight", (out1, in1), first, weight_attributes("column"), True)]
+        column, row = weight_attributes("column"), weight_attributes("row")
+        specs = [ParameterSpec("fc1_weight", (out1, in1), first, column, True, True)]
         if self.use_bias:
-            specs.append(ParameterSpec("fc1_bias", (out1,), zeros, weight_attributes("column")))
-        specs.append(
-            ParameterSpec("fc2_weight", (out2, in2), second, weight_attributes("row"), True)
-        )
+            specs.append(ParameterSpec("fc1_bias", (out1,), zeros, column))
+        specs.append(ParameterSpec("fc2_weight", (out2, in2), second, row, True, True))
         if self.use_bias:
             specs.append(ParameterSpec("fc2_bias", (out2,), zeros))
         return specs

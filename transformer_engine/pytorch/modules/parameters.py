@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.model_init import model_init
+from transformer_engine.pytorch.modules import fp8_weights
+from transformer_engine.pytorch.tensor import Float8Tensor
+
 InitMethod = Callable[[torch.Tensor], Any]
 Split = Sequence[str] | Mapping[str, int] | None
 
@@ -47,6 +51,7 @@ class ParameterSpec:
     init: InitMethod
     attributes: dict[str, Any] = field(default_factory=dict)
     tracked: bool = False  # initialised under the RNG state tracker
+    gemm_weight: bool = False  # may be kept in FP8, see quantized_model_init
 
 
 class ParameterSet:
@@ -56,6 +61,7 @@ class ParameterSet:
         self._module = [module]  # in a list: a module attribute would make a cycle of submodules
         self._tracker = get_rng_state_tracker
         self._specs: list[ParameterSpec] = []
+        self._init = model_init()
 
     def create(
         self,
@@ -70,12 +76,14 @@ class ParameterSet:
             self._register(spec, torch.empty(spec.shape, dtype=dtype, device=on))
 
     def _register(self, spec: ParameterSpec, data: torch.Tensor) -> None:
-        parameter = nn.Parameter(data)
-        for key, value in spec.attributes.items():
-            setattr(parameter, key, value)
-        self._module[0].register_parameter(spec.name, parameter)
+        parameter = _with_attributes(nn.Parameter(data), spec)
         if not data.is_meta:
             self._initialise(spec, parameter)
+        if self._init.enabled and spec.gemm_weight:
+            label = f"{spec.name} of layer {self._module[0].name}"
+            kept = fp8_weights.keep(parameter.detach(), self._init, label)
+            parameter = _with_attributes(kept, spec)
+        self._module[0].register_parameter(spec.name, parameter)
 
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         tracker = self._tracker() if spec.tracked and self._tracker is not None else None
@@ -95,8 +103,18 @@ class ParameterSet:
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
                 self._register(spec, torch.empty_like(parameter, device=device))
+            elif isinstance(parameter, Float8Tensor):
+                values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
+                self._initialise(spec, values)
+                fp8_weights.start(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
+
+
+def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
+    for key, value in spec.attributes.items():
+        setattr(parameter, key, value)
+    return parameter
 
 
 def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
@@ -136,7 +154,7 @@ class SplitLinearParameters:
     ) -> list[ParameterSpec]:
         """The parameters to create, in order."""
         weights = [
-            ParameterSpec(name, (size, in_features), init, weight_attributes, tracked=True)
+            ParameterSpec(name, (size, in_features), init, weight_attributes, True, True)
             for name, size in zip(self.weight_names, self.sizes.values(), strict=True)
         ]
         biases = [

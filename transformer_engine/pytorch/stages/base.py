@@ -81,6 +81,7 @@ class Run:
         "first_microbatch",
         "inspect_at",
         "inspection",
+        "kept",
         "needs",
         "plans",
         "quantizers",
@@ -105,6 +106,7 @@ class Run:
         self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
         self.compiling = False
         self.exporting = False  # to ONNX, see export.py
+        self.kept: tuple[int, ...] = ()  # which of (input, parameters) are weights kept in FP8
         self.caching: Sequence[Any] = ()  # the stages that read what they have cached
         self.inspect_at = 0  # the tick of the inspector from which it may want to look
         self.inspection: Any = None  # what it decided last

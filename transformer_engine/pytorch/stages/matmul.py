@@ -10,12 +10,15 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.export import cast_there_and_back
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
+from transformer_engine.pytorch.tensor import Float8Tensor
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
@@ -32,6 +35,7 @@ class _Facts(NamedTuple):
     weight_format: int
     target: gemm.WgradTarget
     padding: int
+    weight_kept: bool  # what is saved is the weight itself, row-wise
 
 
 _NOTHING = Saved(())
@@ -47,6 +51,19 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
     if data is None or scales is None:
         return data
     return Fp8Matrix(data, scales, format)
+
+
+def _matrix(weight: torch.Tensor) -> Fp8Matrix:
+    assert isinstance(weight, Float8Tensor)
+    return Fp8Matrix(weight._data, weight._scale_inv, int(weight._fp8_dtype))
+
+
+def _columnwise(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
+    """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
+    assert isinstance(weight, Fp8Matrix)
+    if isinstance(other, Fp8Matrix):
+        return Fp8Matrix(transpose(weight.codes), weight.scales, weight.format)
+    return dequantize(weight.codes, weight.format, weight.scales, dtype)
 
 
 def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
@@ -65,6 +82,7 @@ class _Plan:
         "first_microbatch",
         "fp8",
         "grad_demand",
+        "kept",
         "needs_bias",
         "needs_input",
         "needs_weight",
@@ -82,6 +100,7 @@ class _Plan:
         self.fp8 = quantizers.fp8
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
+        self.kept = slot in run.kept  # the weight exists in FP8 alone
         self.needs_input = any(run.needs[:slot])
         self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
         self.demand = Demand(quantizers.input, True, self.needs_weight)
@@ -126,11 +145,12 @@ class Matmul(Stage):
         """Where no quantizer looks at tensors in torch, and no state outlives the call."""
         if self.fuse_wgrad and plan.needs_weight:
             return False
-        return plan.quantizers.native and not (plan.fp8 and plan.first_microbatch is True)
+        makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.kept
+        return plan.quantizers.native and not makes_cache
 
     def caches(self, plan: _Plan) -> bool:
         """The FP8 weight, between micro-batches."""
-        return plan.fp8 and plan.first_microbatch is not None
+        return plan.fp8 and plan.first_microbatch is not None and not plan.kept
 
     def cached(self, plan: _Plan) -> tuple[torch.Tensor | None, ...] | None:
         """The FP8 weight of an earlier micro-batch."""
@@ -158,7 +178,11 @@ class Matmul(Stage):
         else:
             padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
             operands = plan.quantizers.input.padded(x, padding, plan.demand)
-        w = self._weight_operands(weight, plan)
+        if plan.kept:
+            own = _matrix(weight)
+            w = plan.quantizers.weight.kept(own, plan.weight_demand, plan.dtype)
+        else:
+            w = self._weight_operands(weight, plan)
         y = gemm.fprop(
             operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
         )
@@ -170,11 +194,12 @@ class Matmul(Stage):
         if not plan.recording:
             return y, _NOTHING
         x_data, x_scales, x_format = _flatten(operands.columnwise if plan.needs_weight else None)
-        w_data, w_scales, w_format = _flatten(w.columnwise if plan.needs_input else None)
+        weight_kept = plan.kept and w.columnwise is None
+        column = own if weight_kept else w.columnwise
+        w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
         target = self._wgrad_target(weight, plan)
-        return y, Saved(
-            (x_data, x_scales, w_data, w_scales), _Facts(x_format, w_format, target, padding)
-        )
+        facts = _Facts(x_format, w_format, target, padding, weight_kept)
+        return y, Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
         """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
@@ -239,6 +264,8 @@ class Matmul(Stage):
         if not plan.needs_input:
             return None, operands
         weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
+        if facts.weight_kept:
+            weight = _columnwise(weight, operands.rowwise, plan.dtype)
         dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
         if facts.padding:
             assert isinstance(grad, torch.Tensor)

@@ -1,0 +1,186 @@
+"""An FP8 parameter as a tensor: what users and trainers do with parameters."""
+
+import copy
+import io
+
+import pytest
+import torch
+from rulers import assert_bitwise
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor import Float8Tensor
+
+
+@pytest.fixture
+def layer(device: str) -> te.Linear:
+    with te.fp8_model_init():
+        return te.Linear(32, 48, device=device, params_dtype=torch.bfloat16, name="block.proj")
+
+
+def test_detach_and_data_alias_clone_and_to_copy(layer: te.Linear) -> None:
+    weight = layer.weight
+    for alias in (weight.detach(), weight.data):
+        assert isinstance(alias, Float8Tensor) and not alias.requires_grad
+        alias.mul_(2)
+        assert alias._data is weight._data
+        assert_bitwise(alias.dequantize(), weight.dequantize())
+    before = weight.dequantize()
+    for twin in (weight.clone(), weight.detach().clone(), weight.to("cpu", copy=True)):
+        assert isinstance(twin, Float8Tensor) and twin.dtype is weight.dtype
+        with torch.no_grad():
+            twin.zero_()
+        assert_bitwise(weight.dequantize(), before)
+    assert weight.clone().grad_fn is not None
+    assert type(weight.float()) is torch.Tensor and type(weight.detach()[2:4]) is torch.Tensor
+
+
+def test_a_transpose_is_not_used_after_an_alias_has_written(layer: te.Linear) -> None:
+    weight = layer.weight
+    weight.transposed_codes()
+    assert weight.known_transpose is not None
+    weight.data.fill_(1.0)
+    assert weight.known_transpose is None and weight.detach()._transpose is None
+    assert_bitwise(weight.transposed_codes(), weight._data.T.contiguous())
+
+
+def test_writing_between_forward_and_backward_is_noticed(layer: te.Linear) -> None:
+    x = torch.ones(16, 32, device=layer.weight.device, dtype=torch.bfloat16, requires_grad=True)
+    with te.fp8_autocast():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_data_may_be_set(layer: te.Linear) -> None:
+    weight = layer.weight
+    weight.data = torch.ones_like(weight)
+    assert isinstance(weight, Float8Tensor) and (weight.dequantize() == 1).all()
+    other = weight.clone().detach().mul_(3)
+    weight.data = other
+    assert weight._data is other._data and (weight.dequantize() == 3).all()
+    with pytest.raises(ValueError, match=r"expected data of shape.*weight of layer block.proj"):
+        weight.data = torch.ones(3, device=weight.device)
+
+
+def test_copying_both_ways(layer: te.Linear) -> None:
+    weight = layer.weight
+    plain = torch.randn(48, 32, device=weight.device)
+    with torch.no_grad():
+        weight.copy_(plain)
+        assert_bitwise(weight._data, weight._quantizer(plain)._data)
+        plain.copy_(weight)
+        assert_bitwise(plain, weight.dequantize(dtype=torch.float32))
+        weight.copy_(torch.ones(32, device=weight.device))  # broadcast, as plain tensors do
+        assert (weight.dequantize() == 1).all()
+        with pytest.raises(RuntimeError, match=r"expand|shape"):
+            weight.copy_(torch.ones(3, 5, device=weight.device))
+
+
+def test_deepcopies_share_nothing(layer: te.Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    layer.weight.mark = {"a": [1]}
+    twin = copy.deepcopy(layer)
+    weight = twin.weight
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
+    assert weight.mark == {"a": [1]} and weight.mark is not layer.weight.mark
+    assert weight.partition_dim == 0 and weight.grad is None  # as of any parameter
+    assert_bitwise(weight._data, layer.weight._data)
+    before = layer.weight.dequantize()
+    with torch.no_grad():
+        weight.zero_()
+    assert_bitwise(layer.weight.dequantize(), before)
+    frozen = copy.deepcopy(layer.requires_grad_(False))
+    assert not frozen.weight.requires_grad
+
+
+def test_modules_move_and_change_dtype(layer: te.Linear, device: str) -> None:
+    weight = layer.weight
+    codes = weight._data.clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    for change, dtype in (
+        (layer.float, torch.float32),
+        (layer.half, torch.float16),
+        (lambda: layer.to(torch.bfloat16), torch.bfloat16),
+        (lambda: layer.to("cpu", torch.float32), torch.float32),
+        (lambda: layer.to(device), torch.float32),
+    ):
+        change()
+        assert layer.weight is weight and weight.dtype is dtype and weight.grad.dtype is dtype
+        assert isinstance(weight, Float8Tensor) and isinstance(weight, torch.nn.Parameter)
+        assert weight._scale_inv.dtype is torch.float32 and weight.partition_dim == 0
+        assert_bitwise(weight._data, codes)
+    assert list(layer._parameters) == ["weight", "bias"]
+    optimizer.step()
+    assert not torch.equal(weight._data, codes)
+    with pytest.raises(TypeError, match=r"float64.*|weight of layer block.proj, got torch.float64"):
+        layer.double()
+
+
+def test_vectors_and_clipping(layer: te.Linear) -> None:
+    vector = parameters_to_vector(layer.parameters())
+    assert type(vector) is torch.Tensor and vector.shape == (48 * 33,)
+    vector_to_parameters(torch.full_like(vector, 2.0), layer.parameters())
+    assert isinstance(layer.weight, Float8Tensor) and (layer.weight.dequantize() == 2).all()
+    layer.weight.grad = torch.full_like(layer.weight, 3.0)
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    torch.nn.utils.clip_grad_value_(layer.parameters(), 1e-4)
+    assert layer.weight.grad.abs().max() <= 1e-4
+    norms = torch._foreach_norm(list(layer.parameters()))
+    torch.testing.assert_close(norms[0], layer.weight.dequantize().norm())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: w.detach().numpy(),
+        lambda w: torch.from_dlpack(w.detach()),
+        lambda w: w.share_memory_(),
+        lambda w: w.detach().resize_(3),
+        lambda w: w.detach().set_(torch.ones(2, dtype=w.dtype)),
+        lambda w: w.detach().view(torch.uint8),
+    ],
+)
+def test_what_needs_storage_is_refused_by_name(layer: te.Linear, use, device: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"weight of layer block\.proj"):
+        use(layer.weight)
+
+
+def test_messages_follow_the_name_of_the_layer(layer: te.Linear) -> None:
+    layer.name = "renamed"
+    with pytest.raises(TypeError, match="weight of layer renamed"):
+        layer.weight.detach().numpy()
+
+
+def test_pickled_modules_keep_fp8_weights(layer: te.Linear) -> None:
+    file = io.BytesIO()
+    torch.save(layer.weight, file)
+    file.seek(0)
+    weight = torch.load(file, weights_only=True)
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+    assert_bitwise(weight._data, layer.weight._data)
+    with torch.no_grad():
+        weight.fill_(7.0)  # it knows how to be written
+    assert (weight.dequantize() == 7).all()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    whole = torch.load(file, weights_only=False)
+    assert isinstance(whole.weight, Float8Tensor)
+    assert_bitwise(whole.weight._data, layer.weight._data)
+
+
+def test_repeated_operands_and_results(layer: te.Linear) -> None:
+    weight = layer.weight.detach()
+    before = weight.dequantize(dtype=torch.float32)
+    same = weight.mul_(weight)
+    assert same is weight
+    expected = weight._quantizer((before * before).bfloat16())
+    torch.testing.assert_close(weight.dequantize(), expected.dequantize())
+    out = weight.clone()
+    torch.add(weight, 1.0, out=out)
+    assert isinstance(out, Float8Tensor)
+    torch.testing.assert_close(out.dequantize(), weight.dequantize() + 1, rtol=0.07, atol=0.02)

@@ -1,0 +1,84 @@
+"""`quantized_model_init`: modules that keep their weights in FP8 and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.autocast import autocast_stack
+
+
+@dataclass(frozen=True)
+class ModelInit:
+    """How modules that are made now keep the weights of their GEMMs.
+
+    Attributes:
+        enabled: in FP8.
+        recipe: that will use them; None leaves that open.
+        preserve: keep what they were initialised with, in high precision, on the CPU.
+    """
+
+    enabled: bool = False
+    recipe: Recipe | None = None
+    preserve: bool = False
+
+
+_IN_HIGH_PRECISION = ModelInit()
+
+
+def model_init() -> ModelInit:
+    """What holds for modules that are made now."""
+    scopes = autocast_stack().model_inits
+    return scopes[-1] if scopes else _IN_HIGH_PRECISION
+
+
+class quantized_model_init(ContextDecorator):
+    """Modules made inside keep the weights of their GEMMs in FP8, without a copy in high precision.
+
+    Parameters are `Float8Tensor`s under the dtype that they would have had. Optimizers of torch
+    step them in place. Biases and norms stay as they are, as do weights with sizes that FP8 cannot
+    take. Outside of `autocast` such weights are dequantised for every call.
+
+    Args:
+        enabled: False makes modules as usual.
+        recipe: `DelayedScaling` or `Float8CurrentScaling`, the only one that may then use these
+            weights; None allows both. It says how scales are rounded and with what margin; they
+            always come from the values that are written.
+        preserve_high_precision_init_val: keep the values before quantisation on the CPU, for
+            optimizers with master weights: `parameter.get_high_precision_init_val()` until
+            `parameter.clear_high_precision_init_val()`.
+
+    Raises:
+        ValueError: another recipe.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> with quantized_model_init():
+    ...     layer = te.Linear(16, 32, params_dtype=torch.bfloat16, device="cpu")
+    >>> type(layer.weight).__name__, layer.weight.dtype, layer.weight._data.dtype
+    ('Float8Tensor', torch.bfloat16, torch.uint8)
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if enabled and recipe is not None and not recipe.float8_per_tensor_scaling():
+            raise ValueError(
+                "[quantized_model_init] expected recipe to be DelayedScaling or "
+                f"Float8CurrentScaling, got {recipe!r}"
+            )
+        self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
+
+    def __enter__(self) -> None:
+        autocast_stack().model_inits.append(self._init)
+
+    def __exit__(self, *exception: object) -> None:
+        autocast_stack().model_inits.pop()
+
+
+class fp8_model_init(quantized_model_init):
+    """`quantized_model_init` under its older name."""

@@ -1,0 +1,211 @@
+"""Weights that a module keeps in FP8: how they are made, moved, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch import extra_state
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.kernels.amax import amax
+from transformer_engine.pytorch.model_init import ModelInit
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix
+from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT
+from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
+from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+_LARGEST = 448.0
+_ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
+
+
+class InitialValue:
+    """What a parameter was initialised with, on the CPU, until it is cleared."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value: torch.Tensor | None = value
+
+    def get(self) -> torch.Tensor | None:
+        """The values in high precision; None once they were cleared."""
+        return self._value
+
+    def clear(self) -> None:
+        """Free them."""
+        self._value = None
+
+
+def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
+    """The parameter in FP8, or in high precision where FP8 cannot take its sizes or dtype."""
+    fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
+    if not fits:
+        return nn.Parameter(values)
+    quantizer = WeightQuantizer.of(init.recipe, label)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    scales = values.new_empty(2, dtype=torch.float32)
+    weight = Float8Tensor(
+        values.shape, values.dtype, codes, scales, quantizer.format, quantizer=quantizer
+    )
+    parameter = nn.Parameter(weight)
+    if not values.is_meta:
+        start(parameter, values, init)
+    return parameter
+
+
+def start(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
+    """Let an FP8 parameter start with these values."""
+    values = values.detach()
+    parameter.quantize_(values)
+    if init.preserve:
+        kept = InitialValue(values.clone() if values.device.type == "cpu" else values.cpu())
+        parameter.get_high_precision_init_val = kept.get
+        parameter.clear_high_precision_init_val = kept.clear
+
+
+def fp8_weights(module: nn.Module) -> dict[str, Float8Tensor]:
+    """A module's own FP8 parameters by name, in order."""
+    own = module._parameters.items()
+    return {name: p for name, p in own if isinstance(p, Float8Tensor)}  # type: ignore[misc]
+
+
+def rename(module: nn.Module, layer: str) -> None:
+    """Let messages name the layer as it is called now."""
+    for name, weight in fp8_weights(module).items():
+        if isinstance(weight._quantizer, WeightQuantizer):
+            weight._quantizer.label = f"{name} of layer {layer}"
+
+
+def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
+    """`nn.Module._apply`: codes move, the nominal dtype changes, the scale stays.
+
+    Args:
+        module: its FP8 parameters are changed and stay the same objects.
+        function: what `_apply` was given.
+        to_others: applies it to everything but them.
+    """
+    weights = fp8_weights(module)
+    for name in weights:
+        module._parameters[name] = None
+    try:
+        to_others()
+    finally:
+        for name, weight in weights.items():
+            module._parameters[name] = weight  # type: ignore[assignment]
+    for weight in weights.values():
+        _apply_to(weight, function)
+
+
+def _apply_to(weight: Float8Tensor, function: Apply) -> None:
+    probe = function(torch.empty(0, dtype=weight.dtype, device=weight.device))
+    if probe.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"[quantized_model_init] expected float32, float16 or bfloat16 as the dtype of "
+            f"{weight.label}, got {probe.dtype}"
+        )
+    codes = function(weight._data)
+    if weight._scale_inv.is_meta:
+        scales = torch.empty(2, dtype=torch.float32, device=codes.device)
+    else:
+        scales = weight._scale_inv.to(codes.device)
+    if probe.dtype is weight.dtype and codes.device == weight.device:
+        weight._data, weight._scale_inv = codes, scales
+        return
+    moved = Float8Tensor(
+        weight.shape, probe.dtype, codes, scales, weight._fp8_dtype, quantizer=weight._quantizer
+    )
+    grad, weight.grad = weight.grad, None
+    other = nn.Parameter(moved, weight.requires_grad)
+    vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
+    try:
+        torch.utils.swap_tensors(weight, other)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[quantized_model_init] {weight.label} cannot be moved or converted while something "
+            f"else refers to it ({error})"
+        ) from error
+    weight.grad = None if grad is None else function(grad)
+
+
+def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
+    for name, weight in fp8_weights(module).items():
+        state[prefix + name] = weight.dequantize()
+
+
+def scales_of(module: nn.Module) -> list[torch.Tensor]:
+    """`{1/scale, scale}` of every FP8 parameter that has values."""
+    return [w._scale_inv for w in fp8_weights(module).values() if not w.is_meta]
+
+
+def quantized(
+    module: TransformerEngineBaseModule, state: Mapping[str, Any], prefix: str
+) -> Mapping[str, Any]:
+    """A state dict in which plain tensors for FP8 parameters are quantised.
+
+    With the scale that travels in `_extra_state` the codes become what they were; without one, or
+    where it cannot hold the values, they get a scale of their own.
+    """
+    weights = fp8_weights(module)
+    if not weights:
+        return state
+    raw = state.get(prefix + "_extra_state")
+    scales = extra_state.weight_scales(raw, len(weights), module.name)
+    found: dict[str, Any] = {}
+    for i, (name, weight) in enumerate(weights.items()):
+        values = state.get(prefix + name)
+        if not isinstance(values, torch.Tensor) or isinstance(values, QuantizedTensor):
+            continue
+        if values.shape == weight.shape and values.is_floating_point() and not values.is_meta:
+            found[prefix + name] = _cast(values, weight, None if scales is None else scales[i])
+    return {**state, **found}
+
+
+def _cast(values: torch.Tensor, weight: Float8Tensor, scales: torch.Tensor | None) -> Float8Tensor:
+    device = values.device if weight.is_meta else weight.device
+    dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
+    values = values.detach().to(device, dtype).contiguous()
+    quantizer: Any = weight._quantizer
+    demand = Demand(quantizer, True, False)
+    operands = quantizer.operands(values, demand)
+    if scales is not None:
+        scales = scales.to(device)
+        holds = amax(values) * scales[1] <= _LARGEST * _ROUNDED
+        scales = torch.where(holds, scales, operands.rowwise.scales)
+        operands = quantizer.cast(values, scales, demand)
+    matrix: Fp8Matrix = operands.rowwise
+    return Float8Tensor(
+        weight.shape, weight.dtype, matrix.codes, matrix.scales, matrix.format, quantizer=quantizer
+    )
+
+
+def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
+    """Refuse a recipe that cannot take the module's FP8 weights; warn where nothing is in FP8.
+
+    Raises:
+        RuntimeError: the weights were made for another recipe.
+    """
+    for name, weight in fp8_weights(module).items():
+        quantizer = weight._quantizer
+        if not enabled:
+            _announce_dequantized(module, name)
+        elif isinstance(quantizer, WeightQuantizer) and not quantizer.serves(recipe):
+            made_for = f"{quantizer.family} scaling" if quantizer.family else "per-tensor scaling"
+            raise RuntimeError(
+                f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
+                f"{made_for}, got {type(recipe).__name__}; give quantized_model_init the recipe "
+                f"of autocast (layer {module.name})"
+            )
+
+
+def _announce_dequantized(module: TransformerEngineBaseModule, name: str) -> None:
+    module.warn_once(
+        "outside autocast",
+        f"[{type(module).__name__}] {name} is kept in FP8 and is dequantised for every call "
+        f"outside of autocast (layer {module.name})",
+    )
