@@ -189,6 +189,7 @@ class Inspector:
             gemms.fp8 = normal.fp8 or modifies  # tokens are padded where a feature may make FP8
             quantizers.append(gemms)
         result = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
+        result.kept = run.kept
         module.chain.plan(result)
         return result
 

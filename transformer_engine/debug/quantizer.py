@@ -11,6 +11,7 @@ from transformer_engine.debug.calls import FeatureCalls
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
@@ -93,6 +94,15 @@ class InspectedQuantizer(WrappingQuantizer):
         outs = cached.made if isinstance(cached, _Modified) else {}
         return self._finish(x, self._cast(x, 0, demand), demand, 0, outs)
 
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The same of a weight that exists in FP8 alone: features get its values."""
+        x = dequantize(weight.codes, weight.format, weight.scales, dtype)
+        inner, columnwise = self.inner_demand(demand), None
+        if inner.columnwise:
+            columnwise = Fp8Matrix(transpose(weight.codes), weight.scales, weight.format)
+        cast = Operands(weight if inner.rowwise else None, columnwise)
+        return self._finish(x, cast, demand, 0, kept=weight)
+
     def _cast(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
         inner = self.inner_demand(demand)
         return inner.quantizer.padded(x, padding, inner)  # type: ignore[attr-defined]
@@ -111,6 +121,7 @@ class InspectedQuantizer(WrappingQuantizer):
         demand: Demand,
         padding: int,
         outs: dict[str, torch.Tensor] | None = None,
+        kept: Fp8Matrix | None = None,
     ) -> Operands:
         plan, bias_grad = self.plan, cast.bias_grad
         if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
@@ -129,7 +140,9 @@ class InspectedQuantizer(WrappingQuantizer):
         if demand.rowwise:
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
         self._show(x, [quantized if s is None else s for s in seen], demand)
-        if self.statistics is not None:
+        if self.statistics is not None and kept is not None:
+            self.statistics.feed_kept(kept, self.dtype, self.inner)
+        elif self.statistics is not None:
             self.statistics.feed(x, result.rowwise, result.columnwise, self.inner)
         return result
 

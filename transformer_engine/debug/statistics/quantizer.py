@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_engine.pytorch.operands import Demand, Operands
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
 from transformer_engine.pytorch.quantizers import Quantizer, WrappingQuantizer
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ class StatisticsQuantizer(WrappingQuantizer):
         """The same."""
         inner = self.inner_demand(demand, x.numel())
         return self.finish(x, self.inner.refreshed(x, inner, cached), demand)
+
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The weight as it is; its values are dequantised where they are looked at."""
+        self.statistics.feed_kept(weight, dtype, self.inner, self.captured)
+        return self.inner.kept(weight, demand, dtype)
 
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand

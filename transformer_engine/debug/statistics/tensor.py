@@ -13,7 +13,9 @@ from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
 from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.subscription import MOMENTS, Reading, Source, Subscription
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, moments
+from transformer_engine.pytorch.operands import Fp8Matrix
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 _NO_ROWS: Rows = (None, None)
@@ -186,6 +188,24 @@ class TensorStatistics:
         self.feed_moments(x, captured)
         self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
+
+    def feed_kept(
+        self, weight: Fp8Matrix, dtype: torch.dtype, quantizer: Any, captured: bool = False
+    ) -> None:
+        """Everything that is due about a weight that exists in FP8 alone.
+
+        Args:
+            weight: codes and scales.
+            dtype: that its values are looked at in.
+            quantizer: of the layer's weight.
+            captured: see the class.
+        """
+        values = [self._moments, *(self.slots[source] for source in self._blocks)]
+        if any(self._open(slot, captured) for slot in values):
+            x = dequantize(weight.codes, weight.format, weight.scales, dtype)
+            self.feed_moments(x, captured)
+            self.feed_blocks(x, captured)
+        self.feed_casts(None, weight, weight, quantizer, captured)
 
     def _where(self) -> str:
         return f"layer {self.layer}, tensor {self.tensor}"
