@@ -34,12 +34,14 @@ PATHS = {
         "is_nvfp4_available",
     ),
     "transformer_engine.pytorch.module": (
+        "GroupedLinear",
         "LayerNorm",
         "LayerNormLinear",
         "LayerNormMLP",
         "Linear",
         "RMSNorm",
     ),
+    "transformer_engine.pytorch.module.grouped_linear": ("GroupedLinear",),
     "transformer_engine.pytorch.module.layernorm": ("LayerNorm",),
     "transformer_engine.pytorch.module.layernorm_linear": ("LayerNormLinear",),
     "transformer_engine.pytorch.module.layernorm_mlp": ("LayerNormMLP",),
@@ -71,7 +73,9 @@ MORE = {
         "get_default_fp8_recipe",
     ),
     "transformer_engine.pytorch.module.base": ("TransformerEngineBaseModule", "get_workspace"),
+    "transformer_engine.pytorch.ops": ("BasicLinear", "FusibleOperation", "Sequential", "SwiGLU"),
     "transformer_engine.pytorch.quantization": ("FP8GlobalStateManager",),
+    "transformer_engine.pytorch.router": ("fused_topk_with_score_function", "fused_moe_aux_loss"),
     "transformer_engine.pytorch.utils": (
         "init_method_normal",
         "nvtx_range_pop",
@@ -103,7 +107,7 @@ def test_nothing_warns_where_warnings_are_errors() -> None:
         "import transformer_engine as te",
         "te.pytorch, te.common.recipe, te.pytorch.module, te.pytorch.distributed",
         "te.pytorch.fp8, te.pytorch.constants, te.pytorch.cpp_extensions, te.pytorch.attention",
-        "te.pytorch.tensor, te.pytorch.quantization",
+        "te.pytorch.tensor, te.pytorch.quantization, te.pytorch.ops",
         *(f"import {module}" for module in sorted({*PATHS, *MORE})),
     ]
     code = [sys.executable, "-W", "error", "-c", "\n".join(lines)]

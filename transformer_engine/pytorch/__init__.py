@@ -11,7 +11,14 @@
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch import constants, cpp_extensions, distributed, fp8, module
+from transformer_engine.pytorch import (
+    constants,
+    cpp_extensions,
+    distributed,
+    fp8,
+    module,
+    ops,
+)
 from transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -92,5 +99,6 @@ __all__ = [
     "is_nvfp4_available",
     "module",
     "onnx_export",
+    "ops",
     "quantized_model_init",
 ]

@@ -1,0 +1,123 @@
+"""Activations as operations: what `LayerNormMLP` calls by name.
+
+Gated ones halve the last axis: `act(first half) * second half`. They compute in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from transformer_engine.pytorch.chain import Chain
+from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.ops.operation import FusibleOperation
+from transformer_engine.pytorch.stages import Activation, Run
+
+
+class _Activation(FusibleOperation):
+    """An activation without parameters; the result has the dtype of the input, or autocast's.
+
+    Args:
+        cache_quantized_input: keep the input for the backward in FP8; not implemented.
+
+    Raises:
+        NotImplementedError: `cache_quantized_input=True`.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        if cache_quantized_input:
+            raise NotImplementedError(
+                f"[{type(self).__name__}] cache_quantized_input=True: the input is kept as it is"
+            )
+        self.chain = Chain([Activation(activation_kind(self.kind))])
+        self._runs: dict[Any, Run] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it.
+
+        Args:
+            x: `(..., n)`, fp32, fp16 or bf16; `n` is even for gated kinds.
+        """
+        if x.ndim == 0 or (is_gated(activation_kind(self.kind)) and x.shape[-1] % 2):
+            raise ValueError(
+                f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
+            )
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        if torch.compiler.is_compiling():
+            run = self.chain.plan(Run(dtype, (recorded,)))
+        else:
+            found = self._runs.get((dtype, recorded))
+            if found is None:
+                found = self._runs[dtype, recorded] = self.chain.plan(Run(dtype, (recorded,)))
+            run = found
+        return self.chain(x.to(dtype).contiguous(), (), run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
+
+
+class GELU(_Activation):
+    """The tanh approximation of GELU."""
+
+    kind = "gelu"
+
+
+class GEGLU(_Activation):
+    """`gelu(a) * b`."""
+
+    kind = "geglu"
+
+
+class QGELU(_Activation):
+    """`x * sigmoid(1.702 x)`."""
+
+    kind = "qgelu"
+
+
+class QGEGLU(_Activation):
+    """`qgelu(a) * b`."""
+
+    kind = "qgeglu"
+
+
+class ReLU(_Activation):
+    """`max(x, 0)`."""
+
+    kind = "relu"
+
+
+class ReGLU(_Activation):
+    """`relu(a) * b`."""
+
+    kind = "reglu"
+
+
+class SReLU(_Activation):
+    """`relu(x)^2`."""
+
+    kind = "srelu"
+
+
+class SReGLU(_Activation):
+    """`srelu(a) * b`."""
+
+    kind = "sreglu"
+
+
+class SiLU(_Activation):
+    """`x * sigmoid(x)`."""
+
+    kind = "silu"
+
+
+class SwiGLU(_Activation):
+    """`silu(a) * b`."""
+
+    kind = "swiglu"

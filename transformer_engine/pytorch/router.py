@@ -1,0 +1,160 @@
+"""Routing of tokens to experts: which, with what weights, and the loss that balances them.
+
+Compositions of torch operations in fp32, on any device; autograd knows their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = [
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+]
+
+_LEAST_SUM = 1e-20  # keeps weights finite where all scores vanish
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+
+
+def fused_topk_with_score_function(
+    logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, and their weights.
+
+    Args:
+        logits: `[tokens, experts]`, fp32, fp16 or bf16.
+        topk: experts of each token.
+        use_pre_softmax: softmax over all experts, then choose; else over the chosen ones.
+        num_groups: experts are in so many groups of one size; None: all may be chosen.
+        group_topk: choose among so many groups only, those whose best `topk // group_topk` experts
+            have the largest sum.
+        scaling_factor: multiplies the weights; None is 1.
+        score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; the weights of the latter two
+            are divided by their sum where there are several.
+        expert_bias: `[experts]`, added for the choice alone; not with `"softmax"`.
+
+    Returns:
+        `(weights, chosen)`: `[tokens, experts]` in the dtype of `logits`, zero where not chosen,
+        and the same as booleans.
+
+    Raises:
+        ValueError: fp64, an unknown score function, or numbers that do not fit.
+
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+    >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
+    tensor([[False,  True,  True]])
+    """
+    softmax = score_function == "softmax"
+    _check(logits, topk, score_function)
+    if softmax and expert_bias is not None:
+        raise ValueError("[router] expected no expert_bias with score_function 'softmax'")
+    values = logits.float()
+    scores = values if softmax and not use_pre_softmax else _SCORES[score_function](values)
+    choice = scores if expert_bias is None else scores + expert_bias.float()
+    if group_topk is not None and num_groups is not None:
+        choice = _within_groups(choice, topk, num_groups, group_topk)
+    indices = choice.topk(topk, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    if softmax and not use_pre_softmax:
+        weights = torch.softmax(weights, dim=-1)
+    elif not softmax and topk > 1:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    if scaling_factor is not None:
+        weights = weights * scaling_factor
+    spread = torch.zeros_like(values).scatter(-1, indices, weights)
+    return spread.to(logits.dtype), _chosen(values, indices)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: torch.Tensor, topk: int, score_function: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores that the balancing loss looks at.
+
+    Args:
+        logits: `[tokens, experts]`.
+        topk: experts of each token.
+        score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; scores of the latter two are
+            divided by their sum over the experts.
+
+    Returns:
+        `(chosen, scores)`: booleans and fp32, `[tokens, experts]`.
+
+    Raises:
+        ValueError: fp64, an unknown score function, or `topk` that does not fit.
+    """
+    _check(logits, topk, score_function)
+    scores = _SCORES[score_function](logits.float())
+    if score_function != "softmax":
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    return _chosen(scores, scores.topk(topk, dim=-1).indices), scores
+
+
+def fused_moe_aux_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> torch.Tensor:
+    """The loss that is least where tokens are spread evenly over the experts.
+
+    Args:
+        probs: `[tokens, experts]`, scores.
+        tokens_per_expert: `[experts]`, how many tokens chose each.
+        total_num_tokens: of all ranks.
+        num_experts: number of experts.
+        topk: experts of each token.
+        coeff: weight of this loss.
+
+    Returns:
+        A scalar in the dtype of `probs`: `coeff * num_experts / (topk * total_num_tokens^2)` times
+        the sum over experts of the sum of their `probs` and their `tokens_per_expert`.
+    """
+    sums = probs.float().sum(dim=0) * tokens_per_expert.float()
+    factor = coeff * num_experts / (topk * total_num_tokens * total_num_tokens)
+    return (sums.sum() * factor).to(probs.dtype)
+
+
+def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+    if score_function not in _SCORES:
+        raise ValueError(
+            f"[router] expected score_function to be one of {', '.join(_SCORES)}, got "
+            f"{score_function!r}"
+        )
+    if logits.dtype is torch.float64:
+        raise ValueError("[router] expected logits of float32, float16 or bfloat16, got float64")
+    if not 1 <= topk <= logits.shape[-1]:
+        raise ValueError(f"[router] expected topk from 1 to {logits.shape[-1]}, got {topk}")
+
+
+def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int) -> torch.Tensor:
+    """The scores, and minus infinity for experts of groups that are not among the best."""
+    experts = choice.shape[-1]
+    if experts % groups or topk % group_topk or not 1 <= group_topk <= groups:
+        raise ValueError(
+            f"[router] expected {experts} experts in equal groups and topk {topk} from equally "
+            f"many of each, got num_groups={groups}, group_topk={group_topk}"
+        )
+    grouped = choice.unflatten(-1, (groups, experts // groups))
+    best = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
+    kept = _chosen(best, best.topk(group_topk, dim=-1).indices)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _chosen(like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=torch.bool).scatter(-1, indices, True)
