@@ -1,100 +1,124 @@
-"""DotProductAttention beside torch's cuDNN attention called directly on contiguous tensors.
+"""DotProductAttention: each of our backends beside the libraries called directly.
 
-`ratio` is torch's time over ours. Queries, keys and values of ours are views of one projection, as
-in a layer, so that what their strides cost is in the figure.
+`ratio` is the time of the fastest library over ours, on contiguous tensors there and on views of
+one projection here, as in a layer; for padding and windows it is our own time without them over
+ours with them. Rows named `chosen` are what runs by default. Generation is in bench_generation.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
+from attention_cases import Call, Case, libraries, only, ours, takers
 from contenders import random
-from harness import Report, require_gpu, time_gpu_each
+from harness import Report, Timing, require_gpu, time_gpu_each, time_host_each
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import transformer_engine.pytorch as te
 
-
-@dataclass(frozen=True)
-class Case:
-    batch: int
-    heads: int
-    groups: int
-    sequence: int
-    size: int
-    causal: bool
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
-        grouped = "" if self.groups == self.heads else f" kv{self.groups}"
-        return f"b{self.batch} h{self.heads}{grouped} s{self.sequence} d{self.size} {kind}"
-
-
-CASES = [
-    Case(4, 32, 32, 4096, 128, True),
-    Case(4, 32, 32, 4096, 128, False),
-    Case(4, 32, 8, 4096, 128, True),
-    Case(8, 32, 32, 2048, 64, True),
-    Case(8, 12, 12, 1024, 64, True),
+OPS = ("forward", "forward + backward")
+DENSE = [
+    Case(4, 32, 32, 4096, 128, "causal"),
+    Case(4, 32, 32, 4096, 128, "no_mask"),
+    Case(4, 32, 8, 4096, 128, "causal"),
+    Case(2, 32, 32, 8192, 128, "causal"),
+    Case(2, 32, 32, 8192, 128, "no_mask"),
+    Case(8, 32, 32, 2048, 64, "causal"),
+    Case(8, 32, 32, 2048, 64, "no_mask"),
+    Case(8, 12, 12, 1024, 64, "causal"),
 ]
+PADDED = [
+    Case(8, 32, 32, 4096, 128, "padding_causal", padded="thd"),
+    Case(8, 32, 32, 4096, 128, "padding_causal", padded="lengths"),
+    Case(8, 32, 32, 4096, 128, "padding", padded="thd"),
+]
+WINDOWED = [Case(1, 32, 32, 16384, 128, "causal", window=(1024, 0))]
+BAR = 0.98
+BAR_OF_PADDING, BAR_OF_WINDOW = 1.6, 4.0
 
 
-def torch_cudnn(case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
-    query = random(case.batch, case.heads, case.sequence, case.size).requires_grad_()
-    key, value = (
-        random(case.batch, case.groups, case.sequence, case.size).requires_grad_() for _ in range(2)
-    )
-    grouped = {} if case.groups == case.heads else {"enable_gqa": True}
-
-    def forward() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(query, key, value, is_causal=case.causal, **grouped)
-
-    upstream = torch.randn_like(forward())
-    inputs = (query, key, value)
-    return forward, lambda: torch.autograd.grad(forward(), inputs, upstream)
-
-
-def ours(case: Case, qkv_format: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    lead = (case.sequence, case.batch) if qkv_format == "sbhd" else (case.batch, case.sequence)
-    projection = random(*lead, case.heads + 2 * case.groups, case.size).requires_grad_()
-    module = te.DotProductAttention(
-        case.heads,
-        case.size,
-        case.groups,
-        qkv_format=qkv_format,
-        attn_mask_type="causal" if case.causal else "no_mask",
+def row(
+    report: Report, op: str, case: str, yardstick: float, timing: Timing, **more: float
+) -> None:
+    """One measurement, with its ratio."""
+    report.row(
+        op=op,
+        case=case,
+        us=round(timing.median_us, 1),
+        ratio=round(yardstick / timing.median_us, 3),
+        p10_us=round(timing.p10_us, 1),
+        p90_us=round(timing.p90_us, 1),
+        **more,
     )
 
-    def forward() -> torch.Tensor:
-        return module(*projection.split((case.heads, case.groups, case.groups), dim=2))
 
-    upstream = random(*lead, case.heads * case.size)
-    return forward, lambda: torch.autograd.grad(forward(), projection, upstream)
+def measure_dense(report: Report, case: Case) -> None:
+    """Libraries, then our backends, then what is chosen, in both formats."""
+    peers = libraries(case)
+    pairs: dict[str, tuple[Call, Call]] = dict(peers)
+    for name in takers(case):
+        if name != "unfused":  # its scores would not fit
+            pairs[f"ours, {name}"] = ours(case, backend=name)
+    pairs["chosen, bshd"] = ours(case)
+    pairs["chosen, sbhd"] = ours(case, "sbhd")
+    for i, op in enumerate(OPS):
+        times = time_gpu_each({name: pair[i] for name, pair in pairs.items()}, repeats=15, warmup=6)
+        best = min(times[name].median_us for name in peers)
+        for name, timing in times.items():
+            bar = {"bar": BAR} if name.startswith("chosen") else {}
+            row(report, op, f"{case} {name}", best, timing, **bar)
+
+
+def measure_less(report: Report, case: Case, bar: float) -> None:
+    """A case with less to do than `case.whole()`: how much faster it is."""
+    pairs = {"whole": ours(case.whole())}
+    for name in takers(case):
+        if name != "unfused":
+            pairs[f"ours, {name}"] = ours(case, backend=name)
+    pairs["chosen"] = ours(case)
+    for i, op in enumerate(OPS):
+        times = time_gpu_each({name: pair[i] for name, pair in pairs.items()}, repeats=10, warmup=5)
+        whole = times.pop("whole").median_us
+        for name, timing in times.items():
+            more = {"bar": bar} if name == "chosen" else {}
+            row(report, op, f"{case} {name}", whole, timing, **more)
+
+
+def measure_host(report: Report) -> None:
+    """Host time of a forward that the GPU does not hold up, over torch's own call."""
+    query, key, value = (random(64, 1, 2, 64) for _ in range(3))
+    first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+    module = te.DotProductAttention(2, 64)
+
+    def backend(name: str) -> Call:
+        def call() -> torch.Tensor:
+            return module(query, key, value)
+
+        return call
+
+    def plain() -> torch.Tensor:
+        return scaled_dot_product_attention(*first, is_causal=True)
+
+    with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        yardstick = time_host_each({"torch": plain})["torch"].median_us
+    with torch.no_grad():
+        for name in takers(Case(1, 2, 2, 64, 64, "causal")):
+            with only(name):
+                timing = time_host_each({name: backend(name)})[name]
+            row(report, "host time of a forward", f"ours, {name}", yardstick, timing)
 
 
 def main() -> None:
     require_gpu()
     report = Report("attention")
-    for case in CASES:
-        pairs = {"torch cuDNN": torch_cudnn(case)}
-        pairs |= {qkv_format: ours(case, qkv_format) for qkv_format in ("sbhd", "bshd")}
-        for i, op in enumerate(("forward", "forward + backward")):
-            times = time_gpu_each({name: pair[i] for name, pair in pairs.items()}, repeats=20)
-            yardstick = times["torch cuDNN"].median_us
-            for name, timing in times.items():
-                report.row(
-                    op=op,
-                    case=f"{case} {name}",
-                    us=round(timing.median_us, 1),
-                    ratio=round(yardstick / timing.median_us, 3),
-                    p10_us=round(timing.p10_us, 1),
-                    p90_us=round(timing.p90_us, 1),
-                )
+    for case in DENSE:
+        measure_dense(report, case)
         torch.cuda.empty_cache()
+    for case in PADDED:
+        measure_less(report, case, BAR_OF_PADDING)
+    for case in WINDOWED:
+        measure_less(report, case, BAR_OF_WINDOW)
+    measure_host(report)
     report.save()
 
 

@@ -1,6 +1,7 @@
 """Attention from its definition, one score at a time where that is clearer, in float64."""
 
 import math
+from functools import cache
 
 import torch
 
@@ -27,20 +28,23 @@ def sees(mask_type, window, i, j, real_queries, real_keys):
     return (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right)
 
 
+@cache
+def _seen(mask_type, window, queries, keys, real_queries, real_keys):
+    """One sequence of `seen_keys`, as nested lists."""
+    return [
+        [sees(mask_type, window, i, j, real_queries, real_keys) for j in range(keys)]
+        for i in range(queries)
+    ]
+
+
 def seen_keys(mask_type, window, queries, keys, lengths, arbitrary=None):
     """Bool `[batch, 1, queries, keys]` (True = seen); `lengths` = one pair per sequence.
 
     Only padding types look at the lengths: others take whole sequences.
     """
-    masks = []
-    for real in lengths:
-        real_queries, real_keys = real if "padding" in mask_type else (queries, keys)
-        masks.append(
-            [
-                [sees(mask_type, window, i, j, real_queries, real_keys) for j in range(keys)]
-                for i in range(queries)
-            ]
-        )
+    padded = "padding" in mask_type
+    whole = (queries, keys)
+    masks = [_seen(mask_type, window, *whole, *(real if padded else whole)) for real in lengths]
     seen = torch.tensor(masks, dtype=torch.bool).view(len(lengths), 1, queries, keys)
     return seen if arbitrary is None else seen & ~arbitrary
 
@@ -52,20 +56,23 @@ def slopes_of(heads):
     return torch.tensor(first + more, dtype=torch.float64)
 
 
+@cache
+def _distances(queries, keys, real_queries, real_keys):
+    return [[abs(i + real_keys - real_queries - j) for j in range(keys)] for i in range(queries)]
+
+
 def alibi(slopes, queries, keys, lengths):
     """Bias `[batch, heads, queries, keys]`; `lengths` = pairs of real queries and real keys."""
-    distance = torch.tensor(
-        [
-            [[abs(i + rk - rq - j) for j in range(keys)] for i in range(queries)]
-            for rq, rk in lengths
-        ],
-        dtype=torch.float64,
-    ).view(len(lengths), 1, queries, keys)
+    distances = [_distances(queries, keys, *real) for real in lengths]
+    distance = torch.tensor(distances, dtype=torch.float64).view(len(lengths), 1, queries, keys)
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
 
 
-def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None):
-    """`[batch, queries, heads, size]` in, `[batch, queries, heads, size of value]` out, float64."""
+def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None, kept=None):
+    """`[batch, queries, heads, size]` in, `[batch, queries, heads, size of value]` out, float64.
+
+    `kept` is what dropout multiplies the weights with.
+    """
     query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
     per_group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
@@ -77,4 +84,5 @@ def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None
         scores = scores + post_bias.double()
     blind = ~seen.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~seen & ~blind, -math.inf), dim=-1)
-    return (weights.masked_fill(blind, 0.0) @ value).transpose(1, 2)
+    weights = weights.masked_fill(blind, 0.0)
+    return ((weights if kept is None else weights * kept) @ value).transpose(1, 2)

@@ -256,6 +256,7 @@ def attention(machine: Machine) -> Iterator[Finding]:
         return
     package = machine.load("transformer_engine.pytorch.attention")
     for device in ("cpu", "cuda") if machine.cuda else ("cpu",):
+        always = package.attention_backends(device=device)  # said once, of the plain problem
         for name, changes in ATTENTION_PROBLEMS.items():
             refusals = package.attention_backends(device=device, **changes)
             takes = [backend for backend, refusal in refusals.items() if refusal is None]
@@ -265,7 +266,11 @@ def attention(machine: Machine) -> Iterator[Finding]:
                 OK if takes else MISSING,
                 takes[0] if takes else "no backend takes it",
                 fix="" if takes else "unset NVTE_UNFUSED_ATTN",
-                details={backend: why for backend, why in refusals.items() if why is not None},
+                details={
+                    backend: why
+                    for backend, why in refusals.items()
+                    if why is not None and (why != always[backend] or not changes)
+                },
             )
 
 

@@ -87,6 +87,30 @@ SLOPES = torch.ones(4)
         (ValueError, "expected attn_mask_type in", {"attn_mask_type": "upper"}),
         (ValueError, "expected window_size", {"window_size": (-3, 0)}),
         (ValueError, "attention_mask, or both cu_seqlens_q", {"attn_mask_type": "padding"}),
+        (
+            ValueError,
+            "both cu_seqlens_q and cu_seqlens_kv, .* got cu_seqlens_q alone",
+            {
+                "attn_mask_type": "padding",
+                "cu_seqlens_q": torch.tensor([0, 3, 5], dtype=torch.int32),
+            },
+        ),
+        (
+            ValueError,
+            r"query padding mask in attention_mask of shape \(2, 1, 1, 5\), got \(2, 5\)",
+            {
+                "attn_mask_type": "padding",
+                "attention_mask": torch.zeros(2, 5, dtype=torch.bool),
+            },
+        ),
+        (
+            ValueError,
+            r"attention_mask that broadcasts to \(2, 4, 5, 5\) .* got \(3, 1, 5, 5\)",
+            {
+                "attn_mask_type": "arbitrary",
+                "attention_mask": torch.zeros(3, 1, 5, 5, dtype=torch.bool),
+            },
+        ),
         (ValueError, "attention_mask for the mask type 'arb", {"attn_mask_type": "arbitrary"}),
         (
             TypeError,

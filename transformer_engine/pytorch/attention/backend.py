@@ -36,6 +36,7 @@ class Problem(NamedTuple):
         training: a gradient is needed.
         repeatable: gradients must repeat bit for bit.
         padded_by_mask: a mask says which tokens are padding, not lengths.
+        alike: queries and keys are known to have the same lengths.
         room_between: there is padding between the sequences of thd.
         softmax_type: see `sink.py`.
         cache: of keys and values: `""`, `appended` or `named`, see `inference.py`.
@@ -63,6 +64,7 @@ class Problem(NamedTuple):
     training: bool = True
     repeatable: bool = False
     padded_by_mask: bool = False
+    alike: bool = True
     room_between: bool = False
     softmax_type: str = "vanilla"
     cache: str = ""

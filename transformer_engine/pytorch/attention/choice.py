@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import torch
 
@@ -20,16 +21,36 @@ from transformer_engine.pytorch.attention.table import capability, table
 
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool]
-_SequenceFacts = tuple[int | None, int | None, bool, bool]
+_SequenceFacts = tuple[int | None, int | None, bool, bool, bool]
 
 
 def choose(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Backend:
     """The backend for a call; ValueError with every backend's reason where all refuse."""
+    return _choose(*_facts(query, key, value, call))
+
+
+def problem_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Problem:
+    """What the choice for a call depends on."""
+    return _problem(*_facts(query, key, value, call))
+
+
+def _facts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+) -> tuple[
+    CallShape,
+    torch.device,
+    torch.dtype,
+    tuple[bool, float, str, str],
+    _BiasFacts | None,
+    _SequenceFacts | None,
+    bool,
+    AttentionVariables,
+]:
     shape, bias = call.shape, call.bias
     training = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
-    return _choose(
+    return (
         shape,
         query.device,
         query.dtype,
@@ -50,16 +71,18 @@ def _bias_facts(bias: Bias) -> _BiasFacts:
 
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
+    """The longest two where known, then: padded by mask, alike, room between."""
     of_query, of_key = call.of_query, call.of_key
-    room = of_query.cu_seqlens_padded is not None or of_key.cu_seqlens_padded is not None
-    by_mask = of_query.cu_seqlens is None or of_key.cu_seqlens is None
+    if of_query.cu_seqlens is None or of_key.cu_seqlens is None:
+        return None, None, True, isinstance(call.attention_mask, torch.Tensor), False
+    alike = of_query.cu_seqlens is of_key.cu_seqlens
     if call.shape.qkv_format != "thd":
-        return None, None, by_mask, False
-    return of_query.longest, of_key.longest, False, room
+        return None, None, False, alike, False
+    room = of_query.cu_seqlens_padded is not None or of_key.cu_seqlens_padded is not None
+    return of_query.longest, of_key.longest, False, alike, room
 
 
-@remembered
-def _choose(
+def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
@@ -68,12 +91,12 @@ def _choose(
     sequences: _SequenceFacts | None,
     repeatable: bool,
     allowed: AttentionVariables,
-) -> Backend:
+) -> Problem:
     training, dropout, softmax_type, cache = facts
     bias_type, bias_shape, bias_grad, given_slopes = bias or ("no_bias", None, False, False)
-    queries, keys, by_mask, room = sequences or (None, None, False, False)
+    queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
-    problem = Problem(
+    return Problem(
         device=device.type,
         capability=capability(device),
         dtype=dtype,
@@ -94,11 +117,18 @@ def _choose(
         training=training or bias_grad,
         repeatable=repeatable or not allowed.nondeterministic,
         padded_by_mask=by_mask and shape.rule.type.padding,
+        alike=alike and shape.queries == shape.keys,
         room_between=room,
         softmax_type=softmax_type,
         cache=cache,
         compiling=torch.compiler.is_compiling(),
     )
+
+
+@remembered
+def _choose(*facts: Any) -> Backend:
+    problem = _problem(*facts)
+    allowed = facts[-1]
     reasons = table(problem, allowed)
     _announce(problem, str(reasons), reasons.chosen, allowed)
     if reasons.chosen is None:

@@ -53,7 +53,7 @@ def dense(kernel: Callable[..., torch.Tensor]) -> Attend:
         else:
             padding = None
             if shape.rule.type.padding:
-                padding = _padding(call, query.shape[0], query.shape[2], key.shape[2])
+                padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
             out = _masked(kernel, query, key, value, padding, call)
         return formats.flat_heads(out, qkv_format)
 
@@ -73,11 +73,7 @@ def _packed(
         if all(a is b for a, b in zip(call.of_query, call.of_key, strict=True))
         else _packed_rows(key, call.of_key, "cu_seqlens_kv")
     )
-    if of_query.lengths.shape != of_key.lengths.shape:
-        raise ValueError(
-            "[attention] expected cu_seqlens_q and cu_seqlens_kv of equal shape, got"
-            f" batches of {of_query.lengths.numel()} and {of_key.lengths.numel()}"
-        )
+    formats.check_equal_batch(of_query.lengths.numel(), of_key.lengths.numel())
     padding = padding_from_lengths(
         of_query.lengths, of_key.lengths, of_query.longest, of_key.longest
     )
@@ -97,7 +93,8 @@ def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> forma
     return formats.packed_rows(x.shape[0], cu_seqlens, padded, sequences.longest)
 
 
-def _padding(call: Call, batch: int, queries: int, keys: int) -> Padding:
+def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
+    """The padding of sbhd and bshd, from lengths where given, else from masks."""
     of_query, of_key = call.of_query.cu_seqlens, call.of_key.cu_seqlens
     if of_query is not None and of_key is not None:
         lengths = formats.check_cu_seqlens(of_query, "cu_seqlens_q").diff()
@@ -110,9 +107,14 @@ def _padding(call: Call, batch: int, queries: int, keys: int) -> Padding:
             )
         return padding_from_lengths(lengths, key_lengths, queries, keys)
     if call.attention_mask is None:
+        given = [
+            name
+            for name, ends in (("cu_seqlens_q", of_query), ("cu_seqlens_kv", of_key))
+            if ends is not None
+        ]
         raise ValueError(
             "[attention] expected attention_mask, or both cu_seqlens_q and cu_seqlens_kv, for a"
-            " padding mask type, got neither"
+            f" padding mask type, got {given[0] + ' alone' if given else 'none of them'}"
         )
     return padding_from_masks(call.attention_mask, batch, queries, keys)
 

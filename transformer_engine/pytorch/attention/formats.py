@@ -95,6 +95,26 @@ class PackedRows(NamedTuple):
     is_outside: torch.Tensor
 
 
+class Maps(NamedTuple):
+    """How rows move: row i of the result is row `rows[i]`, or zero where `absent[i]`.
+
+    Attributes:
+        rows: int64.
+        absent: bool.
+        back_rows: the same for the way back.
+        back_absent: the same for the way back.
+    """
+
+    rows: torch.Tensor
+    absent: torch.Tensor
+    back_rows: torch.Tensor
+    back_absent: torch.Tensor
+
+    def reversed(self) -> Maps:
+        """The way back."""
+        return Maps(*self[2:], *self[:2])
+
+
 def packed_rows(
     tokens: int,
     cu_seqlens: torch.Tensor,
@@ -122,7 +142,7 @@ class _GatherRows(torch.autograd.Function):
     """Rows `x[index]`, zero where `absent`; going back is the same with the maps exchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, maps: Maps) -> torch.Tensor:
         index, absent, *back = maps
         ctx.save_for_backward(*back)
         return _rows(x, index, absent)
@@ -139,18 +159,43 @@ def _rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.T
     return x.index_select(0, index).masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
 
 
+def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    """Rows of x as the maps say; gradients go the way back."""
+    moved: torch.Tensor = _GatherRows.apply(x, maps)
+    return moved
+
+
 def pad_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """`[tokens, ...]` as `[batch, longest, ...]`, zero in the padding."""
-    maps = (rows.token, rows.is_padding, rows.place, rows.is_outside)
-    padded: torch.Tensor = _GatherRows.apply(x, maps)
+    padded = move_rows(x, Maps(rows.token, rows.is_padding, rows.place, rows.is_outside))
     return padded.view(rows.lengths.shape[0], rows.longest, *x.shape[1:])
 
 
 def pack_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """`[batch, longest, ...]` as `[tokens, ...]`, zero for tokens outside the sequences."""
-    maps = (rows.place, rows.is_outside, rows.token, rows.is_padding)
-    packed: torch.Tensor = _GatherRows.apply(x.flatten(0, 1), maps)
-    return packed
+    maps = Maps(rows.place, rows.is_outside, rows.token, rows.is_padding)
+    return move_rows(x.flatten(0, 1), maps)
+
+
+def gap_maps(tokens: int, cu_seqlens: torch.Tensor, starts: torch.Tensor) -> Maps:
+    """Move sequences that begin at `starts` together, to where `cu_seqlens` says."""
+    together, apart = cu_seqlens.to(torch.int64), starts.to(torch.int64)[: cu_seqlens.shape[0]]
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    return Maps(*_moved(index, together, apart), *_moved(index, apart, together, together.diff()))
+
+
+def _moved(
+    index: torch.Tensor,
+    of: torch.Tensor,
+    to: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens `index` of sequences that begin at `of` are, in sequences that begin at `to`."""
+    lengths = of.diff() if lengths is None else lengths
+    sequence = (torch.searchsorted(of[:-1], index, right=True) - 1).clamp_(min=0)
+    step = index - of[sequence]
+    absent = (step < 0) | (step >= lengths[sequence])
+    return (to[sequence] + step).masked_fill(absent, 0), absent
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.Tensor:
@@ -164,3 +209,12 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
             f"[attention] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
         )
     return cu_seqlens
+
+
+def check_equal_batch(queries: int, keys: int) -> None:
+    """Queries and keys have as many sequences."""
+    if queries != keys:
+        raise ValueError(
+            "[attention] expected cu_seqlens_q and cu_seqlens_kv of equal shape, got batches of"
+            f" {queries} and {keys}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformer_engine.pytorch.attention.backend import Problem
 
-_ORDER = ("sdpa", "unfused")
+_ORDER = ("flash4", "cudnn", "flash3", "sdpa", "flash2", "unfused")
 
 
 def preference(problem: Problem) -> tuple[str, ...]:

@@ -126,9 +126,8 @@ def attention_backends(
     """
     allowed = attention_variables()
     device = default_device(device)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled() or not allowed.nondeterministic
-    pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+    asked = torch.are_deterministic_algorithms_enabled() or not allowed.nondeterministic
+    key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
     rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
     problem = Problem(
         device=device.type,
@@ -141,16 +140,17 @@ def attention_backends(
         keys=max_seqlen_kv,
         heads=num_attention_heads,
         groups=num_attention_heads if num_gqa_groups is None else num_gqa_groups,
-        key_size=pair[0],
-        value_size=pair[1],
+        key_size=key_size,
+        value_size=value_size,
         bias_type=check_bias_type(core_attention_bias_type),
         bias_shape=core_attention_bias_shape,
         bias_grad=core_attention_bias_requires_grad,
         given_slopes=alibi_slopes,
         dropout=attention_dropout,
         training=is_training,
-        repeatable=deterministic,
+        repeatable=asked if deterministic is None else deterministic,
         padded_by_mask=attention_mask and rule.type.padding,
+        alike=max_seqlen_q == max_seqlen_kv,
         room_between=pad_between_seqs,
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,

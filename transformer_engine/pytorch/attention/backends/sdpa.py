@@ -13,6 +13,12 @@ from transformer_engine.pytorch.attention.backend import Backend, Requirement
 from transformer_engine.pytorch.attention.dense import dense
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.requirements import (
+    HIGH_PRECISION,
+    NO_BIAS,
+    NO_SINK,
+    SOMETHING,
+)
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
@@ -97,26 +103,14 @@ BACKEND = Backend(
             lambda problem, allowed: allowed.fused or allowed.flash,
             "switched off by NVTE_FUSED_ATTN=0 and NVTE_FLASH_ATTN=0; set either to 1",
         ),
-        Requirement(
-            lambda problem, allowed: not problem.fp8,
-            "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",
-        ),
-        Requirement(
-            lambda problem, allowed: problem.bias_type == "no_bias",
-            "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
-        ),
-        Requirement(
-            lambda problem, allowed: problem.softmax_type == "vanilla",
-            "has no sink in its softmax; use softmax_type='vanilla'",
-        ),
+        HIGH_PRECISION,
+        NO_BIAS,
+        NO_SINK,
         Requirement(
             lambda problem, allowed: problem.heads == problem.groups or _HAS_GROUPS,
             "has no grouped query attention before torch 2.5",
         ),
-        Requirement(
-            lambda problem, allowed: not problem.empty,
-            "needs at least one query and one key",
-        ),
+        SOMETHING,
         Requirement(
             lambda problem, allowed: problem.device == "cpu" or not problem.repeatable,
             "its gradients on a GPU may not repeat bit for bit, as"

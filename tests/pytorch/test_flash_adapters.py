@@ -1,0 +1,101 @@
+"""How calls reach flash-attn 2, 3 and 4: with stand-ins that have the documented signatures."""
+
+import pytest
+import torch
+from pytorch.cases import fake_flash_attn
+from pytorch.cases.attention import module as make_module
+from pytorch.cases.attention import qkv as make_qkv
+from pytorch.cases.attention_matrix import HEADS, check, pairwise
+from pytorch.test_attention_matrix import FACTORS, HAND_PICKED
+from torch.torch_version import TorchVersion
+
+from transformer_engine.pytorch.attention import attention_backends, choice, core
+from transformer_engine.pytorch.attention.backend import refusal
+from transformer_engine.pytorch.attention.backends import flash2, flash3, flash4
+from transformer_engine.pytorch.attention.masks import MASK_TYPES
+
+VERSIONS = {
+    "flash2": (flash2, "2.8.3"),
+    "flash3": (flash3, "3.0.0b1"),
+    "flash4": (flash4, "4.0.0b36"),
+}
+PLAIN = {
+    **FACTORS,
+    "mask_type": [name for name in MASK_TYPES if name != "arbitrary"],
+    "dtype": [torch.float16, torch.bfloat16],
+    "bias": ["no_bias"],
+    "bias_shape": [(3, HEADS)],
+    "dropout": [0.0],
+    "sizes": [(16, 16)],
+}
+ONLY_VERSION_2 = {**PLAIN, "bias": ["alibi", "slopes"], "dropout": [0.0, 0.25]}
+CASES = [*HAND_PICKED, *pairwise(PLAIN), *pairwise(ONLY_VERSION_2)]
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request, monkeypatch):
+    """A version as if installed on a machine with a Hopper GPU; the tensors stay on the CPU."""
+    module, number = VERSIONS[request.param]
+    monkeypatch.setattr(module.SOURCE, "version", TorchVersion(number))
+    monkeypatch.setattr(module.KERNELS, "_module", fake_flash_attn.module(request.param))
+
+    def choose(query, key, value, call):
+        problem = choice.problem_of(query, key, value, call)
+        problem = problem._replace(device="cuda", capability=(9, 0))
+        reason = refusal(module.BACKEND, problem, choice.attention_variables())
+        if reason is not None:
+            pytest.skip(reason)
+        return module.BACKEND
+
+    monkeypatch.setattr(core, "choose", choose)
+    return request.param
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_definition(version, case):
+    check(case, "cpu")
+
+
+def test_dropout_and_determinism_reach_the_kernel(version, monkeypatch):
+    module, _ = VERSIONS[version]
+    said = {}
+    kernel = module.KERNELS.module.flash_attn_func
+
+    def record(*args, **keywords):
+        said.update(keywords)
+        return kernel(*args, **keywords)
+
+    monkeypatch.setattr(module.KERNELS.module, "flash_attn_func", record)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    p = 0.5 if version == "flash2" else 0.0
+    make_module(attention_dropout=p)(*make_qkv(dtype=torch.bfloat16))
+    assert said["deterministic"] is True
+    assert said.get("dropout_p", 0.0) == p
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    make_module()(*make_qkv(dtype=torch.bfloat16))
+    assert said["deterministic"] is False
+
+
+def test_variables_switch_versions_off(version, monkeypatch):
+    kind = {"device": "cuda"}
+    assert "NVTE" not in str(attention_backends(**kind)[version])
+    monkeypatch.setenv(f"NVTE_FLASH_ATTN_V{version[-1]}", "0")
+    assert f"NVTE_FLASH_ATTN_V{version[-1]}=0" in attention_backends(**kind)[version]
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv(f"NVTE_FLASH_ATTN_V{version[-1]}")
+    assert "NVTE_FLASH_ATTN=0" in attention_backends(**kind)[version]
+
+
+def test_an_old_version_says_so(monkeypatch):
+    monkeypatch.setattr(flash2.SOURCE, "version", TorchVersion("2.3.6"))
+    reason = attention_backends(device="cuda")["flash2"]
+    assert (
+        reason
+        == "the installed flash-attn is older than 2.4.1; python -m pip install -U flash-attn"
+    )
+
+
+def test_a_version_that_is_not_there_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(flash4.SOURCE, "version", None)
+    reason = attention_backends(device="cuda")["flash4"]
+    assert reason == "flash-attn-4 is not installed; python -m pip install flash-attn-4"

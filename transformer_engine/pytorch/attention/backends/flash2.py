@@ -1,0 +1,57 @@
+"""flash-attn 2, package `flash_attn`: dropout and ALiBi, for Ampere and later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.alibi import default_slopes
+from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.flash import (
+    Kernels,
+    Options,
+    package,
+    requirements,
+)
+from transformer_engine.pytorch.attention.call import Call
+from transformer_engine.pytorch.attention.requirements import (
+    NO_SINK,
+)
+
+SOURCE = package("flash-attn", "flash_attn")
+
+
+class _Kernels(Kernels):
+    def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
+        slopes = call.bias.slopes
+        if call.bias.type == "alibi" and slopes is None:
+            slopes = default_slopes(call.shape.heads, device).flatten()
+        return {**said._asdict(), "dropout_p": call.dropout.p, "alibi_slopes": slopes}
+
+
+KERNELS = _Kernels(SOURCE)
+BACKEND = Backend(
+    "flash2",
+    KERNELS.attend,
+    keeps_scores=False,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.flash2, "switched off by NVTE_FLASH_ATTN_V2=0"
+        ),
+        *requirements(SOURCE, "2.4.1"),  # the first with ALiBi and deterministic gradients
+        Requirement(
+            lambda problem, allowed: problem.capability is None or problem.capability >= (8, 0),
+            "needs a GPU of compute capability 8.0",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.key_size == problem.value_size <= 256,
+            "takes heads of one size for keys and values, up to 256",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type in ("no_bias", "alibi"),
+            "takes no bias; use core_attention_bias_type 'no_bias' or 'alibi'",
+        ),
+        NO_SINK,
+    ),
+)

@@ -1,0 +1,59 @@
+"""flash-attn 4, package `flash_attn.cute`: kernels compiled at their first call, for Hopper on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.flash import (
+    Kernels,
+    Options,
+    package,
+    requirements,
+)
+from transformer_engine.pytorch.attention.call import Call
+from transformer_engine.pytorch.attention.requirements import (
+    EAGER,
+    NO_BIAS,
+    NO_DROPOUT,
+    SIZES_OF_EIGHT,
+)
+
+SOURCE = package("flash-attn-4", "flash_attn.cute")
+
+
+class _Kernels(Kernels):
+    def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
+        left, right = (None if side < 0 else side for side in said.window_size)
+        keywords = {**said._asdict(), "window_size": (left, right)}
+        if call.sink.offset is not None:
+            keywords["learnable_sink"] = call.sink.offset
+        return keywords
+
+
+KERNELS = _Kernels(SOURCE)
+BACKEND = Backend(
+    "flash4",
+    KERNELS.attend,
+    keeps_scores=False,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.flash4, "switched off by NVTE_FLASH_ATTN_V4=0"
+        ),
+        *requirements(SOURCE, "4.0.0b1"),
+        Requirement(
+            lambda problem, allowed: problem.capability is None or problem.capability >= (9, 0),
+            "needs a GPU of Hopper or later (compute capability 9.0)",
+        ),
+        Requirement(
+            lambda problem, allowed: max(problem.key_size, problem.value_size) <= 256,
+            "takes heads up to a size of 256",
+        ),
+        SIZES_OF_EIGHT,
+        NO_BIAS,
+        NO_DROPOUT,
+        EAGER,
+    ),
+)

@@ -1,0 +1,33 @@
+"""Requirements that several backends have."""
+
+from __future__ import annotations
+
+from transformer_engine.pytorch.attention.backend import Requirement
+
+SOMETHING = Requirement(
+    lambda problem, allowed: not problem.empty, "needs at least one query and one key"
+)
+GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
+HIGH_PRECISION = Requirement(
+    lambda problem, allowed: not problem.fp8,
+    "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",
+)
+NO_BIAS = Requirement(
+    lambda problem, allowed: problem.bias_type == "no_bias",
+    "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
+)
+NO_SINK = Requirement(
+    lambda problem, allowed: problem.softmax_type == "vanilla",
+    "has no sink in its softmax; use softmax_type='vanilla'",
+)
+NO_DROPOUT = Requirement(
+    lambda problem, allowed: problem.dropout == 0.0, "has no dropout; use attention_dropout=0"
+)
+EAGER = Requirement(
+    lambda problem, allowed: not problem.compiling,
+    "is no operator of torch.compile; run attention outside of it",
+)
+SIZES_OF_EIGHT = Requirement(
+    lambda problem, allowed: problem.key_size % 8 == 0 and problem.value_size % 8 == 0,
+    "takes heads of a size divisible by 8",
+)
