@@ -6,6 +6,8 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
+from transformer_engine.pytorch.fp8 import fp8_model_init
+from transformer_engine.pytorch.quantization import quantized_model_init
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +25,15 @@ def test_answers_follow_the_regions() -> None:
         with te.fp8_autocast(enabled=False, calibrating=True):
             assert not Manager.is_fp8_enabled() and Manager.is_fp8_calibration()
     assert not Manager.is_fp8_enabled() and Manager.get_fp8_group() is None
+
+
+def test_tells_how_weights_are_kept() -> None:
+    assert not Manager.with_fp8_parameters()
+    with fp8_model_init():
+        assert Manager.with_fp8_parameters() and not Manager.with_high_precision_init_val()
+        with quantized_model_init(preserve_high_precision_init_val=True):
+            assert Manager.with_high_precision_init_val()
+    assert not Manager.with_fp8_parameters()
 
 
 def test_availability() -> None:

@@ -335,6 +335,20 @@ def test_what_cannot_be_exported():
     assert "inference_params cannot be exported" in message
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
+def test_weights_kept_in_fp8(recipe):
+    with te.fp8_model_init():
+        model = te.LayerNormMLP(HIDDEN, FFN, device="cpu", name="block")
+    x = torch.randn(2, 8, HIDDEN)
+    trained(model, (x,), recipe)
+    assert "fc1_weight of layer block cannot be exported: call" in error_of(model, (x,), recipe)
+    model.requires_grad_(False)
+    proto = check(model, (x,), (torch.randn(3, 16, HIDDEN),), recipe)
+    casts = [node.op_type for node in proto.graph.node].count("QuantizeLinear")
+    assert casts == (0 if recipe is None else 4)  # two inputs, two weights
+
+
 def test_layers_without_scales():
     module = te.Linear(32, 16, device="cpu", name="fresh")
     message = error_of(module, (torch.randn(4, 32),), RECIPES["delayed"])

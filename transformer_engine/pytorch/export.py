@@ -21,8 +21,13 @@ from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuant
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.scaling_state import ScalingState
+    from transformer_engine.pytorch.tensor import Float8Tensor
 
 _STACK = autocast_stack()
+_VALUES = {  # of every code
+    format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
+    for format, dtype in TORCH_FP8.items()
+}
 _OLDEST_TORCH = "2.8"  # has torch.onnx.ops, which spells operators of ONNX in a graph of torch
 
 
@@ -133,6 +138,24 @@ def cast_there_and_back(
         inverse = current_scale(x, quantizer).reciprocal()
         return _quantize_dequantize(x, inverse, quantizer.format)
     return x
+
+
+def kept_values(weight: Float8Tensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
+    """The values of a weight that is kept in FP8.
+
+    Args:
+        weight: looked up in a table, because ONNX cannot reinterpret bytes.
+        fp8: its GEMM is one in FP8: fp32 values behind a cast that changes none of them.
+        dtype: of activations, what is returned otherwise.
+        layer: for errors.
+    """
+    if weight.requires_grad:  # torch.export takes no parameter apart that does
+        refuse(weight.label, "call model.requires_grad_(False) first", layer)
+    format = int(weight._fp8_dtype)
+    table = torch.tensor(_VALUES[format], device=weight.device)
+    inverse = weight._scale_inv[:1].reshape(())
+    values = table[weight._data.long()] * inverse
+    return _quantize_dequantize(values, inverse, format) if fp8 else values.to(dtype)
 
 
 def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.availability import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.model_init import fp8_model_init, quantized_model_init
 from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "check_mxfp8_support",
     "check_nvfp4_support",
     "fp8_autocast",
+    "fp8_model_init",
     "get_default_fp8_recipe",
     "get_default_recipe",
     "is_fp8_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "quantized_model_init",
 ]

@@ -1,6 +1,6 @@
 """From a scope to the quantizers of a module's GEMMs, with the scaling state that they need.
 
-Also the documented import path of `autocast` and `FP8GlobalStateManager`.
+Also the documented import path of `autocast`, `quantized_model_init` and `FP8GlobalStateManager`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export import exporting, trained_scales
+from transformer_engine.pytorch.model_init import quantized_model_init
 from transformer_engine.pytorch.quantizers import (
     CalibratingQuantizer,
     CurrentQuantizer,
@@ -27,7 +28,13 @@ from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 
-__all__ = ["FEATURE_ALIGNMENT", "FP8GlobalStateManager", "autocast", "build_quantizers"]
+__all__ = [
+    "FEATURE_ALIGNMENT",
+    "FP8GlobalStateManager",
+    "autocast",
+    "build_quantizers",
+    "quantized_model_init",
+]
 
 FEATURE_ALIGNMENT = 16
 

@@ -11,6 +11,7 @@ from transformer_engine.pytorch.availability import (
     check_mxfp8_support,
     check_nvfp4_support,
 )
+from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
 
@@ -54,6 +55,16 @@ class FP8GlobalStateManager:
     def is_fp8_calibration(cls) -> bool:
         """Whether modules called now note amaxes without quantising."""
         return autocast_stack().scope.calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether modules made now keep their weights in FP8 alone."""
+        return model_init().enabled
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether such weights keep what they were initialised with."""
+        return model_init().preserve
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:

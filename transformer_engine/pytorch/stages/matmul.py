@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from transformer_engine.pytorch import gemm
-from transformer_engine.pytorch.export import cast_there_and_back
+from transformer_engine.pytorch.export import cast_there_and_back, kept_values
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
@@ -206,7 +206,10 @@ class Matmul(Stage):
         weight, bias = parameters
         assert weight is not None
         x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=self.slot == 1)
-        weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
+        if plan.kept:
+            weight = kept_values(weight, plan.fp8, plan.dtype, self.name)  # type: ignore[arg-type]
+        else:
+            weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
         if bias is not None:
             bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
         return linear(x, weight, bias).to(plan.dtype)
