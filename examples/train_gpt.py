@@ -6,8 +6,8 @@
     python examples/train_gpt.py --checkpoint run.pt  # and later the same with --resume
     python examples/train_gpt.py --inspect examples/config.yaml  # statistics of every GEMM
 
-The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), inspection,
-report.
+The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), masters (of
+FP8 weights), inspection, report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
 STRETCH = 10  # steps between two looks at the loss, each of which waits for the device
-COMPARED = ({"precision": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"})
+COMPARED = (
+    {"precision": "bf16", "fp8_weights": False},
+    {"recipe": "delayed"},
+    {"recipe": "current"},
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="delayed",
         help="where FP8 scales come from: the last steps, or the tensor in hand (delayed)",
     )
+    add("--fp8-weights", action="store_true", help="weights in FP8 alone, masters in the optimizer")
     add("--model", choices=("te", "torch"), default="te", help="torch: no te modules, no FP8 (te)")
     add("--seed", type=int, default=1, help="of weights and data order (1)")
 
@@ -104,6 +109,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         model=options.model,
         precision=options.precision,
         recipe=options.recipe,
+        fp8_weights=options.fp8_weights,
         dropout=options.dropout,
         seed=options.seed,
         validate_every=options.validate_every

@@ -53,6 +53,7 @@ class Settings:
         dropout: probability in attention and after each block.
         seed: of the initial weights, the windows and dropout.
         validate_every: steps between validations.
+        fp8_weights: the model keeps its weights in FP8 alone, and the optimizer fp32 masters.
     """
 
     data: str | None
@@ -70,6 +71,7 @@ class Settings:
     dropout: float
     seed: int
     validate_every: int
+    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "batch", "steps", "lr", "validate_every"):
@@ -88,6 +90,8 @@ class Settings:
             )
         if self.precision == "fp8":
             self._check_fp8()
+        elif self.fp8_weights:
+            raise UsageError(f"--fp8-weights needs --precision fp8, got {self.precision}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: this machine has no CUDA GPU that torch can use")
 
@@ -102,7 +106,9 @@ class Settings:
     @property
     def label(self) -> str:
         """The arithmetic in words, for messages and legends."""
-        return f"fp8 {self.recipe}" if self.precision == "fp8" else self.precision
+        if self.precision != "fp8":
+            return self.precision
+        return f"fp8 {self.recipe}" + (", fp8 weights" if self.fp8_weights else "")
 
     def differences(self, other: Settings) -> list[str]:
         """`--flag theirs, ours` for each field in which `other` differs."""

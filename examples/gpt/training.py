@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from gpt.data import Batches, Text
+from gpt.masters import MasterWeights
 from gpt.model import build_model
 from gpt.settings import Settings, UsageError
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
@@ -50,10 +51,10 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.lr * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     """AdamW in one fused launch."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},
@@ -91,8 +92,12 @@ class Training:
         torch.manual_seed(settings.seed)
         self.settings = settings
         self.batches = Batches(text, settings)
-        self.model = build_model(settings)
-        self.optimizer = make_optimizer(self.model, settings.lr)
+        with te.fp8_model_init(
+            settings.fp8_weights, recipe_of(settings), preserve_high_precision_init_val=True
+        ):
+            self.model = build_model(settings)
+        self.masters = MasterWeights(self.model)
+        self.optimizer = make_optimizer(self.masters.trained, settings.lr)
         self.losses = torch.zeros(settings.steps, device=settings.device)
         self.validation: list[tuple[int, float]] = []
         self.done = 0
@@ -111,7 +116,9 @@ class Training:
         loss = self.loss(self.batches.training(self.done))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
+        self.masters.take_gradients()
         self.optimizer.step()
+        self.masters.write_weights()
         self.optimizer.zero_grad()
         debug_api.step()  # does nothing without --inspect
         self.losses[self.done] = loss.detach()
@@ -157,12 +164,14 @@ class Training:
     def save(self, path: Path) -> None:
         """Write everything that the next step depends on.
 
-        The model's state holds FP8's scales and amax histories as `_extra_state`.
+        The model's state holds FP8's scales and amax histories as `_extra_state`, and those of FP8
+        weights, so that their codes are restored.
         """
         state = {
             "settings": asdict(self.settings),
             "done": self.done,
             "model": self.model.state_dict(),
+            "masters": self.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": _random_states(self.settings.device),
             "losses": self.losses,
@@ -182,6 +191,7 @@ class Training:
             raise UsageError(f"--resume: {path} is of a run with {', '.join(different)}")
         self.done = state["done"]
         self.model.load_state_dict(state["model"])
+        self.masters.load_state_dict(state.get("masters", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses.copy_(state["losses"])
         self.validation = state["validation"]

@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,22 +78,75 @@ def test_loss_falls_and_every_gemm_is_fp8(
         assert Path("train_gpt.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("weights", [[], ["--fp8-weights"]])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_resumed_run_equals_uninterrupted_run(recipe: str) -> None:
-    options = ["--recipe", recipe, "--dropout", "0.1", "--sample", "0"]
+def test_resumed_run_equals_uninterrupted_run(recipe: str, weights: list[str]) -> None:
+    options = ["--recipe", recipe, "--dropout", "0.1", "--sample", "0", *weights]
     run(*options, "--checkpoint", "whole.pt")
     run(*options, "--checkpoint", "parts.pt", "--stop-after", "7")
     run(*options, "--checkpoint", "parts.pt", "--stop-after", "16", "--resume")
     run(*options, "--checkpoint", "parts.pt", "--resume")
-    whole, parts = (torch.load(name, weights_only=True) for name in ("whole.pt", "parts.pt"))
+    whole = assert_same_run("whole.pt", "parts.pt")
+    scaling = whole["model"]["head._extra_state"]
+    assert (scaling.numel() > 0) == (recipe == "delayed" or bool(weights))
+
+
+def assert_same_run(one: str, other: str) -> dict[str, Any]:
+    """Every loss, validation, weight and scale of two finished runs is the same; the first."""
+    whole, parts = (torch.load(name, weights_only=True) for name in (one, other))
     assert whole["done"] == parts["done"] == STEPS
     assert whole["validation"] == parts["validation"]
     assert torch.equal(whole["losses"], parts["losses"])
-    assert whole["model"].keys() == parts["model"].keys()
-    for name, tensor in whole["model"].items():
-        assert torch.equal(tensor, parts["model"][name]), name
-    scaling = whole["model"]["head._extra_state"]
-    assert (scaling.numel() > 0) == (recipe == "delayed")
+    for kind in ("model", "masters"):
+        assert whole[kind].keys() == parts[kind].keys()
+        for name, tensor in whole[kind].items():
+            assert torch.equal(tensor, parts[kind][name]), name
+    return whole
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+import torch, train_gpt
+
+save, saved = torch.save, []
+
+def killed(state, path):
+    saved.append(path)
+    if len(saved) < 3:
+        return save(state, path)
+    path.write_bytes(b"half of a checkpoint")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+torch.save = killed
+train_gpt.main(sys.argv[1:])
+"""
+
+
+def test_killed_and_resumed_run_equals_uninterrupted_run() -> None:
+    options = ["--fp8-weights", "--dropout", "0.1", "--sample", "0"]
+    run(*options, "--checkpoint", "whole.pt")
+    arguments = [*TINY, "--data", "text", "--device", "cpu", *options, "--checkpoint", "parts.pt"]
+    path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        check=False,
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert torch.load("parts.pt", weights_only=True)["done"] == 2 * STEPS // VALIDATIONS
+    run(*options, "--checkpoint", "parts.pt", "--resume")
+    assert_same_run("whole.pt", "parts.pt")
+
+
+def test_fp8_weights_with_masters_change_no_loss(device: str) -> None:
+    """Current scaling casts the fp32 weight anew in every step; here the optimizer does."""
+    options = ["--recipe", "current", "--sample", "0"]
+    for name, weights in (("cast.pt", []), ("kept.pt", ["--fp8-weights"])):
+        run(*options, *weights, "--checkpoint", name, device=device)
+    cast, kept = (torch.load(name, weights_only=True) for name in ("cast.pt", "kept.pt"))
+    assert torch.equal(cast["losses"], kept["losses"])
+    assert len(kept["masters"]) == FORWARD_GEMMS and not cast["masters"]
 
 
 def test_resume_after_the_end_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +218,7 @@ def outcomes(label: str, finals: list[float], fp32: int = 0) -> list[report.Outc
         ("--model torch", "--model torch has no FP8; choose --precision fp32 or bf16"),
         ("--resume", "--resume needs --checkpoint PATH"),
         ("--resume --checkpoint no.pt", "--resume: there is no checkpoint no.pt"),
+        ("--fp8-weights --precision bf16", "--fp8-weights needs --precision fp8, got bf16"),
         ("--stop-after 3", "--stop-after needs a step above 0, and --checkpoint PATH"),
         ("--seeds 0", "--seeds must be above 0, got 0"),
         ("--prompt=", "--sample must not be negative, and --prompt not empty"),
