@@ -353,3 +353,18 @@ def test_current_scaling_drops_the_gradient_of_an_activation_before_the_cast(mon
         y = module(torch.randn(16, 32))
     y.sum().backward()
     assert alive == [False]
+
+
+def test_a_device_context_is_obeyed(device: str) -> None:
+    """That of the CPU too, where there is a GPU; without one, layers are made on the GPU."""
+    with torch.device(device):
+        assert te.Linear(16, 16).weight.device.type == device
+        with torch.device("meta"):
+            assert te.Linear(16, 16).weight.is_meta
+    torch.set_default_device(device)
+    try:
+        assert te.Linear(16, 16).weight.device.type == device
+    finally:
+        torch.set_default_device(None)
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert te.Linear(16, 16).weight.device.type == expected

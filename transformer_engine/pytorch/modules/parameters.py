@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
@@ -27,9 +28,10 @@ def default_device(device: torch.device | str | None) -> torch.device:
     """None: a `torch.device` context if one is active, else cuda where there is one, else cpu."""
     if device is not None:
         return torch.device(device)
-    context = torch.get_default_device()
-    if context.type != "cpu" or not torch.cuda.is_available():
-        return context
+    modes = torch.overrides._get_current_function_mode_stack()
+    chosen = any(isinstance(mode, DeviceContext) for mode in modes)  # torch.device("cpu") is one
+    if chosen or not torch.cuda.is_available():
+        return torch.get_default_device()
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,0 +1,142 @@
+"""`GroupedLinear` against separate Linears: it is the same, part by part."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+SPLITS = [24, 0, 9]
+RECIPES = {
+    "plain": None,
+    "delayed": DelayedScaling(amax_history_len=2),
+    "current": Float8CurrentScaling(),
+}
+
+
+def pair(device: str, **arguments: object) -> tuple[te.GroupedLinear, list[te.Linear]]:
+    grouped = te.GroupedLinear(len(SPLITS), 32, 48, device=device, **arguments)
+    apart = [te.Linear(32, 48, device=device, **arguments) for _ in SPLITS]
+    with torch.no_grad():
+        for i, linear in enumerate(apart):
+            for name, parameter in linear.named_parameters():
+                parameter.copy_(getattr(grouped, f"{name}{i}"))
+    return grouped, apart
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_each_part_is_a_linear(recipe: object, bias: bool, device: str) -> None:
+    grouped, apart = pair(device, bias=bias, params_dtype=torch.bfloat16)
+    for _ in range(3):  # scales change from step to step
+        x = torch.randn(sum(SPLITS), 32, device=device, dtype=torch.bfloat16)
+        upstream = torch.randn(sum(SPLITS), 48, device=device, dtype=torch.bfloat16)
+        first, second = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            out = grouped(first, SPLITS)
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            parts = zip(apart, second.split(SPLITS), strict=True)
+            expected = torch.cat([linear(rows) for linear, rows in parts])
+        assert_bitwise(out, expected)
+        out.backward(upstream)
+        expected.backward(upstream)
+        assert_bitwise(first.grad, second.grad)
+        for i, linear in enumerate(apart):
+            for name, parameter in linear.named_parameters():
+                assert_bitwise(getattr(grouped, f"{name}{i}").grad, parameter.grad)
+
+
+def test_biases_are_returned(device: str) -> None:
+    grouped, apart = pair(device, return_bias=True)
+    x = torch.randn(sum(SPLITS), 32, device=device)
+    out, biases = grouped(x, torch.tensor(SPLITS))
+    assert [bias.shape for bias in biases] == [(48,)] * 3
+    parts = zip(apart, x.split(SPLITS), strict=True)
+    assert_bitwise(out, torch.cat([linear(rows)[0] for linear, rows in parts]))
+
+
+def test_checkpoints(device: str) -> None:
+    """Keys, shapes and order; the FP8 state of all parts is one entry."""
+    source, target = (te.GroupedLinear(3, 32, 48, device=device) for _ in range(2))
+    x = torch.randn(sum(SPLITS), 32, device=device)
+    with te.fp8_autocast():
+        source(x, SPLITS).sum().backward()
+    state = source.state_dict()
+    weights, biases = ([f"{kind}{i}" for i in range(3)] for kind in ("weight", "bias"))
+    assert list(state) == [*weights, *biases, "_extra_state"]
+    assert state["weight1"].shape == (48, 32) and state["bias2"].shape == (48,)
+    target.load_state_dict(state)
+    assert_bitwise(target.get_extra_state(), source.get_extra_state())
+    with torch.no_grad(), te.fp8_autocast():
+        assert_bitwise(target(x, SPLITS), source(x, SPLITS))
+
+
+def test_follows_what_happens_to_its_parameters(device: str) -> None:
+    grouped = te.GroupedLinear(2, 32, 48, device="meta")
+    assert grouped.weight0.is_meta
+    with torch.device(device):
+        grouped.reset_parameters()
+    assert grouped.weight0.std().item() == pytest.approx(0.023, rel=0.2)
+    grouped = grouped.to(device).to(torch.bfloat16)
+    x = torch.ones(16, 32, device=device, dtype=torch.bfloat16)
+    before = grouped(x, [8, 8])
+    assert before.dtype is torch.bfloat16
+    twin = copy.deepcopy(grouped)
+    with torch.no_grad():
+        twin.weight1.zero_()
+        twin.bias1.zero_()
+    after = twin(x, [8, 8])
+    assert_bitwise(after[:8], before[:8])
+    assert not after[8:].any() and before[8:].any()
+    grouped.weight0 = torch.nn.Parameter(torch.zeros_like(grouped.weight0))
+    assert not grouped(x, [8, 8])[:8].any()
+
+
+def test_weights_kept_in_fp8(device: str) -> None:
+    with te.fp8_model_init(enabled=True):
+        grouped = te.GroupedLinear(2, 32, 48, device=device)
+    assert all(isinstance(weight, te.Float8Tensor) for weight in (grouped.weight0, grouped.weight1))
+    x = torch.randn(32, 32, device=device)
+    optimizer = torch.optim.SGD(grouped.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        with te.fp8_autocast():
+            loss = (grouped(x, [16, 16]) - 1).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    state = grouped.state_dict()
+    assert type(state["weight1"]) is torch.Tensor
+    again = te.GroupedLinear(2, 32, 48, device=device)
+    again.load_state_dict(state)
+
+
+def test_names_of_parts(device: str) -> None:
+    grouped = te.GroupedLinear(2, 16, 16, device=device, name="experts")
+    te.gemm_report(reset=True)
+    grouped(torch.ones(4, 16, device=device), [2, 2])
+    grouped.name = "moe.fc1"
+    grouped(torch.ones(4, 16, device=device), [2, 2])
+    layers = {layer for layer, _, _ in te.gemm_report().counts}
+    assert layers == {"experts.0", "experts.1", "moe.fc1.0", "moe.fc1.1"}
+    assert repr(grouped).startswith("GroupedLinear(num_gemms=2, in_features=16, out_features=16")
+
+
+def test_refusals() -> None:
+    grouped = te.GroupedLinear(2, 16, 16, device="cpu", name="experts")
+    x = torch.ones(4, 16)
+    for splits in ([4], [2, 3], [5, -1]):
+        with pytest.raises(ValueError, match=r"2 numbers of rows .* up to 4, got .*layer experts"):
+            grouped(x, splits)
+    fp8 = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x)
+    with pytest.raises(TypeError, match="inp in high precision, got Float8Tensor"):
+        grouped(fp8, [2, 2])
+    with pytest.raises(ValueError, match="num_gemms >= 1, got 0"):
+        te.GroupedLinear(0, 16, 16)
+    with pytest.raises(TypeError, match="unexpected keyword argument parameters_split"):
+        te.GroupedLinear(2, 16, 16, parameters_split=("a", "b"))
