@@ -6,6 +6,7 @@ import gemm_reference as ref
 import pytest
 import torch
 from gemm_reference import E4M3, E5M2, assert_close, product, rounding, slack
+from rulers import assert_bitwise
 
 from transformer_engine.pytorch.kernels.gemm import (
     GELU,
@@ -365,3 +366,12 @@ def test_error_of_the_result(device):
     if device == "cuda":
         with pytest.raises(ValueError, match="b on cuda:0, got it on cpu"):
             gemm(x, w.cpu(), torch.float32)
+
+
+def test_the_definition_knows_no_autocast():
+    """On the CPU torch's own product runs inside, and torch.autocast would round its sums."""
+    a, b = torch.randn(16, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    bias = torch.randn(32).bfloat16()
+    expected = gemm(a, b, torch.bfloat16, bias=bias)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bitwise(gemm(a, b, torch.bfloat16, bias=bias)[0], expected)

@@ -52,7 +52,8 @@ class AutocastStack:
         self.members: dict[str, ScalingMembers] = {}  # of the scope's recipe, by direction
         self.outer: list[tuple[Scope, dict[str, ScalingMembers]]] = []
         self.first_pending = False  # no module was recorded in the outermost scope so far
-        self.backward_pending = False
+        self.forward_pending = self.backward_pending = False
+        self.unsettled = False  # the outermost scope was entered in compiled code, see `settled`
         self.registry = ScalingRegistry()
         self.known: dict[Scope, Scope] = {}
         self.model_inits: list[Any] = []  # scopes of quantized_model_init, see model_init.py
@@ -72,7 +73,9 @@ class AutocastStack:
         """Enter a scope."""
         if not self.outer:
             self.first_pending = True
-            self.flush()
+            self.unsettled = torch.compiler.is_compiling()
+            if not self.unsettled:
+                self.flush()
         self.outer.append((self.scope, self.members))
         self.scope, self.members = scope, {}
         if isinstance(scope.recipe, DelayedScaling):
@@ -87,9 +90,12 @@ class AutocastStack:
         self.scope, self.members = self.outer.pop()
         if self.outer:
             return
-        self.first_pending = False
+        self.first_pending = self.unsettled = False
         if left.calibrating or (left.enabled and torch.is_grad_enabled()):
-            self.registry.update(FORWARD)
+            if torch.compiler.is_compiling():
+                self.forward_pending = True
+            else:
+                self.registry.update(FORWARD)
 
     def end_backward(self) -> None:
         """End the backward step."""
@@ -104,6 +110,9 @@ class AutocastStack:
 
     def flush(self) -> None:
         """Do what was deferred."""
+        if self.forward_pending:
+            self.forward_pending = False
+            self.registry.update(FORWARD)
         if self.backward_pending:
             self.backward_pending = False
             self.end_backward()
@@ -174,7 +183,9 @@ class autocast(ContextDecorator):
         self._scope = Scope(enabled, calibrating, _checked_recipe(recipe), amax_reduction_group)
 
     def __enter__(self) -> None:
-        _STACK.push(_STACK.intern(self._scope))
+        # Compiled code asks no scope for its number, and cannot make new ones known.
+        compiling = torch.compiler.is_compiling()
+        _STACK.push(self._scope if compiling else _STACK.intern(self._scope))
 
     def __exit__(
         self,

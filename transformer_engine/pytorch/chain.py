@@ -63,7 +63,10 @@ class Chain:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
             if run.compiling or _transforms_active():
-                return _ChainFunction.apply(self, run, x, *parameters)
+                result = _ChainFunction.apply(self, run, x, *parameters)
+                for stage, _ in run.caching:
+                    stage.detach_cache()
+                return result
             return _bare_apply(self, run, x, *parameters)
         replayed = self.replayed(x, parameters, run)
         if replayed is not None:

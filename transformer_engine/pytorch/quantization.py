@@ -15,6 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export import exporting, trained_scales
+from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.model_init import quantized_model_init
 from transformer_engine.pytorch.quantizers import (
     CalibratingQuantizer,
@@ -37,6 +38,20 @@ __all__ = [
 ]
 
 FEATURE_ALIGNMENT = 16
+
+
+@library_op("settled(Tensor scale) -> Tensor")
+def settled(scale: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
+    """A copy of `scale` after the updates that compiled code has put off.
+
+    Where a scope is entered in eager mode, entering it does them. In compiled code nothing may run
+    between the operators of a graph, so that the first who asks for a scale does them, and whoever
+    takes the copy comes later.
+    """
+    if launch:
+        autocast_stack().flush()
+    return scale.clone()
+
 
 # Columns of a module's state, per GEMM: (input, weight, output) forward, (grad_output, grad_input)
 # backward.
@@ -103,7 +118,10 @@ def _delayed(
 ) -> GemmQuantizers:
     def quantizer(state: ScalingState, column: int, format: int) -> DelayedQuantizer:
         amax = state.amaxes[column] if recording else None
-        return DelayedQuantizer(state.scales[column], amax, format)
+        scale = state.scales[column]
+        if state is forward and autocast_stack().unsettled:
+            scale = settled(scale)
+        return DelayedQuantizer(scale, amax, format)
 
     first, first_grad = FORWARD_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
     return GemmQuantizers(

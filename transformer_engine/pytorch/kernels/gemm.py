@@ -13,9 +13,11 @@ An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -278,16 +280,23 @@ def _define(
     aux: torch.Tensor | None,
     allow_tf32: bool,
 ) -> None:
-    """What the product means: fp32 throughout, rounded once at the end."""
+    """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
     del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
-    value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
-    if accumulate:
-        value += d.view(value.shape)
-    value = _activate(value, bias, activation, aux)
-    d.copy_(value.view(d.shape))
-    if bias_grad is not None:
-        summands = value.t() if activation == GELU_BACKWARD else _matrix(a, PLAIN, a_transposed)
-        bias_grad.copy_(summands.sum(1))
+    with _without_autocast(d.device.type):
+        value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
+        if accumulate:
+            value += d.view(value.shape)
+        value = _activate(value, bias, activation, aux)
+        d.copy_(value.view(d.shape))
+        if bias_grad is not None:
+            summands = value.t() if activation == GELU_BACKWARD else _matrix(a, PLAIN, a_transposed)
+            bias_grad.copy_(summands.sum(1))
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _define_at(*arguments: Any) -> None:

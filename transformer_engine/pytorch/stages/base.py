@@ -141,6 +141,9 @@ class Stage:
         """Those tensors; None where they are yet to be made."""
         return None
 
+    def detach_cache(self) -> None:
+        """Take those tensors out of autograd's graph, which compiled code makes them part of."""
+
     def demand(self, plan: Any, x: torch.Tensor) -> Demand | None:
         """What this stage wants its input to become; `x` is a tensor with as many tokens."""
         return None
@@ -195,7 +198,10 @@ class FusedArguments(NamedTuple):
 
 
 def fused_arguments(wants: Demand | None) -> FusedArguments:
-    """How a producing kernel serves a demand in its own pass."""
+    """How a producing kernel serves a demand in its own pass.
+
+    Epsilons are literals here: torch.compile makes an input of a default that is a float.
+    """
     quantizer, plain = quantizer_of(wants), False
     while isinstance(quantizer, WrappingQuantizer):
         assert wants is not None
@@ -211,6 +217,7 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
             quantizer.amax,
             wants.rowwise,
             wants.columnwise,
+            epsilon=0.0,
             moments=wants.moments,
             active=wants.active,
         )
@@ -223,8 +230,8 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
             epsilon=quantizer.epsilon,
         )
     if wants is None:
-        return FusedArguments(True)
-    return FusedArguments(True, moments=wants.moments, active=wants.active)
+        return FusedArguments(True, epsilon=0.0)
+    return FusedArguments(True, epsilon=0.0, moments=wants.moments, active=wants.active)
 
 
 def fused_result(

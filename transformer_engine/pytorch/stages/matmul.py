@@ -66,6 +66,12 @@ def _columnwise(weight: Side | None, other: Side | None, dtype: torch.dtype) -> 
     return dequantize(weight.codes, weight.format, weight.scales, dtype)
 
 
+def _detached(side: Side | None) -> Side | None:
+    if isinstance(side, Fp8Matrix):
+        return Fp8Matrix(side.codes.detach(), side.scales.detach(), side.format)
+    return None if side is None else side.detach()
+
+
 def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
     row, row_scales, _ = _flatten(operands.rowwise)
     column, column_scales, _ = _flatten(operands.columnwise)
@@ -214,6 +220,16 @@ class Matmul(Stage):
             bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
         return linear(x, weight, bias).to(plan.dtype)
 
+    def detach_cache(self) -> None:
+        """A weight that stays in the graph would hold all that the first micro-batch has saved."""
+        if self.cached_weight is not None:
+            key, cached = self.cached_weight
+            self._cache(key, Operands(_detached(cached.rowwise), _detached(cached.columnwise)))
+
+    def _cache(self, key: Hashable, operands: Operands) -> None:
+        self.cached_weight = (key, operands)
+        self._cached_tensors = _tensors_of(operands)
+
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
         quantizer = plan.quantizers.weight
@@ -224,8 +240,7 @@ class Matmul(Stage):
         cached = self._kept_weight(plan)
         if plan.first_microbatch or cached is None:
             cached = quantizer.refreshed(weight, plan.weight_demand, cached)
-            self.cached_weight = (quantizer.cache_key, cached)
-            self._cached_tensors = _tensors_of(cached)
+            self._cache(quantizer.cache_key, cached)
         return cached
 
     def _kept_weight(self, plan: _Plan) -> Operands | None:

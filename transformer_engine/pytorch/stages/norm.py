@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.functional import layer_norm, rms_norm
@@ -38,6 +38,12 @@ def tap_of(return_layernorm_output: bool, return_input: bool) -> Tap:
 KINDS = {"LayerNorm": LAYER_NORM, "RMSNorm": RMS_NORM}
 
 
+class _Plan(NamedTuple):
+    dtype: torch.dtype
+    recording: bool
+    epsilon: float
+
+
 class Norm(Stage):
     """Two parameters: gamma `[features]` and beta `[features]` (None for RMSNorm).
 
@@ -59,12 +65,16 @@ class Norm(Stage):
         self.zero_centered = zero_centered
         self.tap = tap
 
-    def replayable(self, plan: Run) -> bool:
+    def prepare(self, run: Run) -> _Plan:
+        """What a call reads; torch.compile wants numbers to be read before autograd is entered."""
+        return _Plan(run.dtype, run.recording, self.epsilon)
+
+    def replayable(self, plan: _Plan) -> bool:
         """Always."""
         return True
 
     def forward(
-        self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
+        self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
     ) -> tuple[Result, Saved]:
         """Normalise."""
         assert isinstance(x, torch.Tensor)
@@ -76,7 +86,7 @@ class Norm(Stage):
             gamma,
             beta,
             self.kind,
-            self.epsilon,
+            plan.epsilon,
             self.zero_centered,
             plan.dtype if fused.plain or self.tap == "output" else None,
             *fused[1:],
@@ -87,18 +97,18 @@ class Norm(Stage):
         tap = None if self.tap is None else x if self.tap == "input" else y
         return value, Saved(tensors, None, tap)
 
-    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Run) -> torch.Tensor:
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
         """In fp32, as it is computed."""
         gamma, beta = parameters
         assert gamma is not None
         factor = gamma.float() + 1.0 if self.zero_centered else gamma.float()
         if self.kind == RMS_NORM:
-            return rms_norm(x.float(), factor.shape, factor, self.epsilon)
+            return rms_norm(x.float(), factor.shape, factor, plan.epsilon)
         offset = None if beta is None else beta.float()
-        return layer_norm(x.float(), factor.shape, factor, offset, self.epsilon)
+        return layer_norm(x.float(), factor.shape, factor, offset, plan.epsilon)
 
     def backward_data(
-        self, grad: Value | None, saved: Saved, plan: Run, wants: Demand | None
+        self, grad: Value | None, saved: Saved, plan: _Plan, wants: Demand | None
     ) -> tuple[Result | None, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
         assert not isinstance(grad, Operands)
@@ -118,6 +128,6 @@ class Norm(Stage):
         )
         return dx, (dgamma, dbeta)
 
-    def backward_params(self, carry: Any, saved: Saved, plan: Run) -> Parameters:
+    def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The gradients of gamma and beta."""
         return carry
