@@ -109,6 +109,16 @@ class GroupedLinear(TransformerEngineBaseModule):
             }
             part._runs.clear()
 
+    @property
+    def save_original_input(self) -> bool:
+        """Whether inputs are kept as they came; see the argument of `Linear`."""
+        return all(part.save_original_input for part in self._parts)
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        for part in self._parts:
+            part.save_original_input = value
+
     def _names(self) -> Iterable[tuple[Linear, str, str]]:
         """Part, name of the parameter in it, and here; all weights first."""
         for kind in ("weight", "bias") if self.use_bias else ("weight",):

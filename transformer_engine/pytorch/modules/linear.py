@@ -64,6 +64,9 @@ class Linear(TransformerEngineBaseModule):
         return_bias: return `(y without bias, bias)`.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
+        save_original_input: for the backward, keep the input as it came and cast it again, instead
+            of keeping its FP8 copy: less memory where others keep the input too. Not with delayed
+            scaling. It may be set at any time.
         name: for messages, reports and the debugger.
         others: arguments that tune overlap of communication; no effect on one rank.
 
@@ -96,6 +99,7 @@ class Linear(TransformerEngineBaseModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
+        save_original_input: bool = False,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -117,7 +121,19 @@ class Linear(TransformerEngineBaseModule):
         self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
         if not bias:
             self.bias = None
-        self.chain = Chain([Matmul(0, self.name, fuse_wgrad_accumulation)])
+        self._matmul = Matmul(0, self.name, fuse_wgrad_accumulation)
+        self.chain = Chain([self._matmul])
+        self.save_original_input = save_original_input
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether the input is kept as it came; see the argument of this name."""
+        return self._matmul.save_original_input
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        self._matmul.save_original_input = value
+        self._runs.clear()
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]

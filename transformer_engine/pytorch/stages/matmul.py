@@ -16,7 +16,7 @@ from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers
+from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Scaling
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
 from transformer_engine.pytorch.tensor import Float8Tensor
 
@@ -88,6 +88,7 @@ class _Plan:
         "first_microbatch",
         "fp8",
         "grad_demand",
+        "input_later",
         "kept",
         "needs_bias",
         "needs_input",
@@ -109,6 +110,7 @@ class _Plan:
         self.kept = slot in run.kept  # the weight exists in FP8 alone
         self.needs_input = any(run.needs[:slot])
         self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
+        self.input_later: Demand | None = None  # the columns of the input are cast in backward
         self.demand = Demand(quantizers.input, True, self.needs_weight)
         self.weight_demand = Demand(quantizers.weight, True, self.needs_input)
         bias_grad = run.dtype if self.needs_bias else None
@@ -135,6 +137,7 @@ class Matmul(Stage):
         self.index = index
         self.part = part
         self.fuse_wgrad = fuse_wgrad
+        self.save_original_input = False  # keep it for backward as it came, instead of in FP8
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
@@ -145,11 +148,21 @@ class Matmul(Stage):
 
     def prepare(self, run: Run) -> _Plan:
         """Which operands are wanted, and of which quantizers."""
-        return _Plan(run, run.quantizers[self.index], self.slot)
+        plan = _Plan(run, run.quantizers[self.index], self.slot)
+        if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
+            quantizer = plan.quantizers.input
+            if quantizer.scaling is Scaling.DELAYED:
+                raise ValueError(
+                    "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
+                    f"gone when the input is cast again; use another recipe (layer {self.name})"
+                )
+            plan.demand = Demand(quantizer, True, False)
+            plan.input_later = Demand(quantizer, False, True)
+        return plan
 
     def replayable(self, plan: _Plan) -> bool:
         """Where no quantizer looks at tensors in torch, and no state outlives the call."""
-        if self.fuse_wgrad and plan.needs_weight:
+        if (self.fuse_wgrad and plan.needs_weight) or plan.input_later is not None:
             return False
         makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.kept
         return plan.quantizers.native and not makes_cache
@@ -199,7 +212,8 @@ class Matmul(Stage):
             y = plan.quantizers.output.result(y)
         if not plan.recording:
             return y, _NOTHING
-        x_data, x_scales, x_format = _flatten(operands.columnwise if plan.needs_weight else None)
+        column = x if plan.input_later is not None else operands.columnwise
+        x_data, x_scales, x_format = _flatten(column if plan.needs_weight else None)  # type: ignore[arg-type]
         weight_kept = plan.kept and w.columnwise is None
         column = own if weight_kept else w.columnwise
         w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
@@ -307,6 +321,9 @@ class Matmul(Stage):
             return None, bias_grad
         facts = saved.facts
         x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
+        if plan.input_later is not None:
+            cast = plan.quantizers.input.padded(x, facts.padding, plan.input_later)  # type: ignore[arg-type]
+            x = cast.columnwise
         target, fast = facts.target, plan.fast_accumulation[2]
         quantizer = plan.quantizers.wgrad
         apart = quantizer is not IDENTITY and target.main_grad is not None
