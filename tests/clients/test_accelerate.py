@@ -140,6 +140,16 @@ def test_models_with_layers_of_other_kinds(
     assert all(math.isfinite(loss) for loss in losses)
 
 
+def test_models_converted_before(device: str, accelerator_of: Callable[..., Accelerator]) -> None:
+    """accelerate stops at the odd Linear; `te.convert` does not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 17), nn.GELU(), nn.Linear(17, 32), nn.Linear(32, 16))
+    te.convert(net)
+    net, losses = trained(accelerator_of(mixed_precision="fp8"), net)
+    assert [type(layer) for layer in net] == [nn.Linear, nn.GELU, nn.Linear, te.Linear]
+    assert all(math.isfinite(loss) for loss in losses)
+
+
 def test_state_is_saved_and_resumed(
     device: str, accelerator_of: Callable[..., Accelerator], tmp_path: Path
 ) -> None:
