@@ -1,12 +1,55 @@
-"""Which backend is the fastest for a problem, as measured by `benchmarks/bench_attention.py`."""
+"""Which backend is the fastest for a problem: what was measured, as data.
+
+On an H200 (torch 2.11, cuDNN 9.19 through torch's SDPA, flash-attn 4.0.0b36; us forward, and
+forward with backward; warm caches):
+
+    bf16                               cuDNN            flash-attn 4
+    b4 h32 s4096 d128 causal            977   4002       850   3321
+    b4 h32 s4096 d128 full             1672   7259      1559   6553
+    b4 h32 kv8 s4096 d128 causal        904   4088       840   3606
+    b8 h32 s2048 d64 causal             347   1405       350   1154
+    host time of a forward                               148
+
+flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it.
+"""
 
 from __future__ import annotations
 
+from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backend import Problem
 
-_ORDER = ("flash4", "cudnn", "flash3", "sdpa", "flash2", "unfused")
+# Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed, until
+# tests/pytorch/test_attention_matrix.py passes with them there, or the environment asks for them.
+CONFIRMED = frozenset({"sdpa", "unfused"})
+
+_FLASH = ("flash4", "flash3", "flash2")
+_LARGE = ("flash4", "cudnn", "flash3", "sdpa", "flash2", "unfused")
+_SMALL = ("cudnn", "sdpa", "flash3", "flash2", "flash4", "unfused")
+# FLOP of a forward that an H200 does in the 150 us that a call of flash-attn 4 keeps the host.
+_LARGE_FROM = 6e10
 
 
-def preference(problem: Problem) -> tuple[str, ...]:
-    """Names of backends, the fastest first; what is not named comes after."""
-    return _ORDER
+def preference(problem: Problem, allowed: AttentionVariables) -> tuple[str, ...]:
+    """Names of backends, the preferred one first; what is not named comes after."""
+    by_speed = _LARGE if _work(problem) >= _LARGE_FROM else _SMALL
+    asked = _asked_for(allowed)
+    return tuple(sorted(by_speed, key=lambda name: (name not in asked, name not in CONFIRMED)))
+
+
+def _asked_for(allowed: AttentionVariables) -> tuple[str, ...]:
+    """Whom the environment names by leaving out the other kind, or by its number."""
+    if allowed.fused_backend is not None and allowed.fused:
+        return ("cudnn",)
+    return _FLASH if allowed.flash and not allowed.fused else ()
+
+
+def _work(problem: Problem) -> float:
+    """FLOP of a forward; what is not known beforehand counts as much."""
+    sizes = (problem.batch, problem.queries, problem.keys)
+    if None in sizes:
+        return _LARGE_FROM
+    batch, queries, keys = (size or 0 for size in sizes)
+    if problem.windowed and problem.rule.left >= 0:
+        keys = min(keys, problem.rule.left + max(problem.rule.right, 0) + 1)
+    pairs = queries * keys / (2 if problem.rule.type.causal and not problem.windowed else 1)
+    return 2.0 * batch * problem.heads * pairs * (problem.key_size + problem.value_size)

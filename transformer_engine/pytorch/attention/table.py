@@ -43,7 +43,7 @@ def _status(reason: str | None, chosen: bool) -> str:
 
 def table(problem: Problem, allowed: AttentionVariables) -> BackendTable:
     """What every backend says of a problem."""
-    order = preference(problem)
+    order = preference(problem, allowed)
     ranked = sorted(BACKENDS, key=lambda backend: (*order, backend.name).index(backend.name))
     return BackendTable((backend.name, refusal(backend, problem, allowed)) for backend in ranked)
 
