@@ -18,8 +18,8 @@ from __future__ import annotations
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backend import Problem
 
-# Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed, until
-# tests/pytorch/test_attention_matrix.py passes with them there, or the environment asks for them.
+# Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
+# until tests/pytorch/test_attention_matrix.py passes with them there; or the environment asks.
 CONFIRMED = frozenset({"sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")
