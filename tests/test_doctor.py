@@ -186,6 +186,16 @@ def test_surroundings(monkeypatch):
     assert doctor.RIVALS[0] in found[doctor.RIVALS[0]].fix
 
 
+def test_names_that_programs_look_for(monkeypatch):
+    known = {"transformer-engine": "2.20.0"}
+    monkeypatch.setattr(doctor, "_distribution", lambda name: known.get(name, ""))
+    found = by_name(doctor.surroundings(doctor.Machine()))
+    assert found["transformer-engine"].status == doctor.OK
+    assert found["transformer-engine"].value == "the distribution, version 2.20.0"
+    assert found["nvdlfw-inspect"].status == doctor.ABSENT  # not needed for anything here
+    assert "pip install ./packaging/nvdlfw-inspect" in found["nvdlfw-inspect"].value
+
+
 def test_every_variable_that_is_read_is_known():
     named = re.findall(r'"((?:NVTE|TE)_\w+)"', Path(_env.__file__).read_text())
     assert len(named) > 10

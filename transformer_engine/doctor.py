@@ -26,6 +26,11 @@ from transformer_engine import __version__, _env, _libraries
 OK, ABSENT, MISSING = "ok", "absent", "missing"  # absent: nothing that is here needs it
 OLDEST_TORCH = (2, 4)
 FP8_CAPABILITY = (8, 9)
+# Under which names programs look for us, and where in the sources they are installed from.
+NAMES = {
+    "transformer-engine": "`pip install .` in the sources",
+    "nvdlfw-inspect": "`pip install ./packaging/nvdlfw-inspect` in the sources",
+}
 # Distributions of other projects that install a package of one of our names.
 RIVALS = ("transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
 TORCH_FOR_GPUS = "install torch for CUDA: see https://pytorch.org/get-started/locally"
@@ -275,10 +280,16 @@ def attention(machine: Machine) -> Iterator[Finding]:
 
 
 def surroundings(machine: Machine) -> Iterator[Finding]:
-    """Environment variables, and packages that install files of the same names."""
+    """Environment variables, names of distributions, and packages with files of our names."""
     for name, (value, known) in _env.variables_set().items():
         text = value if known else f"{value} (nothing here reads it)"
         yield Finding("surroundings", name, OK if known else ABSENT, text)
+    for name, way in NAMES.items():
+        found = _distribution(name)
+        value = f"the distribution, version {found}"
+        if not found:
+            value = f"no distribution of this name; programs that look for it need {way}"
+        yield Finding("surroundings", name, OK if found else ABSENT, value)
     for name in RIVALS:
         version = _distribution(name)
         if version:
