@@ -42,6 +42,7 @@ from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.gemm import gemm_report
 from transformer_engine.pytorch.model_init import fp8_model_init, quantized_model_init
+from transformer_engine.pytorch.modules.fp8_padding import Fp8Padding, Fp8Unpadding
 from transformer_engine.pytorch.modules.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.modules.layernorm import LayerNorm
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
@@ -69,6 +70,8 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
