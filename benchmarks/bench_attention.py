@@ -69,7 +69,7 @@ def measure_dense(report: Report, case: Case) -> None:
             row(report, op, f"{case} {name}", best, timing, **bar)
 
 
-def measure_less(report: Report, case: Case, bar: float) -> None:
+def measure_less(report: Report, what: str, case: Case, bar: float) -> None:
     """A case with less to do than `case.whole()`: how much faster it is."""
     pairs = {"whole": ours(case.whole())}
     for name in takers(case):
@@ -81,7 +81,7 @@ def measure_less(report: Report, case: Case, bar: float) -> None:
         whole = times.pop("whole").median_us
         for name, timing in times.items():
             more = {"bar": bar} if name == "chosen" else {}
-            row(report, op, f"{case} {name}", whole, timing, **more)
+            row(report, f"{what}, {op}", f"{case} {name}", whole, timing, **more)
 
 
 def measure_host(report: Report) -> None:
@@ -115,9 +115,9 @@ def main() -> None:
         measure_dense(report, case)
         torch.cuda.empty_cache()
     for case in PADDED:
-        measure_less(report, case, BAR_OF_PADDING)
+        measure_less(report, "half padding", case, BAR_OF_PADDING)
     for case in WINDOWED:
-        measure_less(report, case, BAR_OF_WINDOW)
+        measure_less(report, "window", case, BAR_OF_WINDOW)
     measure_host(report)
     report.save()
 

@@ -67,7 +67,15 @@ GOALS = [
     Goal("bias + dropout + residual", ">= 0.90 of copy", "-", "softmax", r"dropout_add forward"),
     Goal("its backward", ">= 0.90 of copy", "-", "softmax", r"dropout_add backward( dbias)?"),
     Goal("rotary position embedding", ">= 0.85 of copy", "-", "rope", r"rope (forward|backward)"),
-    Goal("attention, over the best backend", ">= 1.00x", "cuDNN 1.0, FA4 1.08-1.3", "attention"),
+    Goal(
+        "attention, over the best library",
+        ">= 0.98x",
+        "cuDNN 1.0, FA4 1.08-1.3",
+        "attention",
+        r"forward( \+ backward)?",
+    ),
+    Goal("attention of half padding, over padded", ">= 1.6x", "-", "attention", r"half padding.*"),
+    Goal("attention in a window of 1024 of 16384", ">= 4x", "-", "attention", r"window.*"),
     Goal(
         "TransformerLayer h4096 f16384 s4096 b4, FP8 and BF16, ms",
         "<= 21.6; <= 34.5",

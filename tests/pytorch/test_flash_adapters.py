@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention import attention_backends, choice, core
 from transformer_engine.pytorch.attention.backend import refusal
-from transformer_engine.pytorch.attention.backends import flash2, flash3, flash4
+from transformer_engine.pytorch.attention.backends import flash2, flash3, flash4, unfused
 from transformer_engine.pytorch.attention.masks import MASK_TYPES
 
 VERSIONS = {
@@ -74,6 +74,33 @@ def test_dropout_and_determinism_reach_the_kernel(version, monkeypatch):
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     make_module()(*make_qkv(dtype=torch.bfloat16))
     assert said["deterministic"] is False
+
+
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_sinks_reach_version_4(monkeypatch, kind):
+    monkeypatch.setattr(flash4.KERNELS, "_module", fake_flash_attn.module("flash4"))
+    inputs = make_qkv(dtype=torch.bfloat16)
+    results = []
+    for backend in (flash4.BACKEND, unfused.BACKEND):
+        monkeypatch.setattr(core, "choose", lambda *call, backend=backend: backend)
+        module = make_module(softmax_type=kind)
+        wanted = list(inputs)
+        if kind == "learnable":
+            torch.nn.init.constant_(module.softmax_offset, 0.7)
+            wanted.append(module.softmax_offset)
+        out = module(*inputs)
+        results.append((out, *torch.autograd.grad(out.sum(), wanted)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_packed_calls_without_sequences(version):
+    """Nothing to do is no reason to fail; such calls go to a backend that takes them."""
+    module = make_module(qkv_format="thd", attn_mask_type="padding_causal")
+    nothing = torch.zeros(1, dtype=torch.int32)
+    inputs = make_qkv(dtype=torch.bfloat16, shape=(0, 4, 8))
+    with pytest.raises(pytest.skip.Exception, match="at least one query"):
+        module(*inputs, cu_seqlens_q=nothing, cu_seqlens_kv=nothing)
 
 
 def test_variables_switch_versions_off(version, monkeypatch):

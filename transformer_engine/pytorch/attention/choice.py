@@ -13,13 +13,11 @@ from transformer_engine._env import (
     attention_variables,
     parsed_attention_variables,
 )
-from transformer_engine.pytorch.attention.backend import Backend, Problem
-from transformer_engine.pytorch.attention.backends import BACKENDS
+from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal
 from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallShape
 from transformer_engine.pytorch.attention.remember import remembered
-from transformer_engine.pytorch.attention.table import capability, table
+from transformer_engine.pytorch.attention.table import capability, ranked, table
 
-_BY_NAME = {backend.name: backend for backend in BACKENDS}
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool]
 _SequenceFacts = tuple[int | None, int | None, bool, bool, bool]
 
@@ -47,8 +45,12 @@ def _facts(
     AttentionVariables,
 ]:
     shape, bias = call.shape, call.bias
+    offset = call.sink.offset
     training = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (offset is not None and offset.requires_grad)
     )
     return (
         shape,
@@ -127,21 +129,18 @@ def _problem(
 
 @remembered
 def _choose(*facts: Any) -> Backend:
-    problem = _problem(*facts)
-    allowed = facts[-1]
-    reasons = table(problem, allowed)
-    _announce(problem, str(reasons), reasons.chosen, allowed)
-    if reasons.chosen is None:
-        raise ValueError(
-            "[attention] no dot product attention backend is available for this"
-            f" problem:\n{reasons}"
-        )
-    return _BY_NAME[reasons.chosen]
+    problem, allowed = _problem(*facts), facts[-1]
+    for backend in ranked(problem, allowed):
+        if refusal(backend, problem, allowed) is None:
+            _announce(problem, backend.name, allowed)
+            return backend
+    raise ValueError(
+        "[attention] no dot product attention backend is available for this problem:\n"
+        f"{table(problem, allowed)}"
+    )
 
 
-def _announce(
-    problem: Problem, reasons: str, chosen: str | None, allowed: AttentionVariables
-) -> None:
+def _announce(problem: Problem, chosen: str, allowed: AttentionVariables) -> None:
     """What NVTE_DEBUG asks to be told, and variables that change nothing here."""
     if problem.compiling:
         return
@@ -157,7 +156,7 @@ def _announce(
     if allowed.debug >= 1:
         _logger().info("running with the backend %s", chosen)
     if allowed.debug >= 2:
-        _logger().debug("%s\n%s", problem, reasons)
+        _logger().debug("%s\n%s", problem, table(problem, allowed))
 
 
 @remembered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables, attention_variables
-from transformer_engine.pytorch.attention.backend import Problem, refusal
+from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal
 from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.call import check_bias_type
 from transformer_engine.pytorch.attention.formats import check_format
@@ -41,11 +41,17 @@ def _status(reason: str | None, chosen: bool) -> str:
     return "runs" if chosen else "could run too"
 
 
+def ranked(problem: Problem, allowed: AttentionVariables) -> list[Backend]:
+    """All backends, the preferred one first."""
+    order = preference(problem, allowed)
+    return sorted(BACKENDS, key=lambda backend: (*order, backend.name).index(backend.name))
+
+
 def table(problem: Problem, allowed: AttentionVariables) -> BackendTable:
     """What every backend says of a problem."""
-    order = preference(problem, allowed)
-    ranked = sorted(BACKENDS, key=lambda backend: (*order, backend.name).index(backend.name))
-    return BackendTable((backend.name, refusal(backend, problem, allowed)) for backend in ranked)
+    return BackendTable(
+        (backend.name, refusal(backend, problem, allowed)) for backend in ranked(problem, allowed)
+    )
 
 
 @remembered

@@ -116,7 +116,7 @@ def _thd_side(tokens: int, sequences: Sequences, parameter: str) -> Side:
     cu_seqlens = formats.check_cu_seqlens(sequences.cu_seqlens, parameter)
     longest = sequences.longest
     if longest is None:
-        longest = int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     index = torch.arange(tokens, device=cu_seqlens.device)
     outside = index >= cu_seqlens[-1]
     maps = None
