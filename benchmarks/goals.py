@@ -98,6 +98,8 @@ GOALS = [
         "TE 5.2x, 11.6x",
         "host",
     ),
+    Goal("memory of FP8 weights at rest, over bf16", "<= 0.56x", "-", "fp8_weights", "memory.*"),
+    Goal("step with FP8 weights, over bf16 weights", "<= 1.00x", "-", "fp8_weights", ".* step .*"),
     Goal("all statistics of a tensor", "<= 18 us", "seven torch calls 701 us", "statistics"),
     Goal(
         "4 layers in FP8 with all statistics, over plain steps",

@@ -1,0 +1,131 @@
+"""Weights kept in FP8 alone: memory at rest, the step without their cast, and optimizers on them.
+
+Ratios are over the same layer with bf16 parameters: bytes over bytes, time over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import contenders
+import torch
+from contenders import Size, our_layer, random, step
+from harness import Report, require_gpu, time_gpu_each
+from torch import nn
+
+import transformer_engine.pytorch as te
+
+LARGE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=4)
+SHORT = Size(hidden=4096, ffn=16384, heads=32, sequence=512, batch=1)
+SMALL = Size(hidden=768, ffn=3072, heads=12, sequence=1024, batch=8)
+SIZES = (LARGE, SHORT, SMALL)
+RECIPES = ("fp8 delayed", "fp8 current")
+LARGEST_SHARE = 0.56
+
+
+def make(size: Size, kept: bool, recipe: str | None = None) -> nn.Module:
+    with te.fp8_model_init(enabled=kept, recipe=contenders.RECIPES.get(recipe)):
+        return our_layer(size)
+
+
+def compare(
+    report: Report, op: str, contestants: dict[str, Callable[[], None]], **more: Any
+) -> None:
+    """One row for each; the first is what the others are measured by."""
+    times = time_gpu_each(contestants, repeats=30, warmup=8)
+    base = next(iter(times.values())).median_us
+    for name, timing in times.items():
+        row: dict[str, Any] = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 4)}
+        row["ratio"] = round(timing.median_us / base, 3)
+        row["p10_us"], row["p90_us"] = round(timing.p10_us, 1), round(timing.p90_us, 1)
+        report.row(**row, **(more if name != next(iter(times)) else {}))
+
+
+def measure_memory(report: Report, size: Size) -> None:
+    """Allocated bytes between steps, and at their peak; gradients of a step are gone between."""
+    at_rest: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    x = random(size.batch, size.sequence, size.hidden)
+    step(make(size, False), x, RECIPES[0])()  # workspaces that stay with the stream
+    for name, kept in (("bf16 weights", False), ("fp8 weights", True)):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        module = make(size, kept)
+        run = step(module, x, RECIPES[0])
+        run()
+        for parameter in module.parameters():
+            parameter.grad = None
+        del run
+        torch.cuda.synchronize()
+        at_rest[name] = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        step(module, x, RECIPES[0])()
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        del module
+    for op, found in (("memory at rest", at_rest), ("peak memory of a step", peaks)):
+        for name, size_in_bytes in found.items():
+            ratio = round(size_in_bytes / found["bf16 weights"], 3)
+            row: dict[str, Any] = {"op": f"{op} {size}", "case": name, "ratio": ratio}
+            row["mib"] = round(size_in_bytes / 2**20, 1)
+            if op == "memory at rest" and name == "fp8 weights":
+                row.update(bar=LARGEST_SHARE, better="lower")
+            report.row(**row)
+
+
+def measure_steps(report: Report, size: Size) -> None:
+    x = random(size.batch, size.sequence, size.hidden)
+    for recipe in RECIPES:
+        steps = {
+            "bf16 weights": step(make(size, False), x, recipe),
+            "fp8 weights": step(make(size, True, recipe), x, recipe),
+        }
+        compare(report, f"{recipe} step {size}", steps, bar=1.0, better="lower")
+
+
+def measure_optimizers(report: Report, size: Size) -> None:
+    """AdamW in place on either kind of weight, and on fp32 masters of FP8 weights."""
+
+    def in_place(kept: bool, **how: bool) -> Callable[[], None]:
+        parameters = list(make(size, kept).parameters())
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        return torch.optim.AdamW(parameters, lr=1e-4, **how).step  # type: ignore[return-value]
+
+    def on_masters() -> Callable[[], None]:
+        parameters = list(make(size, True).parameters())
+        masters = [nn.Parameter(p.detach().float()) for p in parameters]
+        for master in masters:
+            master.grad = torch.full_like(master, 1e-3)
+        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+        def run() -> None:
+            optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.copy_(master)
+
+        return run
+
+    contestants = {
+        "bf16 weights, fused": in_place(False, fused=True),
+        "fp8 weights, fused": in_place(True, fused=True),
+        "fp8 weights, foreach": in_place(True, foreach=True),
+        "fp8 weights, fp32 masters": on_masters(),
+    }
+    compare(report, f"AdamW {size}", contestants)
+
+
+def main() -> None:
+    require_gpu()
+    report = Report("fp8_weights")
+    for size in SIZES:
+        measure_memory(report, size)
+        measure_steps(report, size)
+    measure_optimizers(report, LARGE)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
