@@ -9,6 +9,7 @@ from rulers import assert_bitwise
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 
@@ -147,6 +148,38 @@ def test_vectors_and_clipping(layer: te.Linear) -> None:
 def test_what_needs_storage_is_refused_by_name(layer: te.Linear, use, device: str) -> None:
     with pytest.raises((TypeError, ValueError), match=r"weight of layer block\.proj"):
         use(layer.weight)
+
+
+def test_collectives_are_refused_by_name(tmp_path) -> None:
+    """They would reach values that are made for them alone, and change no weight."""
+    with te.fp8_model_init():
+        layer = te.Linear(32, 32, device="cpu", name="block.proj")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        for collective in (torch.distributed.broadcast, torch.distributed.all_reduce):
+            options = {"src": 0} if collective is torch.distributed.broadcast else {}
+            with pytest.raises(TypeError, match=r"torch\.distributed.*weight of layer block\.proj"):
+                collective(layer.weight.data, **options)
+        wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+        with te.fp8_autocast():
+            wrapped(torch.randn(16, 32)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert layer.weight.grad.abs().sum() > 0
+
+
+def test_fake_and_meta_tensors_have_a_repr(device: str) -> None:
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        with te.fp8_model_init():
+            layer = te.Linear(32, 32, device=device)
+        assert "Float8Tensor(size=(32, 32)" in repr(layer.weight)
+        assert layer.weight.float().shape == (32, 32)
+        with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+            assert layer(torch.empty(16, 32, device=device)).shape == (16, 32)
+    with te.fp8_model_init():
+        assert "Float8Tensor(size=(32, 32)" in repr(te.Linear(32, 32, device="meta").weight)
 
 
 def test_messages_follow_the_name_of_the_layer(layer: te.Linear) -> None:

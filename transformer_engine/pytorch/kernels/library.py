@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +74,8 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         operator = getattr(torch.ops.te, name)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
+            # Fake tensors also come where nothing is compiling yet, or ever.
+            if torch.compiler.is_compiling() or (args and type(args[0]) is FakeTensor):
                 if _exports_to_onnx():
                     raise NotImplementedError(
                         f"[{name}] has no ONNX operator: export modules of transformer_engine"

@@ -164,6 +164,8 @@ class Float8Tensor(QuantizedTensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.is_meta or type(self._data) is not torch.Tensor:  # there is nothing to show
+            return f"Float8Tensor(size={tuple(self.shape)}, dtype={self.dtype}, data={self._data})"
         return (
             f"Float8Tensor(fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, "
             f"scale_inv={self._scale_inv.flatten()[0].item()}, data={self.dequantize()})"

@@ -60,6 +60,8 @@ class QuantizedTensor(torch.Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func.namespace == "c10d":  # would reach the values that are made for it alone
+            _refuse_communication(func, args)
         if func._schema.returns:
             return _on_values(func, args, kwargs)
         for part, named in _parts(args, kwargs):
@@ -82,6 +84,13 @@ class QuantizedTensor(torch.Tensor):
     def share_memory_(self) -> Any:
         """Codes are not moved into shared memory: an error that names the tensor."""
         return self._refuse("share_memory_()")
+
+
+def _refuse_communication(func: Any, args: tuple[Any, ...]) -> None:
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, QuantizedTensor):
+            name = func._schema.name.removeprefix("c10d::")
+            leaf._refuse(f"torch.distributed ({name})")
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
