@@ -17,6 +17,7 @@ DOCUMENTS = {
     "README.md": (),
     "docs/quickstart.md": (),
     "docs/how-to/add_feature.md": (),
+    "docs/how-to/choose_attention.md": (),
     "docs/how-to/inspect_a_training.md": ("rich",),
     "docs/how-to/read_a_report.md": ("rich", "jinja2", "plotly"),
 }
