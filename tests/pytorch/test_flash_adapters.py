@@ -94,6 +94,22 @@ def test_sinks_reach_version_4(monkeypatch, kind):
         torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
+@pytest.mark.parametrize("real", ["last", "scattered"])
+def test_padding_may_be_anywhere_in_a_mask(version, monkeypatch, mask_type, real):
+    """As where prompts are padded in front; the unfused path goes by the mask itself."""
+    hidden = {"last": [1, 1, 0, 0, 0], "scattered": [0, 1, 0, 1, 0]}[real]
+    hidden = torch.tensor([hidden, [0, 0, 0, 0, 1]], dtype=torch.bool).view(2, 1, 1, 5)
+    module, inputs = make_module(attn_mask_type=mask_type), make_qkv(dtype=torch.bfloat16)
+    out = module(*inputs, hidden)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
+    expected = module(*inputs, hidden)
+    pairs = zip(gradients, torch.autograd.grad(expected.sum(), inputs), strict=True)
+    for ours, theirs in ((out, expected), *pairs):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_packed_calls_without_sequences(version):
     """Nothing to do is no reason to fail; such calls go to a backend that takes them."""
     module = make_module(qkv_format="thd", attn_mask_type="padding_causal")

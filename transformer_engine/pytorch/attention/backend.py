@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.masks import MaskRule, mask_rule
+from transformer_engine.pytorch.attention.masks import MASK_TYPES, MaskRule, mask_rule
 
 
 class Problem(NamedTuple):
@@ -75,6 +75,20 @@ class Problem(NamedTuple):
     def empty(self) -> bool:
         """There is nothing to attend with or to."""
         return 0 in (self.batch, self.queries, self.keys)
+
+    @property
+    def summary(self) -> str:
+        """What errors call the problem."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.heads} query and {self.groups} key heads"
+        sizes = f"of sizes {self.key_size} and {self.value_size}"
+        mask = next(name for name, kind in MASK_TYPES.items() if kind == self.rule.type)
+        window = f" with the window {self.rule.left, self.rule.right}" if self.windowed else ""
+        return (
+            f"{dtype} {self.qkv_format} tensors on {self.device}, {heads} {sizes},"
+            f" {self.queries or 'any'} queries and {self.keys or 'any'} keys, {mask}{window},"
+            f" {self.bias_type}"
+        )
 
     @property
     def windowed(self) -> bool:

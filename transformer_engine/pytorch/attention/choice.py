@@ -135,7 +135,7 @@ def _choose(*facts: Any) -> Backend:
             _announce(problem, backend.name, allowed)
             return backend
     raise ValueError(
-        "[attention] no dot product attention backend is available for this problem:\n"
+        f"[attention] no dot product attention backend is available for {problem.summary}:\n"
         f"{table(problem, allowed)}"
     )
 

@@ -52,6 +52,11 @@ BACKEND = Backend(
             lambda problem, allowed: problem.bias_type in ("no_bias", "alibi"),
             "takes no bias; use core_attention_bias_type 'no_bias' or 'alibi'",
         ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type != "alibi" or not problem.padded_by_mask,
+            "takes ALiBi of padded sequences with lengths only; give cu_seqlens_q and cu_seqlens_kv"
+            " instead of attention_mask",
+        ),
         NO_SINK,
     ),
 )

@@ -112,7 +112,9 @@ BACKEND = Backend(
         ),
         SOMETHING,
         Requirement(
-            lambda problem, allowed: problem.device == "cpu" or not problem.repeatable,
+            lambda problem, allowed: (
+                problem.device == "cpu" or not (problem.repeatable and problem.training)
+            ),
             "its gradients on a GPU may not repeat bit for bit, as"
             " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 or torch.use_deterministic_algorithms asks",
         ),
