@@ -19,6 +19,7 @@ DOCUMENTS = {
     "docs/how-to/add_feature.md": (),
     "docs/how-to/choose_attention.md": (),
     "docs/how-to/inspect_a_training.md": ("rich",),
+    "docs/how-to/keep_weights_in_fp8.md": (),
     "docs/how-to/read_a_report.md": ("rich", "jinja2", "plotly"),
 }
 
