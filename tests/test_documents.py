@@ -1,46 +1,139 @@
-"""The Python listings of the documents run, top to bottom."""
+"""The Python listings of the documents run, top to bottom; figures say what happens."""
 
+import importlib.util
 import re
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from debug.fake_manager import session
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.__main__ import main as check_config
+from transformer_engine.pytorch import gemm
 
 ROOT = Path(__file__).parents[1]
+LISTING = re.compile(r"^```(python|yaml)\n(.*?)^```", re.M | re.S)
+INCLUDED = re.compile(r'^--8<-- "(.*?)"$', re.M)  # a source file, shown as it is
 
-
-# The documents, each with the packages that its listings need beyond torch.
-DOCUMENTS = {
-    "README.md": (),
-    "docs/quickstart.md": (),
-    "docs/how-to/add_feature.md": (),
-    "docs/how-to/choose_attention.md": (),
+# Documents whose listings need packages beyond torch.
+PACKAGES = {
+    "docs/how-to/export_to_onnx.md": ("onnx", "onnxscript", "onnxruntime"),
     "docs/how-to/inspect_a_training.md": ("rich",),
     "docs/how-to/keep_weights_in_fp8.md": (),
     "docs/how-to/read_a_report.md": ("rich", "jinja2", "plotly"),
 }
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))]
+ELSEWHERE = {"docs/how-to/use_other_libraries.md"}  # run by tests/clients
+DOCUMENTS = [
+    page for page in PAGES if LISTING.search((ROOT / page).read_text()) and page not in ELSEWHERE
+]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, while it exports
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_listings_run(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    for package in DOCUMENTS[document]:
+    for package in PACKAGES.get(document, ()):
         pytest.importorskip(package)
-    listings = re.findall(
-        r"^```(python|yaml)\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S
-    )
-    assert listings
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(debug_api.end_debug)
     te.gemm_report(reset=True)  # a fresh process, as far as a reader can see
-    names: dict[str, object] = {}
-    for language, listing in listings:
+    names: dict[str, object] = {"__name__": "document"}
+    for language, listing in LISTING.findall((ROOT / document).read_text()):
         if language == "yaml":  # the configuration of the Python below it
             Path("config.yaml").write_text(listing)
             assert check_config(["check", "config.yaml"]) == 0
         else:
             exec(compile(listing, document, "exec"), names)
+
+
+def test_what_pages_include_is_there() -> None:
+    for page in PAGES:
+        for source in INCLUDED.findall((ROOT / page).read_text()):
+            assert (ROOT / source).is_file(), f"{page} shows {source}"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)[^)]*\)", (ROOT / page).read_text()):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.fixture
+def figure():
+    path = ROOT / "docs/figures/hook_order.py"
+    spec = importlib.util.spec_from_file_location("hook_order", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_figure_of_calls_is_drawn_anew(figure) -> None:
+    for name, palette in (("light", figure.LIGHT), ("dark", figure.DARK)):
+        drawn = (ROOT / f"docs/figures/hook_order_{name}.svg").read_text()
+        assert drawn == figure.draw(palette), f"run python docs/figures/{figure.__name__}.py"
+
+
+class Recorder:
+    """Notes what a layer calls and when it casts and multiplies."""
+
+    def __init__(self):
+        self.calls = []
+
+    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
+        return True
+
+    def inspect_tensor_postquantize_enabled(self, config, layer_name, tensor_name, gemm, iteration):
+        return True
+
+    def inspect_tensor(self, config, layer_name, tensor_name, tensor, iteration):
+        self.calls.append(("inspect_tensor", tensor_name, ""))
+
+    def inspect_tensor_postquantize(self, config, layer_name, tensor_name, gemm, tensor, iteration):
+        self.calls.append(("inspect_tensor_postquantize", tensor_name, gemm))
+
+
+def test_the_figure_of_calls_shows_what_layers_do(figure, monkeypatch) -> None:
+    recorder = Recorder()
+
+    def noted(name, product):
+        def run(*args, **kwargs):
+            recorder.calls.append(("gemm", name, ""))
+            return product(*args, **kwargs)
+
+        return run
+
+    for name in ("fprop", "dgrad", "wgrad"):
+        monkeypatch.setattr(gemm, name, noted(name, getattr(gemm, name)))
+    with session((".*", recorder, {})):
+        layer = te.Linear(32, 32, device="cpu", name="layer")
+        with te.fp8_autocast():
+            y = layer(torch.randn(16, 32, requires_grad=True))
+        y.sum().backward()
+    drawn = [call for call in (*figure.FORWARD, *figure.BACKWARD) if call[0] != "cast"]
+    assert recorder.calls == drawn
+    for part in (figure.FORWARD, figure.BACKWARD):  # a cast comes right before it is looked at
+        for cast, look in pairwise(part):
+            if cast[0] == "cast":
+                assert look == ("inspect_tensor_postquantize", *cast[1:])
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()

@@ -186,7 +186,8 @@ QUICK = (
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_eager(case, device):
-    run(case, device, "aot_eager", bitwise)
+    # Gradients of attention need not repeat on a GPU.
+    run(case, device, "aot_eager", bitwise if device == "cpu" else near)
 
 
 @pytest.mark.parametrize(

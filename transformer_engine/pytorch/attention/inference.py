@@ -58,6 +58,7 @@ class InferenceParams:
         ValueError: sizes that do not fit together.
 
     Example:
+        >>> from transformer_engine.pytorch import MultiheadAttention
         >>> layer = MultiheadAttention(32, 4, device="cpu").eval()
         >>> params = InferenceParams(max_batch_size=2, max_sequence_length=16)
         >>> prompt = layer(torch.randn(5, 2, 32), inference_params=params)
