@@ -135,12 +135,51 @@ def test_weights_load_into_meta_modules(device: str) -> None:
         target.weight.mul_(2)
 
 
+def test_modules_on_meta_have_a_state_dict() -> None:
+    state = fp8(device="meta").state_dict()
+    assert type(state["weight"]) is torch.Tensor and state["weight"].is_meta
+    assert state["weight"].dtype is torch.float32 and state["_extra_state"].numel() == 0
+
+
+@pytest.mark.parametrize("format", [te.DType.kFloat8E4M3, te.DType.kFloat8E5M2])
+def test_parameters_that_users_made(format: te.DType, device: str) -> None:
+    values = torch.randn(48, 32, device=device)
+    codes = te.Float8CurrentScalingQuantizer(format)(values)
+    layer, twin = te.Linear(32, 48, device=device), fp8(device=device)
+    for scale_inv in (codes._scale_inv, codes._scale_inv[:1]):
+        own = Float8Tensor(codes.shape, codes.dtype, codes._data.clone(), scale_inv.clone(), format)
+        layer.weight = nn.Parameter(own)
+        train(layer, "current", steps=0)
+        state = layer.state_dict()
+        twin.load_state_dict(state)
+        torch.testing.assert_close(twin.weight.dequantize(), own.dequantize(), rtol=0.07, atol=1e-3)
+        layer.weight = nn.Parameter(own.with_codes(codes._data.clone(), scale_inv.clone()))
+        layer.weight._quantizer = te.Float8CurrentScalingQuantizer(format)
+        train(layer, "current", steps=1)
+        layer.load_state_dict(state)
+        torch.testing.assert_close(
+            layer.weight.dequantize(), own.dequantize(), rtol=0.13, atol=1e-3
+        )
+
+
 def test_a_scale_that_cannot_hold_the_values_is_replaced(device: str) -> None:
     source, target = fp8(device=device), fp8(device=device)
     state = source.state_dict()
     state["weight"] = 100 * state["weight"]  # edited, say by merging an adapter
     target.load_state_dict(state)
     torch.testing.assert_close(target.weight.dequantize(), state["weight"], rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "scales", [(0.0, 0.0), (-1.0, -1.0), (torch.nan, torch.nan), (0.0, torch.inf), (7.0, 1.0)]
+)
+def test_a_scale_that_is_none_is_replaced(scales: tuple[float, float]) -> None:
+    layer = fp8(device="cpu")
+    state, codes = layer.state_dict(), layer.weight._data.clone()
+    state["_extra_state"][-8:] = torch.tensor(scales).view(torch.uint8)
+    layer.load_state_dict(state)
+    assert_bitwise(layer.weight._data, codes)
+    torch.testing.assert_close(layer.weight.dequantize(), state["weight"])
 
 
 def test_state_dict_does_not_alias_and_keep_vars_gives_parameters() -> None:

@@ -12,7 +12,7 @@ from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.model_init import ModelInit
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix
+from transformer_engine.pytorch.operands import Demand
 from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT
 from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
@@ -140,7 +140,7 @@ def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 def scales_of(module: nn.Module) -> list[torch.Tensor]:
     """`{1/scale, scale}` of every FP8 parameter that has values."""
-    return [w._scale_inv for w in fp8_weights(module).values() if not w.is_meta]
+    return [w.scale_pair() for w in fp8_weights(module).values() if not w.is_meta]
 
 
 def quantized(
@@ -170,15 +170,16 @@ def _cast(values: torch.Tensor, weight: Float8Tensor, scales: torch.Tensor | Non
     device = values.device if weight.is_meta else weight.device
     dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
     values = values.detach().to(device, dtype).contiguous()
-    quantizer: Any = weight._quantizer
+    quantizer = weight._quantizer
+    if not isinstance(quantizer, WeightQuantizer):  # a parameter that users made
+        quantizer = WeightQuantizer()
     demand = Demand(quantizer, True, False)
-    operands = quantizer.operands(values, demand)
+    matrix: Any = quantizer.operands(values, demand).rowwise
     if scales is not None:
-        scales = scales.to(device)
-        holds = amax(values) * scales[1] <= _LARGEST * _ROUNDED
-        scales = torch.where(holds, scales, operands.rowwise.scales)
-        operands = quantizer.cast(values, scales, demand)
-    matrix: Fp8Matrix = operands.rowwise
+        inverse, scale = scales = scales.to(device)
+        holds = (scale > 0) & (amax(values) * scale <= _LARGEST * _ROUNDED)
+        holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
+        matrix = quantizer.cast(values, torch.where(holds, scales, matrix.scales), demand).rowwise
     return Float8Tensor(
         weight.shape, weight.dtype, matrix.codes, matrix.scales, matrix.format, quantizer=quantizer
     )

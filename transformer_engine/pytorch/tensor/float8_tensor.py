@@ -82,7 +82,7 @@ class Float8Tensor(QuantizedTensor):
                 f"({self.label}); move or convert the module instead"
             )
         if isinstance(value, Float8Tensor) and value._fp8_dtype is self._fp8_dtype:
-            self._data, self._scale_inv = value._data, value._scale_inv
+            self._data, self._scale_inv = value._data, value.scale_pair()
             self._transpose = None
         else:
             self.quantize_(value)
@@ -103,6 +103,8 @@ class Float8Tensor(QuantizedTensor):
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `dtype` (the nominal one where None)."""
         to = dtype or self.dtype
+        if self.is_meta:
+            return torch.empty(self.shape, dtype=to, device=self.device)
         by_kernel = to if to in HIGH_PRECISION else torch.float32
         codes = self._data.contiguous()
         return dequantize(codes, int(self._fp8_dtype), self._scale_inv, by_kernel).to(to)
@@ -141,6 +143,11 @@ class Float8Tensor(QuantizedTensor):
             # Below autograd nothing else tells aliases, and graphs that have saved the codes.
             torch.autograd.graph.increment_version(self._data)
         return self
+
+    def scale_pair(self) -> torch.Tensor:
+        """fp32 `[2]` = {1/scale, scale}; users may bring the first alone."""
+        scales = self._scale_inv.reshape(-1)
+        return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
