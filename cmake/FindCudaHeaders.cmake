@@ -11,6 +11,11 @@ set(_cudnn_header cudnn.h)
 set(_cudnn_wheel nvidia-cudnn-cu13)
 set(_nccl_header nccl.h)
 set(_nccl_wheel nvidia-nccl-cu13)
+set(_nvrtc_header nvrtc.h)
+set(_nvrtc_wheel nvidia-cuda-nvrtc)
+set(_cudnn_frontend_header cudnn_frontend.h)
+set(_cudnn_frontend_wheel nvidia-cudnn-frontend)
+set(_cudnn_frontend_prefix cudnn) # it has files of other names, too
 
 set(_wheel_includes "")
 if(Python_EXECUTABLE)
@@ -19,7 +24,8 @@ if(Python_EXECUTABLE)
     COMMAND "${Python_EXECUTABLE}" -c "
 import pathlib, sys, sysconfig
 roots = dict.fromkeys([*sys.path, sysconfig.get_path('purelib'), sysconfig.get_path('platlib')])
-print(*(p for r in roots if r for p in sorted(pathlib.Path(r).glob('nvidia/*/include'))), sep=';', end='')"
+folders = ('nvidia/*/include', 'include')
+print(*(p for r in roots if r for f in folders for p in sorted(pathlib.Path(r).glob(f))), sep=';', end='')"
     OUTPUT_VARIABLE _wheel_includes)
 endif()
 get_filename_component(_toolkit_bin "${CMAKE_CUDA_COMPILER}" DIRECTORY)
@@ -39,7 +45,10 @@ foreach(_name ${CudaHeaders_FIND_COMPONENTS})
     set(_links "${CMAKE_BINARY_DIR}/cuda_headers/${_name}")
     file(REMOVE_RECURSE "${_links}")
     file(MAKE_DIRECTORY "${_links}")
-    file(GLOB _headers "${${_option}}/${_name}*")
+    if(NOT DEFINED _${_name}_prefix)
+      set(_${_name}_prefix ${_name})
+    endif()
+    file(GLOB _headers "${${_option}}/${_${_name}_prefix}*")
     foreach(_header ${_headers})
       get_filename_component(_file "${_header}" NAME)
       file(CREATE_LINK "${_header}" "${_links}/${_file}" SYMBOLIC)

@@ -31,7 +31,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-find_package(CudaHeaders COMPONENTS cublas OPTIONAL_COMPONENTS cudnn nccl QUIET)
+find_package(CudaHeaders COMPONENTS cublas OPTIONAL_COMPONENTS cudnn nccl nvrtc cudnn_frontend QUIET)
 if(NOT CudaHeaders_FOUND)
   te_no_cuda("nvcc (${CMAKE_CUDA_COMPILER}) is here, but these headers are not: ${CudaHeaders_MISSING}."
              "Install the wheels that hold them, then configure again:"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Prints the CMake options that name the headers of cuBLASLt, cuDNN and NCCL. Where the toolkit lacks them they are taken from
-# the wheels on PyPI, of which only the include folders are kept, in a cache outside the clone.
+# Prints the CMake options that name the headers of cuBLASLt, cuDNN, cudnn-frontend, NCCL and NVRTC. Where the toolkit lacks
+# them they are taken from the wheels on PyPI, of which only the include folders are kept, in a cache outside the clone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 # The oldest versions that the code must compile with.
-WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-nccl-cu13==2.28.3)
+WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-cudnn-frontend==1.32.0 nvidia-nccl-cu13==2.28.3
+  nvidia-cuda-nvrtc==13.0.88)
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/te-cuda-headers/$(printf '%s\n' "${WHEELS[@]}" | cksum | cut -d' ' -f1)
 if [ ! -e "$cache/complete" ]; then
@@ -18,9 +19,10 @@ import zipfile
 
 for wheel in sys.argv[2:]:
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(sys.argv[1], [n for n in archive.namelist() if "/include/" in n])
+        archive.extractall(sys.argv[1], [n for n in archive.namelist() if "/include/" in f"/{n}"])
 PY
   touch "$cache/complete"
 fi
 printf -- '-DTE_%s_INCLUDE=%s\n' \
-  CUBLAS "$cache/nvidia/cu13/include" CUDNN "$cache/nvidia/cudnn/include" NCCL "$cache/nvidia/nccl/include"
+  CUBLAS "$cache/nvidia/cu13/include" CUDNN "$cache/nvidia/cudnn/include" CUDNN_FRONTEND "$cache/include" \
+  NCCL "$cache/nvidia/nccl/include" NVRTC "$cache/nvidia/cu13/include"

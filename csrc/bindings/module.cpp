@@ -23,4 +23,5 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_softmax(m);
   te::bindings::bind_dropout_add(m);
   te::bindings::bind_rope(m);
+  te::bindings::bind_attention(m);
 }

@@ -30,6 +30,9 @@ class DynamicLibrary {
   // Throws Kind::Runtime naming the symbol and the file that lacks it.
   Symbol find(const char* symbol) const;
 
+  // What dlopen gave, for headers that look functions up by themselves.
+  void* handle() const { return handle_; }
+
  private:
   std::string name_;
   std::string soname_;

@@ -3,6 +3,7 @@
 #include "cuda/runtime.h"
 #include "ops/activation.h"
 #include "ops/amax.h"
+#include "ops/attention.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
 #include "ops/dropout_add.h"
@@ -38,6 +39,16 @@ std::vector<GemmAlgorithm> gemm_guesses(int) { absent("gemm"); }
 std::vector<GemmAlgorithm> gemm_neighbours(const GemmAlgorithm&) { absent("gemm"); }
 bool gemm_use(const GemmAlgorithm&) { absent("gemm"); }
 void gemm_use_guess() { absent("gemm"); }
+int64_t attention_graph_count() { return 0; }
+std::string attention_refusal(const AttentionArgs&, const AttentionGradients*) {
+  return "this build has the CPU backend only";
+}
+int64_t attention_workspace_bytes(const AttentionArgs&, const AttentionGradients*, Stream) {
+  absent("attention");
+}
+void attention(const AttentionArgs&, const AttentionGradients*, const TensorView&, Stream) {
+  absent("attention");
+}
 void activation_forward(const ActivationForwardArgs&, Stream) { absent("activation_forward"); }
 void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activation_backward"); }
 void norm_forward(const NormForwardArgs&, Stream) { absent("norm_forward"); }

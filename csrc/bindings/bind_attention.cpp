@@ -1,0 +1,138 @@
+// Bindings of attention. `allocate(bytes)` gives scratch memory, a tensor of bytes: its size is
+// known only when the graph is.
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "bindings/bindings.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/attention.h"
+
+namespace te::bindings {
+namespace {
+
+namespace py = pybind11;
+
+// Format, left, right, bottom right, ALiBi, deterministic; the longest sequences of queries, of
+// keys.
+using Settings = std::array<int64_t, 8>;
+
+struct Factors {
+  float scale, dropout;
+};
+
+using Inputs = std::array<TensorView, 3>;     // query, key, value
+using Sequences = std::array<TensorView, 4>;  // cu_seqlens of queries and keys, then padded ones
+using Extras = std::array<TensorView, 3>;     // bias, sink, seed
+using Results = std::array<TensorView, 2>;    // result, statistics
+
+AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors factors,
+                        const Sequences& sequences, const Extras& extras, const Results& results) {
+  const auto [format, left, right, bottom_right, alibi, deterministic, queries, keys] = settings;
+  return {.query = inputs[0],
+          .key = inputs[1],
+          .value = inputs[2],
+          .of_query = {.ends = sequences[0], .starts = sequences[2], .longest = queries},
+          .of_key = {.ends = sequences[1], .starts = sequences[3], .longest = keys},
+          .settings = {.format = static_cast<AttentionFormat>(format),
+                       .left = left,
+                       .right = right,
+                       .bottom_right = bottom_right != 0,
+                       .scale = factors.scale,
+                       .dropout = factors.dropout,
+                       .alibi = alibi != 0,
+                       .deterministic = deterministic != 0},
+          .bias = extras[0],
+          .sink = extras[1],
+          .seed = extras[2],
+          .out = results[0],
+          .statistics = results[1]};
+}
+
+void run(const AttentionArgs& args, const AttentionGradients* gradients,
+         const py::function& allocate) {
+  const Stream stream = bridge::current_stream(args.query.device);
+  const int64_t bytes = attention_workspace_bytes(args, gradients, stream);
+  if (bytes == 0) return attention(args, gradients, {}, stream);
+  const py::object scratch = allocate(bytes);
+  attention(args, gradients, py::cast<TensorView>(scratch), stream);
+}
+
+void attention_forward_into(const Inputs& inputs, const Settings& settings, float scale,
+                            float dropout, const Sequences& sequences, const Extras& extras,
+                            const Results& results, const py::function& allocate) {
+  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), nullptr, allocate);
+}
+
+// `gradients`: of the result; then, written, of query, key, value, bias and sink.
+void attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
+                             float dropout, const Sequences& sequences, const Extras& extras,
+                             const Results& results, const std::array<TensorView, 6>& gradients,
+                             const py::function& allocate) {
+  const auto& [out, query, key, value, bias, sink] = gradients;
+  const AttentionGradients given{
+      .out = out, .query = query, .key = key, .value = value, .bias = bias, .sink = sink};
+  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given, allocate);
+}
+
+// A contiguous tensor that has no memory.
+TensorView imagined(const std::vector<int64_t>& sizes, DType dtype, int device) {
+  TensorView view{.dtype = dtype, .device = {DeviceType::CUDA, device}};
+  if (sizes.empty()) return view;
+  view.rank = static_cast<int32_t>(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    view.sizes[i] = sizes[i];
+    view.strides[i] = stride;
+    stride *= sizes[i];
+  }
+  return view;
+}
+
+using Sizes = std::vector<int64_t>;
+
+// Why cuDNN refuses contiguous tensors of these sizes, "" where it does not.
+std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
+                    const Settings& settings, float dropout, bool padded, const Sizes& bias,
+                    bool bias_grad, bool sink, bool sink_grad, bool training) {
+  const auto type = static_cast<DType>(dtype);
+  const bool packed = settings[0] == static_cast<int>(AttentionFormat::Thd);
+  const auto of = [&](const Sizes& s) { return imagined(s, type, device); };
+  const TensorView query = of(sizes[0]), key = of(sizes[1]), value = of(sizes[2]);
+  const int64_t batch = packed ? 1 : sizes[0][settings[0] == 0 ? 1 : 0];
+  const TensorView ends = imagined(padded ? Sizes{batch + 1} : Sizes{}, DType::Int32, device);
+  const int64_t heads = query.size(-2);
+  const TensorView of_sink = imagined(sink ? Sizes{heads} : Sizes{}, DType::Float32, device);
+  Sizes out = sizes[0];
+  out.back() = sizes[2].back();
+  const TensorView statistics = imagined(training ? Sizes{1} : Sizes{}, DType::Float32, device);
+  const AttentionArgs args =
+      arguments({query, key, value}, settings, {1.0f, dropout}, {ends, ends, {}, {}},
+                {of(bias), of_sink, {}}, {of(out), statistics});
+  std::string reason = attention_refusal(args, nullptr);
+  if (!reason.empty() || !training) return reason;
+  const AttentionGradients gradients{.out = args.out,
+                                     .query = query,
+                                     .key = key,
+                                     .value = value,
+                                     .bias = bias_grad ? args.bias : TensorView{},
+                                     .sink = sink_grad ? args.sink : TensorView{}};
+  return attention_refusal(args, &gradients);
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  using py::arg;
+  m.def("attention_forward", &attention_forward_into, arg("inputs"), arg("settings"), arg("scale"),
+        arg("dropout"), arg("sequences"), arg("extras"), arg("results"), arg("allocate"));
+  m.def("attention_backward", &attention_backward_into, arg("inputs"), arg("settings"),
+        arg("scale"), arg("dropout"), arg("sequences"), arg("extras"), arg("results"),
+        arg("gradients"), arg("allocate"));
+  m.def("attention_refusal", &refusal, arg("sizes"), arg("dtype"), arg("device"), arg("settings"),
+        arg("dropout"), arg("padded"), arg("bias"), arg("bias_grad"), arg("sink"), arg("sink_grad"),
+        arg("training"));
+  m.def("attention_graph_count", &cuda::attention_graph_count);
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,192 @@
+// Attention on CUDA: a graph from the cache, launched. attention_graph.cpp says what a graph is.
+#include "ops/attention.h"
+
+#include <mutex>
+#include <unordered_map>
+
+#include "cuda/attention_graph.h"
+#include "cuda/attention_rows.h"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr const char* kOp = "attention";
+using Slot = AttentionSlot;
+
+bool is_captured(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream_of(stream), &status), kOp);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// All graphs of the process. The lock is held while one is built or launched: they share a handle.
+class Plans {
+ public:
+  // Calls `use(plan)` under the lock.
+  template <class Use>
+  decltype(auto) with(const AttentionKey& key, Use&& use) {
+    const std::scoped_lock lock(mutex_);
+    auto found = plans_.find(key);
+    if (found == plans_.end()) {
+      if (plans_.size() == kMost) plans_.clear();
+      found = plans_.emplace(key, plan_attention(key)).first;
+    }
+    return use(found->second);
+  }
+
+  // The graph, built; under the lock of `with`.
+  AttentionGraph& built(const AttentionPlan& plan, Stream stream) {
+    require(plan.graph != nullptr, Kind::Unsupported, kOp, plan.refusal);
+    if (!plan.graph->built()) {
+      require(!is_captured(stream), Kind::Runtime, kOp,
+              "expected a call of the same shapes before the capture of a CUDA graph (a warm-up), "
+              "because what cuDNN needs cannot be built inside, got none");
+      plan.graph->build();
+      ++built_;
+    }
+    return *plan.graph;
+  }
+
+  int64_t count() const {
+    const std::scoped_lock lock(mutex_);
+    return built_;
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;  // a model whose sizes never repeat must not eat memory
+  mutable std::mutex mutex_;
+  std::unordered_map<AttentionKey, AttentionPlan, AttentionKeyHash> plans_;
+  int64_t built_ = 0;
+};
+
+Plans& plans() {
+  static auto* kept = new Plans;  // never destroyed: the library may be gone before it
+  return *kept;
+}
+
+// How the workspace begins: lengths and places of sequences, if there are any. The graph's own
+// part follows.
+class Layout {
+ public:
+  explicit Layout(const AttentionKey& key) : key_(key) {}
+
+  int64_t bytes() const {
+    if (!key_.padded) return 0;
+    constexpr int64_t kAlignment = 512;
+    const int64_t places = key_.packed ? kMostPlaces * places_bytes() : 0;
+    const int64_t lengths = 2 * key_.batch * static_cast<int64_t>(sizeof(int32_t));
+    return (places + lengths + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+  // Fills them in, and gives the graph their addresses.
+  void write(const AttentionArgs& args, AttentionPointers& pointers, void* workspace,
+             cudaStream_t stream) const;
+
+ private:
+  int64_t places_bytes() const { return (key_.batch + 1) * static_cast<int64_t>(sizeof(int64_t)); }
+
+  const AttentionKey& key_;
+};
+
+void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void* workspace,
+                   cudaStream_t stream) const {
+  if (!key_.padded) return;
+  char* next = static_cast<char*>(workspace);
+  AttentionPlaces p;
+  const auto add = [&](Slot slot, int64_t stride, bool of_key) {
+    p.places[p.count++] = {reinterpret_cast<int64_t*>(next), stride, of_key};
+    at(pointers, slot) = next;
+    next += places_bytes();
+  };
+  if (key_.packed) {
+    add(Slot::QueryPlaces, key_.query.token, false);
+    add(Slot::KeyPlaces, key_.key.token, true);
+    add(Slot::ValuePlaces, key_.value.token, true);
+    add(Slot::OutPlaces, key_.out.token, false);
+    add(Slot::StatisticsPlaces, key_.heads, false);
+    if (key_.backward) {
+      add(Slot::GradQueryPlaces, key_.grad_query.token, false);
+      add(Slot::GradKeyPlaces, key_.grad_key.token, true);
+      add(Slot::GradValuePlaces, key_.grad_value.token, true);
+    }
+  }
+  const auto side = [&](const AttentionSequences& sequences, Slot slot) {
+    at(pointers, slot) = next;
+    auto* lengths = reinterpret_cast<int32_t*>(next);
+    next += key_.batch * static_cast<int64_t>(sizeof(int32_t));
+    const int32_t* starts = sequences.starts ? sequences.starts.ptr<int32_t>() : nullptr;
+    return AttentionPlaces::Ends{sequences.ends.ptr<int32_t>(), starts, lengths};
+  };
+  p.query = side(args.of_query, Slot::QueryLengths);
+  p.key = side(args.of_key, Slot::KeyLengths);
+  p.real = args.of_query.ends.numel() - 1;
+  p.batch = key_.batch;
+  write_places(p, stream);
+}
+
+AttentionPointers pointers_of(const AttentionArgs& args, const AttentionGradients* gradients) {
+  AttentionPointers pointers{};
+  at(pointers, Slot::Query) = args.query.data;
+  at(pointers, Slot::Key) = args.key.data;
+  at(pointers, Slot::Value) = args.value.data;
+  at(pointers, Slot::Out) = args.out.data;
+  at(pointers, Slot::Statistics) = args.statistics.data;
+  at(pointers, Slot::Bias) = args.bias.data;
+  at(pointers, Slot::Sink) = args.sink.data;
+  if (args.seed) {
+    at(pointers, Slot::Seed) = args.seed.data;
+    at(pointers, Slot::Offset) = args.seed.ptr<int64_t>() + 1;
+  }
+  if (gradients == nullptr) return pointers;
+  at(pointers, Slot::GradOut) = gradients->out.data;
+  at(pointers, Slot::GradQuery) = gradients->query.data;
+  at(pointers, Slot::GradKey) = gradients->key.data;
+  at(pointers, Slot::GradValue) = gradients->value.data;
+  at(pointers, Slot::GradBias) = gradients->bias.data;
+  at(pointers, Slot::GradSink) = gradients->sink.data;
+  return pointers;
+}
+
+AttentionRows written_rows(const AttentionArgs& args, const AttentionGradients* gradients) {
+  if (gradients == nullptr) return {.rows = {args.out}, .count = 1, .statistics = args.statistics};
+  return {.rows = {gradients->query, gradients->key, gradients->value},
+          .of_key = {false, true, true},
+          .count = 3,
+          .statistics = {}};
+}
+
+}  // namespace
+
+int64_t attention_graph_count() { return plans().count(); }
+
+std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients) {
+  const DeviceGuard guard(args.query.device);
+  return plans().with(AttentionKey(args, gradients),
+                      [](const AttentionPlan& plan) { return plan.refusal; });
+}
+
+int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
+                                  Stream stream) {
+  const DeviceGuard guard(args.query.device);
+  const AttentionKey key(args, gradients);
+  return plans().with(key, [&](const AttentionPlan& plan) {
+    return Layout(key).bytes() + plans().built(plan, stream).workspace_bytes();
+  });
+}
+
+void attention(const AttentionArgs& args, const AttentionGradients* gradients,
+               const TensorView& workspace, Stream stream) {
+  const DeviceGuard guard(args.query.device);
+  const AttentionKey key(args, gradients);
+  const Layout layout(key);
+  AttentionPointers pointers = pointers_of(args, gradients);
+  layout.write(args, pointers, workspace.data, stream_of(stream));
+  void* scratch = static_cast<char*>(workspace.data) + layout.bytes();
+  plans().with(key, [&](const AttentionPlan& plan) {
+    plans().built(plan, stream).run(pointers, scratch, stream_of(stream));
+  });
+  if (key.padded) clear_rows(args, written_rows(args, gradients), stream_of(stream));
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,287 @@
+#include "cuda/attention_graph.h"
+
+#include <cudnn_frontend.h>
+
+#include <array>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "cuda/dynlib.h"
+#include "cuda/launch.h"
+
+void* cudnn_frontend::cudnn_dlhandle = nullptr;  // the headers find every function through it
+
+namespace te::cuda {
+namespace {
+
+namespace fe = cudnn_frontend;
+using Slot = AttentionSlot;
+using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
+
+static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // cmake/SelectCudnn.cmake has looked
+
+constexpr const char* kOp = "attention";
+
+void open_library() {
+  static const auto* kept = [] {
+    auto* opened = new DynamicLibrary("CUDNN", concat("libcudnn.so.", CUDNN_MAJOR));
+    fe::cudnn_dlhandle = opened->handle();
+    return opened;
+  }();
+  static_cast<void>(kept);
+}
+
+[[noreturn]] void fail_in(const char* call, const std::string& reason) {
+  fail(Kind::Runtime, kOp, "cuDNN ", fe::detail::get_backend_version(), ": ", reason, " in ", call);
+}
+
+void check(cudnnStatus_t status, const char* call) {
+  if (status != CUDNN_STATUS_SUCCESS) [[unlikely]]
+    fail_in(call, concat("status ", static_cast<int>(status)));
+}
+
+// The handle of the current device, made once.
+cudnnHandle_t handle_of(int64_t device) {
+  constexpr size_t kMaxDevices = 64;
+  static std::mutex mutex;
+  static std::array<cudnnHandle_t, kMaxDevices> handles{};
+  const std::scoped_lock lock(mutex);
+  cudnnHandle_t& handle = handles.at(static_cast<size_t>(device));
+  if (handle == nullptr) check(fe::detail::create_handle(&handle), "cudnnCreate");
+  return handle;
+}
+
+fe::DataType_t data_type(int64_t dtype) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::Float16: return fe::DataType_t::HALF;
+    case DType::BFloat16: return fe::DataType_t::BFLOAT16;
+    default: return fe::DataType_t::FLOAT;
+  }
+}
+
+struct Sizes {
+  int64_t batch, heads, tokens, size;
+};
+
+// Adds the tensors of one direction to a graph.
+class Builder {
+ public:
+  explicit Builder(const AttentionKey& key) : key_(key) {
+    graph_.set_io_data_type(data_type(key.dtype))
+        .set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT);
+  }
+
+  void forward();
+  void backward();
+
+  fe::graph::Graph take() { return std::move(graph_); }
+
+ private:
+  Sizes query_sizes() const { return {key_.batch, key_.heads, key_.queries, key_.key_size}; }
+  Sizes key_sizes() const { return {key_.batch, key_.groups, key_.keys, key_.key_size}; }
+  Sizes value_sizes() const { return {key_.batch, key_.groups, key_.keys, key_.value_size}; }
+  Sizes out_sizes() const { return {key_.batch, key_.heads, key_.queries, key_.value_size}; }
+
+  // Where the sequences of a packed tensor begin; null for others. Made once for each slot.
+  Tensor places(Slot slot);
+  // Gives a tensor of the graph its sizes, strides and uid.
+  void describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
+                const AttentionStrides& strides, Slot places_slot);
+  void describe_statistics(const Tensor& tensor);
+  Tensor input(Slot slot, const Sizes& sizes, const AttentionStrides& strides, Slot places_slot);
+  // A small tensor of contiguous elements, `[a, b, c, d]`.
+  Tensor plain(Slot slot, fe::DataType_t type, const std::array<int64_t, 4>& sizes);
+  Tensor bias(Slot slot, int64_t dtype);
+  // Options that both directions spell alike.
+  template <class Attributes>
+  void set_options(Attributes& attributes);
+
+  const AttentionKey& key_;
+  fe::graph::Graph graph_;
+  std::array<Tensor, static_cast<size_t>(Slot::Count)> places_{};
+};
+
+constexpr int64_t uid_of(Slot slot) { return static_cast<int64_t>(slot) + 1; }
+
+Tensor Builder::places(Slot slot) {
+  if (!key_.packed) return nullptr;
+  Tensor& found = places_[static_cast<size_t>(slot)];
+  if (!found) found = plain(slot, fe::DataType_t::INT64, {key_.batch + 1, 1, 1, 1});
+  return found;
+}
+
+void Builder::describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
+                       const AttentionStrides& strides, Slot places_slot) {
+  // The batch stride of a packed tensor is not used, but must look like that of a tensor.
+  const int64_t batch = key_.packed ? strides.token * sizes.tokens : strides.batch;
+  tensor->set_uid(uid_of(slot))
+      .set_dim({sizes.batch, sizes.heads, sizes.tokens, sizes.size})
+      .set_stride({batch, strides.head, strides.token, 1})
+      .set_data_type(data_type(key_.dtype));
+  if (key_.packed) tensor->set_ragged_offset(places(places_slot));
+}
+
+void Builder::describe_statistics(const Tensor& tensor) {
+  const int64_t h = key_.heads, s = key_.queries;
+  const int64_t head = key_.packed ? 1 : s, token = key_.packed ? h : 1;
+  tensor->set_uid(uid_of(Slot::Statistics))
+      .set_dim({key_.batch, h, s, 1})
+      .set_stride({h * s, head, token, 1})
+      .set_data_type(fe::DataType_t::FLOAT);
+  if (key_.packed) tensor->set_ragged_offset(places(Slot::StatisticsPlaces));
+}
+
+Tensor Builder::input(Slot slot, const Sizes& sizes, const AttentionStrides& strides,
+                      Slot places_slot) {
+  Tensor tensor = graph_.tensor(fe::graph::Tensor_attributes());
+  describe(tensor, slot, sizes, strides, places_slot);
+  return tensor;
+}
+
+Tensor Builder::plain(Slot slot, fe::DataType_t type, const std::array<int64_t, 4>& sizes) {
+  const auto [a, b, c, d] = sizes;
+  return graph_.tensor(fe::graph::Tensor_attributes()
+                           .set_uid(uid_of(slot))
+                           .set_dim({a, b, c, d})
+                           .set_stride({b * c * d, c * d, d, 1})
+                           .set_data_type(type));
+}
+
+Tensor Builder::bias(Slot slot, int64_t dtype) {
+  return plain(slot, data_type(dtype), {key_.bias_batch, key_.bias_heads, key_.queries, key_.keys});
+}
+
+template <class Attributes>
+void Builder::set_options(Attributes& attributes) {
+  attributes.set_name("attention").set_attn_scale(key_.scale()).set_alibi_mask(key_.alibi != 0);
+  attributes.set_diagonal_alignment(key_.bottom_right ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
+                                                      : fe::DiagonalAlignment_t::TOP_LEFT);
+  // cuDNN counts the diagonal itself among the keys on the left.
+  if (key_.left >= 0) attributes.set_diagonal_band_left_bound(static_cast<int>(key_.left) + 1);
+  if (key_.right >= 0) attributes.set_diagonal_band_right_bound(static_cast<int>(key_.right));
+  if (key_.padded) {
+    const std::array<int64_t, 4> lengths{key_.batch, 1, 1, 1};
+    attributes.set_padding_mask(true)
+        .set_seq_len_q(plain(Slot::QueryLengths, fe::DataType_t::INT32, lengths))
+        .set_seq_len_kv(plain(Slot::KeyLengths, fe::DataType_t::INT32, lengths));
+  }
+  if (key_.dropout() > 0.0f) {
+    const std::array<int64_t, 4> one{1, 1, 1, 1};
+    attributes.set_dropout(key_.dropout(), plain(Slot::Seed, fe::DataType_t::INT64, one),
+                           plain(Slot::Offset, fe::DataType_t::INT64, one));
+  }
+  if (key_.bias_batch) attributes.set_bias(bias(Slot::Bias, key_.bias_dtype));
+  if (key_.sink)
+    attributes.set_sink_token(plain(Slot::Sink, fe::DataType_t::FLOAT, {1, key_.heads, 1, 1}));
+}
+
+void Builder::forward() {
+  auto attributes = fe::graph::SDPA_attributes().set_generate_stats(key_.statistics != 0);
+  set_options(attributes);
+  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
+  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
+  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto [out, statistics] = graph_.sdpa(q, k, v, attributes);
+  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  out->set_output(true);
+  if (!statistics) return;
+  describe_statistics(statistics);
+  statistics->set_output(true);
+}
+
+void Builder::backward() {
+  fe::graph::SDPA_backward_attributes attributes;
+  set_options(attributes);
+  attributes.set_deterministic_algorithm(key_.deterministic != 0);
+  if (key_.packed)
+    attributes.set_max_total_seq_len_q(key_.query_tokens).set_max_total_seq_len_kv(key_.key_tokens);
+  if (key_.bias_grad) {
+    const Tensor grad = bias(Slot::GradBias, key_.dtype);
+    attributes.set_dbias(grad);
+    grad->set_output(true);
+  }
+  if (key_.sink_grad) {
+    const Tensor grad = plain(Slot::GradSink, fe::DataType_t::FLOAT, {1, key_.heads, 1, 1});
+    attributes.set_dsink_token(grad);
+    grad->set_output(true);
+  }
+  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
+  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
+  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
+  describe_statistics(statistics);
+  const auto [grad_q, grad_k, grad_v] =
+      graph_.sdpa_backward(q, k, v, out, grad_out, statistics, attributes);
+  describe(grad_q, Slot::GradQuery, query_sizes(), key_.grad_query, Slot::GradQueryPlaces);
+  describe(grad_k, Slot::GradKey, key_sizes(), key_.grad_key, Slot::GradKeyPlaces);
+  describe(grad_v, Slot::GradValue, value_sizes(), key_.grad_value, Slot::GradValuePlaces);
+  for (const auto& grad : {grad_q, grad_k, grad_v}) grad->set_output(true);
+}
+
+std::string refusal(const std::string& message) {
+  return concat("cuDNN ", fe::detail::get_backend_version(), " refuses: ", message);
+}
+
+class CudnnAttention final : public AttentionGraph {
+ public:
+  CudnnAttention(fe::graph::Graph graph, cudnnHandle_t handle)
+      : graph_(std::move(graph)), handle_(handle) {}
+
+  void build() override {
+    auto status = graph_.build_plans();
+    if (status.is_bad()) fail(Kind::Unsupported, kOp, refusal(status.get_message()));
+    for (const int64_t uid : graph_.get_variant_pack_uids_sorted())
+      slots_.push_back(static_cast<size_t>(uid - 1));
+    bytes_ = graph_.get_workspace_size();
+  }
+
+  bool built() const override { return bytes_ >= 0; }
+  int64_t workspace_bytes() const override { return bytes_; }
+
+  void run(AttentionPointers& pointers, void* workspace, cudaStream_t stream) override {
+    std::array<void*, static_cast<size_t>(Slot::Count)> taken;
+    for (size_t i = 0; i < slots_.size(); ++i) taken[i] = pointers[slots_[i]];
+    check(fe::detail::set_stream(handle_, stream), "cudnnSetStream");
+    auto status = graph_.execute(handle_, taken.data(), static_cast<int>(slots_.size()), workspace);
+    if (status.is_bad()) [[unlikely]]
+      fail_in("execute", status.get_message());
+  }
+
+ private:
+  fe::graph::Graph graph_;
+  cudnnHandle_t handle_;
+  std::vector<size_t> slots_;  // in the order of the uids that the graph takes
+  int64_t bytes_ = -1;
+};
+
+AttentionPlan plan(const AttentionKey& key) {
+  open_library();
+  const cudnnHandle_t handle = handle_of(key.device);
+  Builder builder(key);
+  key.backward ? builder.backward() : builder.forward();
+  fe::graph::Graph graph = builder.take();
+  fe::error_t status = graph.validate();
+  if (status.is_good()) status = graph.build_operation_graph(handle);
+  if (status.is_good()) status = graph.create_execution_plans({fe::HeurMode_t::A});
+  if (status.is_good()) status = graph.check_support();
+  if (status.is_bad()) return {nullptr, refusal(status.get_message())};
+  return {std::make_unique<CudnnAttention>(std::move(graph), handle), ""};
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const AttentionKey& key) {
+  try {
+    return plan(key);
+  } catch (const Error& error) {  // the library cannot be opened
+    return {nullptr, error.what()};
+  } catch (const std::exception& error) {  // the headers throw some of what they find
+    return {nullptr, refusal(error.what())};
+  }
+}
+
+}  // namespace te::cuda

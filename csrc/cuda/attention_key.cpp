@@ -1,0 +1,107 @@
+#include "cuda/attention_key.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace te::cuda {
+namespace {
+
+// At most a quarter above n: four steps from one power of two to the next.
+int64_t round_up(int64_t n, int64_t least) {
+  n = std::max(n, least);
+  const int64_t step =
+      std::max<int64_t>(1, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 4));
+  return (n + step - 1) / step * step;
+}
+
+// The stride of an axis of one element says nothing; it becomes one that every kernel can take.
+int64_t stride_of(const TensorView& t, int axis) {
+  return t.size(axis) == 1 ? t.size(-1) : t.stride(axis);
+}
+
+AttentionStrides strides_of(const TensorView& t, AttentionFormat format) {
+  if (!t) return {};
+  if (format == AttentionFormat::Thd)
+    return {.batch = 0, .head = stride_of(t, 1), .token = t.stride(0)};
+  const int batch = format == AttentionFormat::Sbhd ? 1 : 0;
+  return {.batch = stride_of(t, batch), .head = stride_of(t, 2), .token = stride_of(t, 1 - batch)};
+}
+
+int64_t bits_of(float value) { return std::bit_cast<int32_t>(value); }
+
+}  // namespace
+
+AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* gradients) {
+  constexpr int64_t kLeastTokens = 64;
+  const AttentionSettings& settings = args.settings;
+  const TensorView& q = args.query;
+  const AttentionFormat format = settings.format;
+  device = q.device.index;
+  dtype = static_cast<int64_t>(q.dtype);
+  backward = gradients != nullptr;
+  packed = format == AttentionFormat::Thd;
+  padded = static_cast<bool>(args.of_query.ends);
+  if (packed) {
+    batch = round_up(args.of_query.ends.numel() - 1, 1);
+    queries = round_up(args.of_query.longest, kLeastTokens);
+    keys = round_up(args.of_key.longest, kLeastTokens);
+    if (backward) {
+      query_tokens = round_up(q.size(0), kLeastTokens);
+      key_tokens = round_up(args.key.size(0), kLeastTokens);
+    }
+  } else {
+    const int token = format == AttentionFormat::Sbhd ? 0 : 1;
+    batch = q.size(1 - token);
+    queries = q.size(token);
+    keys = args.key.size(token);
+  }
+  heads = q.size(-2);
+  groups = args.key.size(-2);
+  key_size = q.size(-1);
+  value_size = args.value.size(-1);
+  left = settings.left;
+  right = settings.right;
+  bottom_right = settings.bottom_right;
+  scale_bits = bits_of(settings.scale);
+  dropout_bits = bits_of(settings.dropout);
+  alibi = settings.alibi;
+  deterministic = backward && settings.deterministic;
+  statistics = static_cast<bool>(args.statistics);
+  if (args.bias) {
+    bias_batch = args.bias.size(0);
+    bias_heads = args.bias.size(1);
+    bias_dtype = static_cast<int64_t>(args.bias.dtype);
+  }
+  sink = static_cast<bool>(args.sink);
+  query = strides_of(q, format);
+  key = strides_of(args.key, format);
+  value = strides_of(args.value, format);
+  out = strides_of(args.out, format);
+  if (!backward) return;
+  bias_grad = static_cast<bool>(gradients->bias);
+  sink_grad = static_cast<bool>(gradients->sink);
+  grad_query = strides_of(gradients->query, format);
+  grad_key = strides_of(gradients->key, format);
+  grad_value = strides_of(gradients->value, format);
+}
+
+float AttentionKey::scale() const { return std::bit_cast<float>(static_cast<int32_t>(scale_bits)); }
+
+float AttentionKey::dropout() const {
+  return std::bit_cast<float>(static_cast<int32_t>(dropout_bits));
+}
+
+size_t AttentionKeyHash::operator()(const AttentionKey& key) const {
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: spreads close numbers
+  uint64_t hash = 0;
+  std::array<uint64_t, sizeof(AttentionKey) / sizeof(uint64_t)> words;
+  std::memcpy(words.data(), &key, sizeof key);
+  for (const uint64_t word : words) {
+    hash = (hash ^ word) * kOdd;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+}  // namespace te::cuda

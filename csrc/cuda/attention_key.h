@@ -1,0 +1,81 @@
+// What a graph of cuDNN depends on: sizes, strides and options of one direction of attention.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <type_traits>
+
+#include "ops/attention.h"
+
+namespace te::cuda {
+
+struct AttentionStrides {
+  int64_t batch = 0, head = 0, token = 0;  // in elements; the last axis is contiguous
+  bool operator==(const AttentionStrides&) const = default;
+};
+
+// Numbers only, all of one size: its bytes are its hash.
+struct AttentionKey {
+  int64_t device = 0, dtype = 0, backward = 0;
+  int64_t packed = 0;  // thd: tensors have offsets for each sequence
+  int64_t padded = 0;  // each sequence has a length of its own
+  // Of packed sequences batch, longest and tokens are rounded up, so that few graphs serve all.
+  int64_t batch = 0, queries = 0, keys = 0, query_tokens = 0, key_tokens = 0;
+  int64_t heads = 0, groups = 0, key_size = 0, value_size = 0;
+  int64_t left = -1, right = -1, bottom_right = 0;
+  int64_t scale_bits = 0, dropout_bits = 0;
+  int64_t alibi = 0, deterministic = 0, statistics = 0;
+  int64_t bias_batch = 0, bias_heads = 0, bias_dtype = 0, bias_grad = 0;
+  int64_t sink = 0, sink_grad = 0;
+  AttentionStrides query, key, value, out, grad_query, grad_key, grad_value;
+
+  AttentionKey(const AttentionArgs& args, const AttentionGradients* gradients);
+  bool operator==(const AttentionKey&) const = default;
+
+  float scale() const;
+  float dropout() const;
+};
+static_assert(std::has_unique_object_representations_v<AttentionKey>);
+
+struct AttentionKeyHash {
+  size_t operator()(const AttentionKey& key) const;
+};
+
+// Pointers that a graph takes; its uid in the graph is the number plus one.
+enum class AttentionSlot : int {
+  Query,
+  Key,
+  Value,
+  Out,
+  Statistics,
+  GradOut,
+  GradQuery,
+  GradKey,
+  GradValue,
+  Bias,
+  GradBias,
+  Sink,
+  GradSink,
+  Seed,
+  Offset,
+  QueryLengths,
+  KeyLengths,  // int32 [batch]
+  // int64 [batch + 1]: element at which each sequence of a packed tensor begins
+  QueryPlaces,
+  KeyPlaces,
+  ValuePlaces,
+  OutPlaces,
+  StatisticsPlaces,
+  GradQueryPlaces,
+  GradKeyPlaces,
+  GradValuePlaces,
+  Count
+};
+
+using AttentionPointers = std::array<void*, static_cast<size_t>(AttentionSlot::Count)>;
+
+inline void*& at(AttentionPointers& pointers, AttentionSlot slot) {
+  return pointers[static_cast<size_t>(slot)];
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,156 @@
+#include "cuda/attention_rows.h"
+
+#include <limits>
+
+#include "core/attention_window.h"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr const char* kOp = "attention";
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+
+__global__ void __launch_bounds__(kThreads) places_kernel(AttentionPlaces p) {
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (b > p.batch) return;
+  const int64_t known = b < p.real ? b : p.real;
+  if (b < p.batch) {
+    for (const auto* side : {&p.query, &p.key})
+      side->lengths[b] = b < p.real ? side->ends[b + 1] - side->ends[b] : 0;
+  }
+  for (int i = 0; i < p.count; ++i) {
+    const auto& side = p.places[i].of_key ? p.key : p.query;
+    const int32_t* starts = side.starts != nullptr ? side.starts : side.ends;
+    p.places[i].at[b] = starts[known] * p.places[i].stride;
+  }
+}
+
+struct Side {
+  const int32_t* ends;
+  const int32_t* starts;
+  int64_t rows;    // of its tensors
+  int64_t tokens;  // of a sequence; unused for thd
+};
+
+// Rows are cleared in words of 16 bytes.
+struct Cleared {
+  uint4* data;
+  int64_t words;  // of a row
+  bool of_key;
+};
+
+struct ClearArgs {
+  Side query, key;
+  AttentionFormat format;
+  int64_t batch;
+  AttentionWindow window;
+  bool bottom_right;
+  Cleared tensors[3];
+  float* statistics;
+  int64_t heads;
+};
+
+struct Place {
+  int64_t sequence, token;
+};
+
+// The last sequence that begins at the row or before it; -1 where there is none.
+__device__ int64_t sequence_of(const int32_t* starts, int64_t batch, int64_t row) {
+  int64_t first = 0, end = batch;  // the answer is in [first - 1, end)
+  while (first < end) {
+    const int64_t middle = (first + end) / 2;
+    if (starts[middle] <= row)
+      first = middle + 1;
+    else
+      end = middle;
+  }
+  return first - 1;
+}
+
+__device__ Place place_of(const ClearArgs& a, const Side& side, int64_t row) {
+  if (a.format == AttentionFormat::Sbhd) return {row % a.batch, row / a.batch};
+  if (a.format == AttentionFormat::Bshd) return {row / side.tokens, row % side.tokens};
+  const int64_t sequence = sequence_of(side.starts, a.batch, row);
+  return {sequence, sequence < 0 ? 0 : row - side.starts[sequence]};
+}
+
+__device__ bool is_dead(const ClearArgs& a, bool of_key, const Place& place) {
+  if (place.sequence < 0) return true;
+  const auto length = [&](const Side& side) {
+    return static_cast<int64_t>(side.ends[place.sequence + 1] - side.ends[place.sequence]);
+  };
+  const int64_t keys = length(a.key);
+  if (of_key) return place.token >= keys;
+  const int64_t queries = length(a.query);
+  if (place.token >= queries) return true;
+  AttentionWindow window = a.window;
+  if (a.bottom_right) window.diagonal = keys - queries;
+  const KeyRange seen = visible_keys(window, place.token, keys);
+  return seen.first == seen.end;
+}
+
+// One warp for each row; blockIdx.y picks the tensor. The first one's rows have the statistics.
+__global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
+  const Cleared& tensor = a.tensors[blockIdx.y];
+  const Side& side = tensor.of_key ? a.key : a.query;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  if (row >= side.rows) return;
+  const Place place = place_of(a, side, row);
+  if (!is_dead(a, tensor.of_key, place)) return;
+  for (int64_t i = lane; i < tensor.words; i += kWarp)
+    tensor.data[row * tensor.words + i] = make_uint4(0, 0, 0, 0);
+  if (blockIdx.y != 0 || a.statistics == nullptr) return;
+  const bool packed = a.format == AttentionFormat::Thd;
+  for (int64_t h = lane; h < a.heads; h += kWarp) {
+    const int64_t at =
+        packed ? row * a.heads + h : (place.sequence * a.heads + h) * side.tokens + place.token;
+    a.statistics[at] = std::numeric_limits<float>::infinity();
+  }
+}
+
+Side side_of(const AttentionSequences& sequences, const TensorView& t, AttentionFormat format) {
+  const TensorView& starts = sequences.starts ? sequences.starts : sequences.ends;
+  const bool packed = format == AttentionFormat::Thd;
+  return {.ends = sequences.ends.ptr<int32_t>(),
+          .starts = starts.ptr<int32_t>(),
+          .rows = packed ? t.size(0) : t.size(0) * t.size(1),
+          .tokens = packed ? 0 : t.size(format == AttentionFormat::Sbhd ? 0 : 1)};
+}
+
+}  // namespace
+
+void write_places(const AttentionPlaces& places, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(places.batch + 1, kThreads));
+  places_kernel<<<blocks, kThreads, 0, stream>>>(places);
+  check_launch(kOp);
+}
+
+void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream_t stream) {
+  const AttentionSettings& settings = args.settings;
+  ClearArgs a{};
+  a.query = side_of(args.of_query, args.query, settings.format);
+  a.key = side_of(args.of_key, args.key, settings.format);
+  a.format = settings.format;
+  a.batch = args.of_query.ends.numel() - 1;
+  a.window = {.left = settings.left, .right = settings.right};
+  a.bottom_right = settings.bottom_right;
+  a.heads = args.query.size(-2);
+  a.statistics = rows.statistics ? rows.statistics.ptr<float>() : nullptr;
+  int64_t most = 0;
+  for (int i = 0; i < rows.count; ++i) {
+    const Side& side = rows.of_key[i] ? a.key : a.query;
+    a.tensors[i] = {.data = static_cast<uint4*>(rows.rows[i].data),
+                    .words = rows.rows[i].bytes() / side.rows / static_cast<int64_t>(sizeof(uint4)),
+                    .of_key = rows.of_key[i]};
+    most = side.rows > most ? side.rows : most;
+  }
+  const dim3 grid(static_cast<unsigned>(ceil_div(most * kWarp, kThreads)),
+                  static_cast<unsigned>(rows.count));
+  clear_kernel<<<grid, kThreads, 0, stream>>>(a);
+  check_launch(kOp);
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,44 @@
+// Sequences of unequal length: what cuDNN must be told of them, and what it leaves undone.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/attention.h"
+
+namespace te::cuda {
+
+constexpr int kMostPlaces = 8;
+
+// Fills lengths, and the element at which each sequence begins. Sequences from `real` to `batch`
+// are empty, at the end of the last real one.
+struct AttentionPlaces {
+  struct Ends {
+    const int32_t* ends;
+    const int32_t* starts;  // null: as ends
+    int32_t* lengths;       // [batch], written
+  };
+  struct Places {
+    int64_t* at;     // [batch + 1], written
+    int64_t stride;  // elements from one token to the next
+    bool of_key;
+  };
+  Ends query, key;
+  int64_t real = 0, batch = 0;
+  Places places[kMostPlaces];
+  int count = 0;
+};
+
+void write_places(const AttentionPlaces& places, cudaStream_t stream);
+
+// Zeroes rows of tokens outside every sequence, and of queries that see no key; their statistics
+// become +Inf, so that the backward gives every key the weight exp(-Inf) = 0 there.
+struct AttentionRows {
+  TensorView rows[3];  // contiguous, in the call's format
+  bool of_key[3] = {};
+  int count = 0;
+  TensorView statistics;  // may be absent
+};
+
+void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream_t stream);
+
+}  // namespace te::cuda

@@ -1,0 +1,152 @@
+#include "ops/attention.h"
+
+#include <initializer_list>
+
+#include "ops/check.h"
+
+namespace te {
+namespace {
+
+constexpr const char* kOp = "attention";
+
+void check_input(const TensorView& t, const TensorView& query, AttentionFormat format,
+                 std::string_view name) {
+  const int rank = format == AttentionFormat::Thd ? 3 : 4;
+  require(t.rank == rank && t.numel() > 0 && t.stride(-1) == 1, Kind::Value, kOp, "expected ", name,
+          " of ", rank, " axes, of which none is empty and the last is contiguous, got ", t);
+  require(t.dtype == DType::Float16 || t.dtype == DType::BFloat16, Kind::Type, kOp,
+          "expected float16 or bfloat16 for ", name, ", got ", t.dtype);
+  check::dtype(t, query.dtype, kOp, name);
+  check::same_device(t, query, kOp, name);
+}
+
+void check_inputs(const AttentionArgs& args) {
+  const AttentionFormat format = args.settings.format;
+  const TensorView &q = args.query, &k = args.key, &v = args.value;
+  require(q.device.type == DeviceType::CUDA, Kind::Unsupported, kOp,
+          "expected tensors on a GPU, got ", q);
+  check_input(q, q, format, "query");
+  check_input(k, q, format, "key");
+  check_input(v, q, format, "value");
+  const int batch = format == AttentionFormat::Sbhd ? 1 : 0;
+  bool fits = q.size(-1) == k.size(-1) && k.size(-2) == v.size(-2) && k.size(0) == v.size(0) &&
+              q.size(-2) % k.size(-2) == 0;
+  if (format != AttentionFormat::Thd)
+    fits = fits && q.size(batch) == k.size(batch) && k.size(1) == v.size(1);
+  require(fits, Kind::Value, kOp, "expected query, key and value that belong together, got shapes ",
+          ShapeOf{q}, ", ", ShapeOf{k}, " and ", ShapeOf{v});
+}
+
+void check_sequences(const AttentionArgs& args) {
+  const AttentionSequences &of_query = args.of_query, &of_key = args.of_key;
+  const bool packed = args.settings.format == AttentionFormat::Thd;
+  if (!of_query.ends && !of_key.ends && !packed) return;
+  const int64_t count = packed ? of_query.ends.numel()
+                               : args.query.size(args.settings.format == AttentionFormat::Sbhd) + 1;
+  for (const auto* side : {&of_query, &of_key}) {
+    check::vector(side->ends, count, DType::Int32, kOp, "the ends of sequences");
+    check::same_device(side->ends, args.query, kOp, "the ends of sequences");
+    if (side->starts) {
+      check::vector(side->starts, count, DType::Int32, kOp, "the starts of sequences");
+      check::same_device(side->starts, args.query, kOp, "the starts of sequences");
+    }
+    require(!packed || (count > 1 && side->longest > 0), Kind::Value, kOp,
+            "expected at least one sequence and the length of the longest, got ", count - 1,
+            " and ", side->longest);
+  }
+}
+
+void check_bias(const AttentionArgs& args) {
+  const AttentionFormat format = args.settings.format;
+  require(format != AttentionFormat::Thd, Kind::Unsupported, kOp, "expected no bias for thd, got ",
+          args.bias);
+  const int token = format == AttentionFormat::Sbhd ? 0 : 1;
+  const TensorView &bias = args.bias, &q = args.query;
+  const bool fits = bias.rank == 4 && (bias.size(0) == 1 || bias.size(0) == q.size(1 - token)) &&
+                    (bias.size(1) == 1 || bias.size(1) == q.size(2)) &&
+                    bias.size(2) == q.size(token) && bias.size(3) == args.key.size(token);
+  require(fits, Kind::Value, kOp,
+          "expected a bias of [1 or batch, 1 or heads, queries, keys] for query of shape ",
+          ShapeOf{q}, " and key of shape ", ShapeOf{args.key}, ", got ", ShapeOf{bias});
+}
+
+void check_extras(const AttentionArgs& args) {
+  const int64_t heads = args.query.size(-2);
+  if (args.bias) {
+    check::contiguous(args.bias, kOp, "the bias");
+    check::high_precision(args.bias, kOp, "the bias");
+    check::same_device(args.bias, args.query, kOp, "the bias");
+    check_bias(args);
+  }
+  if (args.sink) {
+    check::vector(args.sink, heads, DType::Float32, kOp, "the sink");
+    check::same_device(args.sink, args.query, kOp, "the sink");
+  }
+  const bool drops = args.settings.dropout > 0.0f;
+  require(drops == static_cast<bool>(args.seed), Kind::Value, kOp,
+          "expected a seed with dropout and none without, got dropout ", args.settings.dropout);
+  if (drops) {
+    check::vector(args.seed, 2, DType::Int64, kOp, "the seed");
+    check::same_device(args.seed, args.query, kOp, "the seed");
+  }
+}
+
+// The result or its gradient: contiguous, heads of the query, size of the value.
+void check_out(const TensorView& out, const AttentionArgs& args, std::string_view name) {
+  check::contiguous(out, kOp, name);
+  check::dtype(out, args.query.dtype, kOp, name);
+  check::same_device(out, args.query, kOp, name);
+  bool fits = out.rank == args.query.rank && out.size(-1) == args.value.size(-1);
+  for (int i = 0; fits && i + 1 < out.rank; ++i) fits = out.size(i) == args.query.size(i);
+  require(fits, Kind::Value, kOp, "expected ", name, " of the query's shape ", ShapeOf{args.query},
+          " with the value's size ", args.value.size(-1), ", got ", ShapeOf{out});
+}
+
+void check_results(const AttentionArgs& args) {
+  check_out(args.out, args, "the result");
+  if (!args.statistics) return;
+  check::vector(args.statistics, args.out.numel() / args.out.size(-1), DType::Float32, kOp,
+                "the statistics");
+  check::same_device(args.statistics, args.query, kOp, "the statistics");
+}
+
+void check_gradients(const AttentionArgs& args, const AttentionGradients& gradients) {
+  require(static_cast<bool>(args.statistics), Kind::Value, kOp,
+          "expected the statistics that the forward left, got none");
+  check_out(gradients.out, args, "the gradient of the result");
+  check::same_shape(gradients.query, args.query, kOp, "the gradient of query");
+  check::same_shape(gradients.key, args.key, kOp, "the gradient of key");
+  check::same_shape(gradients.value, args.value, kOp, "the gradient of value");
+  if (gradients.bias) {
+    check::same_shape(gradients.bias, args.bias, kOp, "the gradient of the bias");
+    check::dtype(gradients.bias, args.query.dtype, kOp, "the gradient of the bias");
+  }
+  if (gradients.sink) check::same_shape(gradients.sink, args.sink, kOp, "the gradient of the sink");
+}
+
+}  // namespace
+
+std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients) {
+  return cuda::attention_refusal(args, gradients);
+}
+
+int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
+                                  Stream stream) {
+  check_inputs(args);
+  check_sequences(args);
+  check_extras(args);
+  check_results(args);
+  if (gradients != nullptr) check_gradients(args, *gradients);
+  return cuda::attention_workspace_bytes(args, gradients, stream);
+}
+
+void attention(const AttentionArgs& args, const AttentionGradients* gradients,
+               const TensorView& workspace, Stream stream) {
+  if (workspace) {
+    check::contiguous(workspace, kOp, "the workspace");
+    check::same_device(workspace, args.query, kOp, "the workspace");
+  }
+  cuda::attention(args, gradients, workspace, stream);
+}
+
+}  // namespace te

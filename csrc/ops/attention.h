@@ -1,0 +1,89 @@
+// Fused attention on CUDA, through graphs of cuDNN:
+//   out = dropout(softmax(scale * query key^T + bias)) value, over the keys that a query sees.
+//   query [.., heads, size], key [.., groups, size], value [.., groups, value size]; query head h
+//   belongs to group h / (heads / groups). A key must lie in the query's window, whose diagonal
+//   runs from the first query and key (or with `bottom_right` to the last ones) of their sequence.
+//   Sums and softmax are fp32. A query that sees no key, and a token outside every sequence, has a
+//   result of zero and passes no gradient.
+//
+// There is no CPU backend: the unfused path of the Python package is the definition.
+#pragma once
+
+#include <string>
+
+#include "core/tensor_view.h"
+
+namespace te {
+
+// Order of the axes before heads and size. The numbers are part of the Python binding.
+enum class AttentionFormat : int32_t {
+  Sbhd = 0,  // sequence, batch
+  Bshd = 1,  // batch, sequence
+  Thd = 2,   // tokens: sequences of unequal length, one after the other
+};
+
+// Where the sequences of queries, or of keys and values, are. Absent: whole sequences.
+struct AttentionSequences {
+  TensorView ends;      // int32 [batch + 1]: sequence b has ends[b + 1] - ends[b] tokens
+  TensorView starts;    // int32 [batch + 1]: where it begins in thd, if not at ends[b]
+  int64_t longest = 0;  // thd: no sequence is longer
+};
+
+struct AttentionSettings {
+  AttentionFormat format = AttentionFormat::Sbhd;
+  int64_t left = -1, right = -1;  // window; negative: unlimited
+  bool bottom_right = false;
+  float scale = 1.0f;
+  float dropout = 0.0f;  // probability
+  bool alibi = false;    // the usual slopes; needs right = 0
+  bool deterministic = false;
+};
+
+struct AttentionArgs {
+  TensorView query, key, value;  // fp16 or bf16; the last axis contiguous
+  AttentionSequences of_query, of_key;
+  AttentionSettings settings;
+  TensorView bias;        // [1 or batch, 1 or heads, queries, keys], contiguous
+  TensorView sink;        // fp32 [heads]: the score of one more key that has no value
+  TensorView seed;        // int64 [2]: seed and offset of the dropout
+  TensorView out;         // contiguous, format and dtype of query
+  TensorView statistics;  // fp32 [batch, heads, queries], thd [tokens, heads]; absent: inference
+};
+
+// What the backward reads and writes besides; all contiguous, those absent are not computed.
+struct AttentionGradients {
+  TensorView out;                // read
+  TensorView query, key, value;  // written
+  TensorView bias;               // shape of the bias, dtype of query
+  TensorView sink;               // fp32 [heads]
+};
+
+// All entries: the forward where `gradients` is null, else the backward.
+
+// Why cuDNN does not take a problem, "" where it does; only sizes, strides, dtypes and devices of
+// the views are looked at.
+std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients);
+
+// Scratch memory that a call needs; builds the graph of the call where there is none yet. Throws
+// Kind::Unsupported with the reason where cuDNN refuses, and Kind::Runtime where a graph would have
+// to be built while the stream is captured.
+int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
+                                  Stream stream);
+
+// `workspace`: that many bytes; may be absent where there are none.
+void attention(const AttentionArgs& args, const AttentionGradients* gradients,
+               const TensorView& workspace, Stream stream);
+
+namespace cuda {
+
+// Graphs built so far.
+int64_t attention_graph_count();
+
+std::string attention_refusal(const AttentionArgs& args, const AttentionGradients* gradients);
+int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGradients* gradients,
+                                  Stream stream);
+void attention(const AttentionArgs& args, const AttentionGradients* gradients,
+               const TensorView& workspace, Stream stream);
+
+}  // namespace cuda
+}  // namespace te

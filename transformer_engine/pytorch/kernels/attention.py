@@ -1,0 +1,215 @@
+"""Fused attention on CUDA: graphs of cuDNN. `csrc/ops/attention.h` is the contract.
+
+`settings` is `(format, left, right, bottom_right, alibi, deterministic, longest query sequence,
+longest key sequence)`: eight integers, made by `settings_of`. `sequences` is `(cu_seqlens_q,
+cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)`, each None where it is not given.
+
+There is no CPU kernel: `attention/backends/unfused.py` is the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.kernels.library import library_op
+
+SBHD, BSHD, THD = 0, 1, 2
+
+
+def _allocate(device: torch.device) -> Callable[[int], torch.Tensor]:
+    def allocate(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+def settings_of(
+    format: int,
+    window: tuple[int, int] = (-1, -1),
+    bottom_right: bool = False,
+    alibi: bool = False,
+    deterministic: bool = False,
+    longest: tuple[int, int] = (0, 0),
+) -> tuple[int, ...]:
+    """What tensors do not say of a call.
+
+    Args:
+        format: `SBHD`, `BSHD` or `THD`.
+        window: keys that a query sees before its own and after; negative for all.
+        bottom_right: a query's own key is counted from the ends of both sequences.
+        alibi: add the usual ALiBi bias; needs `window[1] == 0`.
+        deterministic: gradients repeat bit for bit.
+        longest: `THD`: no sequence of queries, or of keys, is longer.
+    """
+    return (format, *window, int(bottom_right), int(alibi), int(deterministic), *longest)
+
+
+@library_op(
+    "attention_forward(Tensor query, Tensor key, Tensor value, int[] settings, float scale,"
+    " float dropout, Tensor?[] sequences, Tensor? bias, Tensor? sink, Tensor? seed,"
+    " bool statistics) -> (Tensor, Tensor)"
+)
+def attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    settings: tuple[int, ...],
+    scale: float,
+    dropout: float,
+    sequences: tuple[torch.Tensor | None, ...],
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    statistics: bool,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`dropout(softmax(scale * query key^T + bias)) value` over the keys that a query sees.
+
+    Args:
+        query: `[sequence, batch, heads, size]`, `[batch, sequence, heads, size]` or
+            `[tokens, heads, size]`, fp16 or bf16; of any strides but the last one, 1.
+        key: likewise, with `groups` heads.
+        value: likewise, with `groups` heads and a size of its own.
+        settings: see above.
+        scale: factor on the scores.
+        dropout: probability of dropping a weight.
+        sequences: see above; all None for whole sequences.
+        bias: `[1 or batch, 1 or heads, queries, keys]`.
+        sink: fp32 `[heads]`.
+        seed: int64 `[2]`, of dropout.
+        statistics: whether a backward will follow.
+        launch: False gives the shapes alone.
+
+    Returns:
+        The result, `[..., heads, size of value]`, and fp32 statistics of the softmax,
+        `[batch, heads, queries]` or `[tokens, heads]`; None where not asked for.
+    """
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    kept = None
+    if statistics:
+        kept = query.new_empty(_statistics_shape(query, settings[0]), dtype=torch.float32)
+    if launch:
+        _C.attention_forward(
+            (query, key, value),
+            settings,
+            scale,
+            dropout,
+            sequences,
+            (bias, sink, seed),
+            (out, kept),
+            _allocator(query.device),
+        )
+    return out, kept
+
+
+def _allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
+    def allocate(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+def _statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
+    if format == THD:
+        return query.shape[:-1]
+    sequence = 0 if format == SBHD else 1
+    return query.shape[1 - sequence], query.shape[2], query.shape[sequence]
+
+
+@library_op(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor statistics, int[] settings, float scale, float dropout, Tensor?[] sequences,"
+    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    settings: tuple[int, ...],
+    scale: float,
+    dropout: float,
+    sequences: tuple[torch.Tensor | None, ...],
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    needs_bias: bool,
+    needs_sink: bool,
+    *,
+    launch: bool = True,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key, value, bias and sink; arguments not listed are the forward's.
+
+    Args:
+        grad: gradient of the result, contiguous.
+        query: the forward's.
+        key: the forward's.
+        value: the forward's.
+        out: what the forward returned.
+        statistics: what the forward returned.
+        settings: the forward's; `deterministic` is read here alone.
+        needs_bias: whether to make the bias gradient.
+        needs_sink: whether to make the sink's gradient.
+        launch: False gives the shapes alone.
+    """
+    gradients = (
+        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)),
+        torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None,
+        torch.empty_like(sink) if sink is not None and needs_sink else None,
+    )
+    if launch:
+        _C.attention_backward(
+            (query, key, value),
+            settings,
+            scale,
+            dropout,
+            sequences,
+            (bias, sink, seed),
+            (out, statistics),
+            (grad, *gradients),
+            _allocator(query.device),
+        )
+    *of_inputs, of_bias, of_sink = gradients
+    if bias is not None and of_bias is not None:
+        of_bias = of_bias.to(bias.dtype)
+    return *of_inputs, of_bias, of_sink
+
+
+def attention_refusal(
+    sizes: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: int,
+    settings: tuple[int, ...],
+    dropout: float,
+    padded: bool,
+    bias: tuple[int, ...],
+    needs_bias: bool,
+    sink: bool,
+    training: bool,
+) -> str:
+    """Why cuDNN refuses contiguous tensors of these sizes, `""` where it takes them.
+
+    Args:
+        sizes: of query, key and value.
+        dtype: fp16 or bf16.
+        device: index of the GPU.
+        settings: see above.
+        dropout: probability.
+        padded: sequences have lengths of their own.
+        bias: its sizes; `()` for none.
+        needs_bias: whether the bias needs a gradient.
+        sink: whether the softmax has a sink.
+        training: whether a backward will follow.
+    """
+    code = int(DType.kFloat16 if dtype is torch.float16 else DType.kBFloat16)
+    return _C.attention_refusal(
+        sizes, code, device, settings, dropout, padded, bias, needs_bias, sink, sink, training
+    )
