@@ -50,7 +50,7 @@ def test_json(capsys):
     assert report["ok"] is True
     found = {one["name"]: one for one in report["findings"]}
     others = found["plain on cpu"].pop("details")
-    assert {"flash2", "flash3", "flash4"} <= others.keys()
+    assert {"cudnn", "flash2", "flash3", "flash4"} <= others.keys()
     assert found["plain on cpu"] == {
         "section": "attention",
         "name": "plain on cpu",

@@ -31,6 +31,7 @@ class Problem(NamedTuple):
         bias_type: one of `BIAS_TYPES`.
         bias_shape: of a bias tensor.
         bias_grad: the bias needs a gradient.
+        bias_mixed: the bias has another dtype than queries.
         given_slopes: ALiBi has slopes of its own.
         dropout: probability.
         training: a gradient is needed.
@@ -59,6 +60,7 @@ class Problem(NamedTuple):
     bias_type: str = "no_bias"
     bias_shape: tuple[int, ...] | None = None
     bias_grad: bool = False
+    bias_mixed: bool = False
     given_slopes: bool = False
     dropout: float = 0.0
     training: bool = True
@@ -97,10 +99,10 @@ class Problem(NamedTuple):
 
 
 class Requirement(NamedTuple):
-    """A condition, and what to tell the user where it does not hold."""
+    """A condition, and what to tell the user where it does not hold (or who can tell)."""
 
     holds: Callable[[Problem, AttentionVariables], bool]
-    reason: str
+    reason: str | Callable[[Problem], str]
 
 
 class Backend(NamedTuple):
@@ -123,5 +125,6 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
     """Why a backend does not take a problem; None where it does."""
     for requirement in backend.requirements:
         if not requirement.holds(problem, allowed):
-            return requirement.reason
+            reason = requirement.reason
+            return reason if isinstance(reason, str) else reason(problem)
     return None

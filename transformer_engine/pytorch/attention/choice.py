@@ -18,7 +18,8 @@ from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallS
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.table import capability, ranked, table
 
-_BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool]
+_BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool, torch.dtype | None]
+_NO_BIAS: _BiasFacts = ("no_bias", None, False, False, None)
 _SequenceFacts = tuple[int | None, int | None, bool, bool, bool]
 
 
@@ -67,9 +68,9 @@ def _facts(
 def _bias_facts(bias: Bias) -> _BiasFacts:
     tensor = bias.tensor
     if tensor is None:
-        return bias.type, None, False, bias.slopes is not None
+        return bias.type, None, False, bias.slopes is not None, None
     needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-    return bias.type, tuple(tensor.shape), needs_grad, False
+    return bias.type, tuple(tensor.shape), needs_grad, False, tensor.dtype
 
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
@@ -95,7 +96,7 @@ def _problem(
     allowed: AttentionVariables,
 ) -> Problem:
     training, dropout, softmax_type, cache = facts
-    bias_type, bias_shape, bias_grad, given_slopes = bias or ("no_bias", None, False, False)
+    bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
     return Problem(
@@ -114,6 +115,7 @@ def _problem(
         bias_type=bias_type,
         bias_shape=bias_shape,
         bias_grad=bias_grad,
+        bias_mixed=bias_dtype not in (None, dtype),
         given_slopes=given_slopes,
         dropout=dropout,
         training=training or bias_grad,

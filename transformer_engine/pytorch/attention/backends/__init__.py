@@ -12,6 +12,20 @@ sees no key, or is padding, has a result of zero, and passes no gradient. Random
 come from torch's default generator: who calls has put the tracker's states there.
 """
 
-from transformer_engine.pytorch.attention.backends import flash2, flash3, flash4, sdpa, unfused
+from transformer_engine.pytorch.attention.backends import (
+    cudnn,
+    flash2,
+    flash3,
+    flash4,
+    sdpa,
+    unfused,
+)
 
-BACKENDS = (flash4.BACKEND, flash3.BACKEND, sdpa.BACKEND, flash2.BACKEND, unfused.BACKEND)
+BACKENDS = (
+    flash4.BACKEND,
+    cudnn.BACKEND,
+    flash3.BACKEND,
+    sdpa.BACKEND,
+    flash2.BACKEND,
+    unfused.BACKEND,
+)

@@ -1,0 +1,111 @@
+"""How calls reach cuDNN: with stand-ins for its kernels, on the CPU."""
+
+import pytest
+import torch
+from pytorch.cases import fake_cudnn
+from pytorch.cases.attention_matrix import check, pairwise
+from pytorch.test_attention_matrix import FACTORS, HAND_PICKED
+from torch._subclasses import FakeTensorMode
+
+from transformer_engine.pytorch.attention import choice, core
+from transformer_engine.pytorch.attention.backend import Problem, refusal
+from transformer_engine.pytorch.attention.backends import cudnn
+from transformer_engine.pytorch.attention.masks import MASK_TYPES, mask_rule
+from transformer_engine.pytorch.attention.policy import preference
+from transformer_engine.pytorch.kernels import attention as kernels
+
+TAKEN = {
+    **FACTORS,
+    "mask_type": [name for name in MASK_TYPES if name != "arbitrary"],
+    "dtype": [torch.float16, torch.bfloat16],
+    "bias": ["no_bias", "post_scale_bias", "alibi"],
+    "sizes": [(16, 16), (24, 16), (16, 40)],
+    "by_lengths": [True],
+}
+DENSE = {**TAKEN, "by_lengths": [False], "qkv_format": ["sbhd", "bshd"]}
+CASES = [
+    *HAND_PICKED,
+    *pairwise(TAKEN),
+    *pairwise(DENSE),
+    *pairwise({**TAKEN, "bias": ["no_bias"]}),
+]
+HOPPER = {"device": "cuda", "capability": (9, 0)}
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The backend as on a machine with a Hopper GPU; the tensors stay on the CPU."""
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(cudnn, name, getattr(fake_cudnn, name))
+    monkeypatch.setattr(cudnn, "_refusal", lambda problem: "")
+
+    def choose(query, key, value, call):
+        problem = choice.problem_of(query, key, value, call)._replace(**HOPPER)
+        reason = refusal(cudnn.BACKEND, problem, choice.attention_variables())
+        if reason is not None:
+            pytest.skip(reason)
+        return cudnn.BACKEND
+
+    monkeypatch.setattr(core, "choose", choose)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_definition(stand_in, case):
+    check(case, "cpu")
+
+
+def test_tensors_are_taken_as_they_lie():
+    packed = torch.empty(5, 2, 12, 16)
+    assert all(cudnn._readable(x) is x for x in packed.split(4, 2))
+    interleaved = torch.empty(5, 2, 4, 3, 16)
+    assert all(cudnn._readable(x) is x for x in interleaved.unbind(3))
+    one = torch.empty(1, 7, 1, 24)[:, :, :, :16]
+    assert cudnn._readable(one) is one
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(5, 2, 4, 17)[..., 1:],
+        torch.randn(5, 2, 16, 4).transpose(2, 3),
+        torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16),
+        torch.randn(10, 12, 16)[:, :4],  # thd of a packed projection
+        torch.randn(5 * 2 * 4 * 16 + 1)[1:].view(5, 2, 4, 16),
+    ],
+)
+def test_memory_that_cudnn_cannot_read_is_copied(x):
+    copy = cudnn._readable(x)
+    assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("format", [kernels.SBHD, kernels.BSHD, kernels.THD])
+def test_shapes_without_a_kernel(format):
+    sequences = (None,) * 4
+    with FakeTensorMode():
+        lead = (10,) if format == kernels.THD else (5, 2)
+        query = torch.empty(*lead, 4, 16, dtype=torch.bfloat16)
+        value = torch.empty(*lead, 2, 24, dtype=torch.bfloat16)
+        key = torch.empty(*lead, 2, 16, dtype=torch.bfloat16)
+        bias = torch.empty(1, 4, 5, 5)
+        settings = kernels.settings_of(format)
+        options = (settings, 0.25, 0.0, sequences, bias, None, None)
+        out, statistics = torch.ops.te.attention_forward(query, key, value, *options, True)
+        grads = torch.ops.te.attention_backward(
+            torch.empty_like(out), query, key, value, out, statistics, *options, True, False
+        )
+    assert out.shape == (*lead, 4, 24)
+    counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2), kernels.THD: (10, 4)}
+    assert statistics.shape == counts[format] and statistics.dtype is torch.float32
+    assert [g.shape for g in grads[:4]] == [x.shape for x in (query, key, value, bias)]
+    assert grads[4].dtype is torch.bool, "an absent result travels as an empty bool tensor"
+
+
+def test_asked_for_by_its_number(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")
+    assert preference(Problem(**HOPPER), choice.attention_variables())[0] == "cudnn"
+
+
+def test_padding_as_a_mask_says_what_to_give():
+    problem = Problem(**HOPPER, rule=mask_rule("padding"), padded_by_mask=True)
+    reason = refusal(cudnn.BACKEND, problem, choice.attention_variables())
+    assert "cu_seqlens_q" in reason

@@ -1,0 +1,321 @@
+"""cuDNN's fused attention, through graphs of our own.
+
+It takes every format as it lies in memory, and nothing is computed for the padding of thd.
+A graph is built at the first call of its shapes (of thd: of roughly its shapes), in tenths of a
+second. Inside the capture of a CUDA graph none can be built: there only shapes that were seen run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from transformer_engine._env import (
+    AttentionVariables,
+    attention_variables,
+    parsed_attention_variables,
+)
+from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
+from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
+from transformer_engine.pytorch.attention.dense import check_bias_shape
+from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.requirements import (
+    GPU,
+    HIGH_PRECISION,
+    SIZES_OF_EIGHT,
+    SOMETHING,
+)
+from transformer_engine.pytorch.kernels.attention import (
+    BSHD,
+    SBHD,
+    THD,
+    attention_backward,
+    attention_forward,
+    attention_refusal,
+    settings_of,
+)
+
+_FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
+_WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        options: tuple[tuple[int, ...], float, float],
+        *seed_and_sequences: torch.Tensor | None,
+    ) -> torch.Tensor:
+        seed, *sequences = seed_and_sequences
+        out, statistics = attention_forward(
+            query, key, value, *options, tuple(sequences), bias, sink, seed, True
+        )
+        ctx.save_for_backward(query, key, value, bias, sink, seed, out, statistics, *sequences)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, bias, sink, seed, out, statistics, *sequences = ctx.saved_tensors
+        settings, scale, dropout = ctx.options
+        gradients = attention_backward(
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            statistics,
+            settings,
+            scale,
+            dropout,
+            tuple(sequences),
+            bias,
+            sink,
+            seed,
+            ctx.needs_input_grad[3],
+            ctx.needs_input_grad[4],
+        )
+        return *gradients, *(None,) * 6
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """See `backends/__init__.py`."""
+    shape, bias, sink, seed = call.shape, call.bias.tensor, call.sink.offset, None
+    sequences, longest, same = _WHOLE, (0, 0), False
+    if shape.band is None:
+        same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
+        sequences, longest = _sequences(call)
+    alibi = call.bias.type == "alibi"
+    settings = _settings(shape, same, alibi, _repeatable(), longest)
+    dropout = call.dropout.p
+    if dropout > 0.0:
+        # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
+        seed = torch.randint(2**31, (2,), device=query.device)
+    if sink is not None and sink.dtype is not torch.float32:
+        sink = sink.float()
+    if bias is not None:
+        check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
+        bias = bias.contiguous()
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    options = (settings, call.scale, dropout)
+    if torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink):
+        out: torch.Tensor = _Attention.apply(
+            query, key, value, bias, sink, options, seed, *sequences
+        )
+    else:
+        out, _ = attention_forward(query, key, value, *options, sequences, bias, sink, seed, False)
+    return out.flatten(-2)
+
+
+def _any_needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _repeatable() -> bool:
+    if torch.are_deterministic_algorithms_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return not parsed_attention_variables().nondeterministic
+    return not attention_variables().nondeterministic
+
+
+def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
+    """cu_seqlens of both sides, then the padded ones; and the longest sequences of thd."""
+    of_query, of_key = call.of_query, call.of_key
+    ends_q = formats.check_cu_seqlens(of_query.cu_seqlens, "cu_seqlens_q")
+    ends_k = formats.check_cu_seqlens(of_key.cu_seqlens, "cu_seqlens_kv")
+    for padded, parameter in (
+        (of_query.cu_seqlens_padded, "cu_seqlens_q_padded"),
+        (of_key.cu_seqlens_padded, "cu_seqlens_kv_padded"),
+    ):
+        if padded is not None:
+            formats.check_cu_seqlens(padded, parameter)
+    count = ends_q.shape[0] if call.shape.batch is None else call.shape.batch + 1
+    if ends_q.shape[0] != count or ends_k.shape[0] != count:
+        raise ValueError(
+            f"[attention] expected cu_seqlens_q and cu_seqlens_kv of shape {(count,)}, got"
+            f" {tuple(ends_q.shape)} and {tuple(ends_k.shape)}"
+        )
+    if call.shape.qkv_format != "thd":
+        return (ends_q, ends_k, None, None), (0, 0)
+    longest_query = _longest(of_query, ends_q)
+    same = ends_k is ends_q and of_key.longest is None
+    longest = (longest_query, longest_query if same else _longest(of_key, ends_k))
+    return (ends_q, ends_k, of_query.cu_seqlens_padded, of_key.cu_seqlens_padded), longest
+
+
+def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
+    """Without `max_seqlen` the host waits for the device."""
+    return max(1, int(ends.diff().max()) if sequences.longest is None else sequences.longest)
+
+
+@remembered
+def _settings(
+    shape: CallShape, same: bool, alibi: bool, repeatable: bool, longest: tuple[int, int]
+) -> tuple[int, ...]:
+    """`same`: each sequence has as many queries as keys, so that both diagonals are one."""
+    band, rule = shape.band, shape.rule
+    if band is not None:
+        window, bottom_right = (band.left, band.right), band.diagonal != 0
+    else:
+        window, bottom_right = (rule.left, rule.right), rule.bottom_right and not same
+    if max(window) < 0:
+        bottom_right = False
+    return settings_of(_FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, unless its memory is one that cuDNN cannot read 16 bytes at a time.
+
+    Nor is it given thd whose tokens do not follow each other (parts of a packed projection): see
+    docs/adr/0013-cudnn-graphs.md.
+    """
+    if x.storage_offset() % 8 == 0 and (
+        x.is_contiguous() or (x.dim() == 4 and _in_steps_of_eight(x.stride(), x.shape))
+    ):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@remembered
+def _in_steps_of_eight(strides: tuple[int, ...], sizes: torch.Size) -> bool:
+    return strides[-1] == 1 and all(
+        size == 1 or (stride > 0 and stride % 8 == 0)
+        for stride, size in zip(strides[:-1], sizes, strict=False)
+    )
+
+
+@remembered
+def _refusal(problem: Problem) -> str:
+    """What cuDNN itself says of a problem; sizes that are not known are ordinary ones."""
+    if torch.cuda.is_current_stream_capturing():
+        return "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
+    rule, format = problem.rule, _FORMATS[problem.qkv_format]
+    batch, queries = problem.batch or 2, problem.queries or 512
+    keys = problem.keys or queries
+    lead = {SBHD: lambda n: (n, batch), BSHD: lambda n: (batch, n), THD: lambda n: (batch * n,)}
+    sizes = (
+        (*lead[format](queries), problem.heads, problem.key_size),
+        (*lead[format](keys), problem.groups, problem.key_size),
+        (*lead[format](keys), problem.groups, problem.value_size),
+    )
+    padded = rule.type.padding
+    bottom_right = rule.bottom_right and max(rule.left, rule.right) >= 0
+    if problem.alike if padded else queries == keys:
+        bottom_right = False
+    settings = settings_of(
+        format,
+        (rule.left, rule.right),
+        bottom_right,
+        problem.bias_type == "alibi",
+        problem.repeatable,
+        (queries, keys),
+    )
+    bias: tuple[int, ...] = ()
+    if problem.bias_type == "post_scale_bias":
+        bias = problem.bias_shape or (1, problem.heads, queries, keys)
+    return attention_refusal(
+        sizes,
+        problem.dtype,
+        torch.cuda.current_device(),
+        settings,
+        problem.dropout,
+        padded,
+        bias,
+        problem.bias_grad,
+        problem.softmax_type != "vanilla",
+        problem.training,
+    )
+
+
+def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
+    # While compiling the requirements above must do: cuDNN cannot be asked inside the trace.
+    return problem.compiling or not _refusal(problem)
+
+
+def _bias_is_whole(problem: Problem) -> bool:
+    if problem.bias_type == "alibi":
+        return True
+    shape, sizes = problem.bias_shape, (problem.queries, problem.keys)
+    return problem.qkv_format != "thd" and (shape is None or shape[2:] == sizes)
+
+
+def _alibi_is_ours(problem: Problem) -> bool:
+    """ALiBi of cuDNN is `slope * (key - query)`: ours, less what is the same for all keys.
+
+    Ours counts distance from the last query and key, so no key may lie behind a query there.
+    """
+    rule = problem.rule
+    few_queries = (problem.queries or 0) <= (problem.keys or problem.queries or 0)
+    in_order = problem.alike or (few_queries and not rule.type.padding)
+    return rule.type.causal and in_order and not problem.given_slopes
+
+
+BACKEND = Backend(
+    "cudnn",
+    attend,
+    keeps_scores=False,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
+        ),
+        GPU,
+        Requirement(
+            lambda problem, allowed: problem.capability is not None,
+            "cannot be asked without a GPU",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.dtype in (torch.float16, torch.bfloat16),
+            "takes float16 and bfloat16 alone",
+        ),
+        HIGH_PRECISION,
+        SOMETHING,
+        Requirement(
+            lambda problem, allowed: not problem.rule.type.arbitrary,
+            "takes no arbitrary mask",
+        ),
+        Requirement(
+            lambda problem, allowed: not problem.padded_by_mask,
+            "takes padding as lengths; give cu_seqlens_q and cu_seqlens_kv instead of a mask",
+        ),
+        SIZES_OF_EIGHT,
+        Requirement(
+            lambda problem, allowed: max(problem.key_size, problem.value_size) <= 256,
+            "takes heads up to a size of 256",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type != "pre_scale_bias",
+            "adds no bias before scaling; use core_attention_bias_type='post_scale_bias'",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type == "no_bias" or _bias_is_whole(problem),
+            "adds a bias of all queries and keys alone, and none to thd",
+        ),
+        Requirement(
+            lambda problem, allowed: not (problem.bias_grad and problem.bias_mixed),
+            "makes the gradient of a bias in the dtype of queries alone",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.bias_type != "alibi" or _alibi_is_ours(problem),
+            "has ALiBi with the usual slopes and causal masks alone, for no more queries than keys",
+        ),
+        Requirement(
+            lambda problem, allowed: problem.dropout < 1.0,
+            "cannot drop everything; use attention_dropout < 1",
+        ),
+        Requirement(
+            lambda problem, allowed: not problem.cache,
+            "would build a graph for each length that a cache grows to",
+        ),
+        Requirement(_taken_by_cudnn, _refusal),
+    ),
+)
