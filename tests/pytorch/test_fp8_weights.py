@@ -86,6 +86,21 @@ def test_weights_of_gemms_are_fp8_and_nothing_else(name: str, device: str) -> No
     assert at_rest <= 0.56 * sum(w.nbytes for w in weights.values())
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_memory_of_a_layer_at_rest(fused: bool) -> None:
+    def layer() -> te.TransformerLayer:
+        options = {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16, "device": "meta"}
+        return te.TransformerLayer(4096, 16384, 32, **options)
+
+    with te.fp8_model_init():
+        kept = layer()
+    parts = [
+        (p._data, p._scale_inv) if isinstance(p, Float8Tensor) else (p,) for p in kept.parameters()
+    ]
+    at_rest = sum(t.nbytes for part in parts for t in part)
+    assert at_rest <= 0.51 * sum(p.nbytes for p in layer().parameters())
+
+
 def test_meta_and_reset_parameters(device: str) -> None:
     with te.quantized_model_init(preserve_high_precision_init_val=True):
         module = te.LayerNormMLP(32, 64, device="meta")
