@@ -4,6 +4,7 @@ Rotary embedding is in the GPT. `InferenceParams` is not compiled: its state is 
 """
 
 import copy
+import re
 from typing import NamedTuple
 
 import pytest
@@ -241,6 +242,22 @@ def test_micro_batches_and_gradients_in_place(recipe, device):
         cached = twin.chain.stages[-1].cached_weight[1]
         assert not cached.rowwise.scales.requires_grad  # or it would hold what a forward has saved
     assert_bitwise(twin.weight.main_grad, eager.weight.main_grad)
+
+
+def test_warnings_break_no_graph(device):
+    """A layer that FP8 cannot take, and weights kept in FP8 where nothing runs in it."""
+    autocast_stack().reset()
+    torch._dynamo.reset()
+    with te.fp8_model_init():
+        kept = te.Linear(HIDDEN, FFN, device=device, name="kept")
+    odd = te.Linear(HIDDEN - 4, FFN, device=device, name="odd")
+    for module, recipe, words in ((odd, "current", "(layer odd)"), (kept, None, "kept in FP8")):
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x = torch.randn(16, module.in_features, device=device)
+        with pytest.warns(UserWarning, match=re.escape(words)), scope(recipe):
+            y = compiled(x)
+        with torch.compiler.set_stance("fail_on_recompile"), scope(recipe):
+            assert_bitwise(compiled(x), y)
 
 
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")

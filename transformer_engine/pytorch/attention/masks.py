@@ -15,7 +15,6 @@ keys - queries (bottom-right: the last query sees the last key):
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +23,7 @@ import torch
 
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.notices import warn
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
@@ -129,7 +129,7 @@ def _window_of(kind: MaskType, window: Window | None, name: str) -> Window:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(f"[attention] {message}", stacklevel=4)
+    warn(f"[attention] {message}", stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True)

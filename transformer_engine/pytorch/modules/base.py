@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
+from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.quantization import (
     FEATURE_ALIGNMENT,
     build_quantizers,
@@ -194,9 +194,11 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
 
     def warn_once(self, about: Hashable, text: str) -> None:
         """Warn the first time that this module has to say something about a thing."""
-        if about not in self._announced:
+        if torch.compiler.is_compiling():
+            warn(text)
+        elif about not in self._announced:
             self._announced.add(about)
-            warnings.warn(text, stacklevel=3)
+            warn(text, stacklevel=3)
 
     def _checked_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
         """The input's dtype, which every parameter must have."""
