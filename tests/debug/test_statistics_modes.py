@@ -42,6 +42,32 @@ def test_a_recomputed_forward_counts_once(tmp_path: Path, device: str, reentrant
         assert_statistics(found[0, "layer", tensor], reference(exact))
 
 
+@pytest.mark.parametrize("mode", ["hooks", "reentrant", "te", "te reentrant"])
+def test_a_recomputed_fp8_forward_counts_once(tmp_path: Path, mode: str) -> None:
+    """Both directions of every tensor, as without checkpointing."""
+    config = section(
+        "LogFp8TensorStats",
+        tensors=["activation", "weight", "gradient"],
+        stats=["underflows%", "mse", "mse_columnwise", "scale_inv_max_columnwise"],
+    )
+    function = te.checkpoint if mode.startswith("te") else checkpoint
+    logs = []
+    for folder, again in (("plain", False), ("again", True)):
+        torch.manual_seed(0)
+        layer = te.LayerNormLinear(32, 32, device="cpu", name="layer")
+        with debugging(tmp_path / folder, config, everything()):
+            for _ in range(2):
+                x = torch.randn(16, 32, requires_grad=True)
+                with te.fp8_autocast(fp8_recipe=FP8):
+                    reentrant = {"use_reentrant": "reentrant" in mode} if again else {}
+                    y = (function if again else lambda f, x: f(x))(layer, x, **reentrant)
+                y.square().sum().backward()
+                debug_api.step()
+        logs.append(logged(tmp_path / folder))
+    assert logs[0] == logs[1]
+    assert any("columnwise" in name for name in logs[0][1, "layer", "activation"])
+
+
 def _accumulated(
     device: str, fp8: bool, step=lambda: None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:

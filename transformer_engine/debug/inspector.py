@@ -190,6 +190,7 @@ class Inspector:
             quantizers.append(gemms)
         result = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
         result.kept = run.kept
+        result.recording, result.rehearses = run.recording, run.rehearses
         module.chain.plan(result)
         return result
 

@@ -74,6 +74,13 @@ class InspectedQuantizer(WrappingQuantizer):
         """What is cached with other plans is of another kind."""
         return (self.inner.scaling, self.plan.rowwise, self.plan.columnwise)
 
+    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+        """The same around what repeats the recipe's."""
+        again = super().repeating(scale)
+        assert isinstance(again, InspectedQuantizer)
+        again.default = public_quantizer(again.inner)
+        return again
+
     def inner_demand(self, demand: Demand) -> Demand:
         """The sides that are cast as the recipe says."""
         rowwise = demand.rowwise and self.plan.rowwise is Plan.FP8

@@ -37,6 +37,7 @@ from transformer_engine.pytorch.availability import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.checkpointing import checkpoint
 from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export import onnx_export
@@ -86,6 +87,7 @@ __all__ = [
     "TransformerLayer",
     "attention_backends",
     "autocast",
+    "checkpoint",
     "constants",
     "convert",
     "cpp_extensions",

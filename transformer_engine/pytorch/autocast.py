@@ -9,8 +9,8 @@ its backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
-from contextlib import ContextDecorator
+from collections.abc import Hashable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.regions import Region, graph_task, rehearsing
 from transformer_engine.pytorch.scaling_state import (
     BACKWARD,
     FORWARD,
@@ -37,7 +38,7 @@ class Scope:
     number: int = field(default=0, compare=False)  # equal scopes have one number
 
 
-_OUTSIDE = Scope()
+OUTSIDE = Scope()
 _NUMBERS = itertools.count(1)
 
 
@@ -48,12 +49,16 @@ class AutocastStack:
     """The scopes entered so far, the registry of scaling states, and the count of GEMMs."""
 
     def __init__(self) -> None:
-        self.scope = _OUTSIDE
+        self.scope = OUTSIDE
         self.members: dict[str, ScalingMembers] = {}  # of the scope's recipe, by direction
         self.outer: list[tuple[Scope, dict[str, ScalingMembers]]] = []
         self.first_pending = False  # no module was recorded in the outermost scope so far
         self.forward_pending = self.backward_pending = False
         self.unsettled = False  # the outermost scope was entered in compiled code, see `settled`
+        self.repeats = False  # the outermost scope was entered in a backward
+        self.regions: tuple[Region, ...] = ()  # whose first forward is running, outermost first
+        self.repeated: Region | None = None  # that is being run again
+        self.noted = False  # some region has calls
         self.registry = ScalingRegistry()
         self.known: dict[Scope, Scope] = {}
         self.model_inits: list[Any] = []  # scopes of quantized_model_init, see model_init.py
@@ -72,10 +77,14 @@ class AutocastStack:
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
         if not self.outer:
-            self.first_pending = True
             self.unsettled = torch.compiler.is_compiling()
-            if not self.unsettled:
+            self.repeats = not self.unsettled and graph_task() != -1
+            self.first_pending = not self.repeats
+            if not (self.unsettled or self.repeats):
                 self.flush()
+        self._enter(scope)
+
+    def _enter(self, scope: Scope) -> None:
         self.outer.append((self.scope, self.members))
         self.scope, self.members = scope, {}
         if isinstance(scope.recipe, DelayedScaling):
@@ -91,11 +100,26 @@ class AutocastStack:
         if self.outer:
             return
         self.first_pending = self.unsettled = False
-        if left.calibrating or (left.enabled and torch.is_grad_enabled()):
-            if torch.compiler.is_compiling():
+        if self.repeats:
+            return
+        compiling = torch.compiler.is_compiling()
+        recorded = torch.is_grad_enabled() or (not compiling and rehearsing())
+        if left.calibrating or (left.enabled and recorded):
+            if compiling:
                 self.forward_pending = True
             else:
                 self.registry.update(FORWARD)
+
+    @contextmanager
+    def resumed(self, scope: Scope) -> Iterator[None]:
+        """Inside, a scope that has ended is open again. It starts and ends no step."""
+        pending, self.first_pending = self.first_pending, False
+        self._enter(scope)
+        try:
+            yield
+        finally:
+            self.scope, self.members = self.outer.pop()
+            self.first_pending = pending
 
     def end_backward(self) -> None:
         """End the backward step."""
@@ -140,7 +164,8 @@ def get_default_recipe() -> Recipe:
     return _DEFAULT_RECIPE
 
 
-def _checked_recipe(recipe: Recipe | None) -> Recipe:
+def checked_recipe(recipe: Recipe | None) -> Recipe:
+    """The recipe of an autocast that was given this one."""
     if recipe is None:
         return get_default_recipe()
     if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
@@ -180,7 +205,7 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        self._scope = Scope(enabled, calibrating, _checked_recipe(recipe), amax_reduction_group)
+        self._scope = Scope(enabled, calibrating, checked_recipe(recipe), amax_reduction_group)
 
     def __enter__(self) -> None:
         # Compiled code asks no scope for its number, and cannot make new ones known.

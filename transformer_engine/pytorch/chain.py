@@ -194,6 +194,7 @@ class _ChainFunction(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         replayed = chain.replayed(x, parameters, run)
+        run.replayed = replayed is not None
         if replayed is not None:
             ctx.replay, memory = replayed
             ctx.save_for_backward(*ctx.replay.kept(memory))

@@ -7,6 +7,7 @@ that go with it. The identity quantizer leaves a tensor as it is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from enum import Enum
 
@@ -73,6 +74,10 @@ class Quantizer:
         """What becomes of the result of a GEMM (of output, dgrad and wgrad quantizers)."""
         return x
 
+    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+        """What does the same again, with the scale of the first time, and leaves no trace."""
+        return self
+
 
 class WrappingQuantizer(Quantizer):
     """Base of quantizers that add something to another one's work (the debugger does).
@@ -97,6 +102,12 @@ class WrappingQuantizer(Quantizer):
     ) -> Operands:
         """The operands of `x`; `cast` is what a kernel made of `inner_demand`."""
         raise NotImplementedError
+
+    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+        """The same around what repeats the wrapped one."""
+        again = copy.copy(self)
+        again.inner = self.inner.repeating(scale)
+        return again
 
 
 class IdentityQuantizer(Quantizer):
@@ -128,6 +139,10 @@ class CalibratingQuantizer(IdentityQuantizer):
     def note(self, x: torch.Tensor) -> None:
         """The amax."""
         self.amax.copy_(amax_of(x))
+
+    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+        """High precision alone."""
+        return IDENTITY
 
 
 class Fp8Quantizer(Quantizer):
@@ -187,6 +202,11 @@ class DelayedQuantizer(Fp8Quantizer):
         )
         assert scales is not None
         return self.pack(codes, transposed, scales, bias_grad)
+
+    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+        """The same format with a given scale."""
+        assert scale is not None
+        return DelayedQuantizer(scale, None, self.format)
 
     def __repr__(self) -> str:
         return f"DelayedQuantizer({FP8_NAMES[self.format]})"
@@ -284,6 +304,25 @@ class GemmQuantizers:
         self.native = all(type(quantizer) in _NATIVE for quantizer in six)
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
+
+    def repeating(self, scales: torch.Tensor | None) -> GemmQuantizers:
+        """Those of a forward that repeats another; gradients are there for the first time.
+
+        Args:
+            scales: fp32 `[3]` of input, weight and output in that forward, under delayed scaling.
+        """
+        first = [None if scales is None else scales[i : i + 1] for i in range(2)]
+        again = GemmQuantizers(
+            self.input.repeating(first[0]),
+            self.weight.repeating(first[1]),
+            self.grad_output,
+            self.output,
+            self.dgrad,
+            self.wgrad,
+        )
+        again.fp8, again.wrapped = self.fp8, self.wrapped
+        again.fast_accumulation = self.fast_accumulation
+        return again
 
 
 HIGH_PRECISION_GEMM = GemmQuantizers()

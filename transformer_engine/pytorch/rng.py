@@ -219,3 +219,24 @@ def _lent(generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         default.graphsafe_set_state(outside)
+
+
+class StatesOf:
+    """Inside, a tracker is where it was. Entered as often as autograd's graph is run.
+
+    Args:
+        tracker: whose states are set.
+        states: a snapshot of what its `get_states` gave.
+    """
+
+    def __init__(self, tracker: Any, states: Any) -> None:
+        self.tracker = tracker
+        self.states = states
+        self.later: Any = None
+
+    def __enter__(self) -> None:
+        self.later = self.tracker.get_states()
+        self.tracker.set_states(snapshot(self.states))
+
+    def __exit__(self, *error: object) -> None:
+        self.tracker.set_states(self.later)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from transformer_engine.pytorch.rng import snapshot
+from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 
 def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) -> torch.Tensor:
@@ -23,25 +23,9 @@ def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) 
     states = None if tracker is None else snapshot(tracker.get_states())
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), nullcontext() if states is None else _StatesOf(tracker, states)
+        return nullcontext(), nullcontext() if states is None else StatesOf(tracker, states)
 
     out: torch.Tensor = checkpoint(
         function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=True
     )
     return out
-
-
-class _StatesOf:
-    """Inside, the tracker is where it was. Entered as often as autograd's graph is run."""
-
-    def __init__(self, tracker: Any, states: Any) -> None:
-        self.tracker = tracker
-        self.states = states
-        self.later: Any = None
-
-    def __enter__(self) -> None:
-        self.later = self.tracker.get_states()
-        self.tracker.set_states(snapshot(self.states))
-
-    def __exit__(self, *error: object) -> None:
-        self.tracker.set_states(self.later)

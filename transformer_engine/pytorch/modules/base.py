@@ -18,6 +18,7 @@ from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
+from transformer_engine.pytorch.modules.repeated import begin_in_region
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.quantization import (
     FEATURE_ALIGNMENT,
@@ -25,6 +26,7 @@ from transformer_engine.pytorch.quantization import (
     with_weight_scales,
 )
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
+from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
 from transformer_engine.pytorch.tensor import Float8Tensor
@@ -62,6 +64,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         self.preserve_high_precision_init_val = model_init().preserve
         self._runs: dict[Any, Run] = {}
         self._announced: set[Hashable] = set()
+        self.in_foreign_region = False  # see `repeated`
 
     @property
     def name(self) -> str:
@@ -101,11 +104,42 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
     def _begin(self, x: torch.Tensor, parameters: Parameters, first_microbatch: bool | None) -> Run:
         """Everything a call must know before autograd: dtype, quantizers, gradients wanted.
 
-        Runs are kept by what they depend on; this is the hot path of small models.
+        This is the hot path of small models.
         """
+        stack = _STACK
+        if not _is_compiling() and (
+            (stack.noted and graph_task() != -1)
+            or (
+                (stack.scope.number or stack.inspector is not None)
+                and (top_hooks(True) is not None or not forward_grad_enabled())
+            )
+        ):
+            return begin_in_region(self, x, parameters, first_microbatch)
         needs: tuple[bool, ...] = ()
         if _is_grad_enabled():
             needs = (x.requires_grad, *[p is not None and p.requires_grad for p in parameters])
+        run = self.run_of(x, parameters, needs, first_microbatch)
+        if stack.first_pending and run.recording and self.updates(stack.scope):
+            return self._first_run(run)
+        return run
+
+    def run_of(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        first_microbatch: bool | None,
+        rehearses: bool = False,
+    ) -> Run:
+        """The run of a call in the scope that is open. Runs are kept by what they depend on.
+
+        Args:
+            x: the input.
+            parameters: of the chain.
+            needs: see `Run`; empty where autograd does not record.
+            first_microbatch: what the caller said.
+            rehearses: see `Run`.
+        """
         device = x.device
         autocast_dtype = None
         if _is_autocast_enabled(device.type):
@@ -114,23 +148,25 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
             run = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
             if _STACK.inspector is not None:  # a session is a new object, so this is traced again
                 _check_compiled(self.chain.gemm_names, _STACK.inspector.session)
-        else:
-            key = (_STACK.scope.number, x.dtype, autocast_dtype, needs, device, first_microbatch)
-            found = self._runs.get(key)
-            if found is None:
-                found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
-                if len(self._runs) >= _MOST_RUNS:  # a recipe per step would pile them up
-                    self._runs.clear()
-                self._runs[key] = found
-            run = found
-            inspector = _STACK.inspector
-            if inspector is not None and inspector.tick >= run.inspect_at:
-                run = inspector.run_for(self, run)
-        if _STACK.first_pending and run.recording and self._updates(_STACK.scope):
-            return self._first_run(run)
-        return run
+            return run
+        scope = _STACK.scope.number
+        key = (scope, x.dtype, autocast_dtype, needs, device, first_microbatch, rehearses)
+        found = self._runs.get(key)
+        if found is None:
+            found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+            if rehearses:
+                found.recording, found.rehearses = False, True
+                self.chain.plan(found)
+            if len(self._runs) >= _MOST_RUNS:  # a recipe per step would pile them up
+                self._runs.clear()
+            self._runs[key] = found
+        inspector = _STACK.inspector
+        if inspector is not None and inspector.tick >= found.inspect_at:
+            return inspector.run_for(self, found)
+        return found
 
-    def _updates(self, scope: Scope) -> bool:
+    def updates(self, scope: Scope) -> bool:
+        """Whether a step in this scope ends with an update of scales."""
         return scope.enabled and isinstance(scope.recipe, DelayedScaling)
 
     def _first_run(self, run: Run) -> Run:
@@ -140,10 +176,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         if torch.compiler.is_compiling():
             stack.defer_end_backward()
             return run
-        first = Run(run.dtype, run.needs, run.quantizers, run.first_microbatch, ends_backward=True)
-        first.plans, first.replays, first.caching = run.plans, run.replays, run.caching
-        first.kept = run.kept
-        return first
+        return run.once(ends_backward=True)
 
     def _make_run(
         self,

@@ -70,9 +70,18 @@ class Run:
         quantizers: of each Matmul in order.
         first_microbatch: what the caller said.
         ends_backward: the backward of this call is the last of its step.
+
+    Attributes:
+        rehearses: autograd does not record this call, and will record one that repeats it. Its
+            stages do all the same, so that no bit differs.
+        repeats: this call repeats one (see `regions`).
+        replayed: its forward ran from a tape.
+        again: the run of calls that repeat those of this one.
+        scales: where such a run finds the scales of the call that it repeats.
     """
 
     __slots__ = (
+        "again",
         "caching",
         "compiling",
         "dtype",
@@ -86,7 +95,11 @@ class Run:
         "plans",
         "quantizers",
         "recording",
+        "rehearses",
+        "repeats",
+        "replayed",
         "replays",
+        "scales",
     )
 
     def __init__(
@@ -103,6 +116,9 @@ class Run:
         self.first_microbatch = first_microbatch
         self.ends_backward = ends_backward
         self.recording = any(needs)  # autograd will call backward
+        self.rehearses = self.repeats = self.replayed = False
+        self.again: Run | None = None
+        self.scales: torch.Tensor | None = None
         self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
         self.compiling = False
         self.exporting = False  # to ONNX, see export.py
@@ -111,6 +127,14 @@ class Run:
         self.inspect_at = 0  # the tick of the inspector from which it may want to look
         self.inspection: Any = None  # what it decided last
         self.replays: dict[Any, Any] | None = None  # by shape of the input; None: by stages alone
+
+    def once(self, ends_backward: bool) -> Run:
+        """The same run, for one call."""
+        own = Run.__new__(Run)
+        for name in Run.__slots__:
+            setattr(own, name, getattr(self, name))
+        own.ends_backward, own.replayed = ends_backward, False
+        return own
 
 
 class Stage:

@@ -95,6 +95,7 @@ class _Plan:
         "needs_weight",
         "quantizers",
         "recording",
+        "repeats",
         "weight_demand",
         "wrapped",
     )
@@ -102,6 +103,7 @@ class _Plan:
     def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
         self.dtype = run.dtype
         self.recording = run.recording
+        self.repeats = run.repeats
         self.first_microbatch = run.first_microbatch
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
@@ -252,7 +254,7 @@ class Matmul(Stage):
         if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
             return quantizer.operands(weight, plan.weight_demand)
         cached = self._kept_weight(plan)
-        if plan.first_microbatch or cached is None:
+        if (plan.first_microbatch and not plan.repeats) or cached is None:
             cached = quantizer.refreshed(weight, plan.weight_demand, cached)
             self._cache(quantizer.cache_key, cached)
         return cached

@@ -1,0 +1,87 @@
+"""Activation checkpointing: training steps of four layers, each of them checkpointed, or none.
+
+`ratio` is the time over that without; the forward alone is a third of a forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import contenders
+import torch
+from contenders import Size, our_layer, precision, random
+from harness import Report, require_gpu, time_gpu_each
+from torch import nn
+
+import transformer_engine.pytorch as te
+
+LAYERS = 4
+SIZES = (
+    Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=2),
+    Size(hidden=2048, ffn=8192, heads=16, sequence=2048, batch=4),
+)
+BAR = 1.34
+MODES = {"none": None, "reentrant": True, "not reentrant": False}
+
+
+def step(
+    layers: nn.ModuleList, x: torch.Tensor, name: str, reentrant: bool | None
+) -> Callable[[], None]:
+    x = x.detach().requires_grad_()
+    upstream = torch.randn_like(x)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-5, fused=True)
+
+    def run() -> None:
+        x.grad = None
+        optimizer.zero_grad(set_to_none=True)
+        y = x
+        with precision(name):
+            for layer in layers:
+                y = (
+                    layer(y)
+                    if reentrant is None
+                    else te.checkpoint(layer, y, use_reentrant=reentrant)
+                )
+        y.backward(upstream)
+        optimizer.step()
+
+    return run
+
+
+def peak_mib(run: Callable[[], None]) -> int:
+    """Of a step, over what is there between steps."""
+    run()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return int((torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def measure(report: Report, size: Size, judge: bool) -> None:
+    layers = nn.ModuleList(our_layer(size) for _ in range(LAYERS))
+    x = random(size.batch, size.sequence, size.hidden)
+    for name in contenders.RECIPES:
+        steps = {mode: step(layers, x, name, how) for mode, how in MODES.items()}
+        peaks = {mode: peak_mib(run) for mode, run in steps.items()}
+        times = time_gpu_each(steps, repeats=20, warmup=5, cold=False)
+        plain = times["none"].median_us
+        for mode, timing in times.items():
+            row = {"op": f"{LAYERS} layers {size}", "case": f"{name}, {mode}"}
+            row |= {"ms": round(timing.median_us / 1e3, 3), "peak_mib": peaks[mode]}
+            row["ratio"] = round(timing.median_us / plain, 3)
+            row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+            if judge and mode != "none":
+                row.update(bar=BAR, better="lower")
+            report.row(**row)
+
+
+def main() -> None:
+    require_gpu()
+    report = Report("checkpoint")
+    measure(report, SIZES[0], judge=True)
+    measure(report, SIZES[1], judge=False)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

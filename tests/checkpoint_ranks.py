@@ -1,0 +1,46 @@
+"""What each rank of distributed/test_checkpoint runs, in a module that can be imported."""
+
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+
+
+def _inputs(rank: int) -> torch.Tensor:
+    return torch.arange(3 * 5 * 16, dtype=torch.float32).view(3, 5, 16) * (rank + 1)
+
+
+def _gradients(rank: int, reentrant: bool, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Of the weight; what is multiplied is what was kept of the input."""
+    layer = te.Linear(16, 16, bias=False, device="cpu", params_dtype=torch.float32)
+    x = _inputs(rank).requires_grad_()
+    y = te.checkpoint(
+        layer,
+        x * 1.0,
+        distribute_saved_activations=True,
+        tp_group=tp_group,
+        use_reentrant=reentrant,
+    )
+    y.backward(torch.ones_like(y))
+    return layer.weight.grad
+
+
+def expected(first: int, second: int) -> torch.Tensor:
+    """The same gradients, where halves are kept by these ranks."""
+    parts = [_inputs(rank).flatten() for rank in (first, second)]
+    x = torch.cat([parts[0][:120], parts[1][120:]]).view(15, 16)
+    return torch.ones(16, 15) @ x
+
+
+def run_rank(rank: int, store: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    found = {
+        "default group": _gradients(rank, True, None),
+        "group": _gradients(rank, True, group),
+        "one rank": _gradients(rank, True, alone),
+        "not reentrant": _gradients(rank, False, None),
+    }
+    torch.save(found, f"{results}.{rank}")
+    dist.destroy_process_group()

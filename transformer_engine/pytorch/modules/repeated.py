@@ -1,0 +1,120 @@
+"""Calls of modules in regions whose forward runs twice: see `transformer_engine.pytorch.regions`.
+
+Both forwards run from tapes, or both by stages, so that autograd is given equal tensors to keep.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.autocast import OUTSIDE, Scope, autocast_stack
+from transformer_engine.pytorch.regions import Call, Place, Region, graph_task, place
+from transformer_engine.pytorch.scaling_state import FORWARD
+from transformer_engine.pytorch.stages.base import Parameters, Run
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+
+
+def begin_in_region(
+    module: TransformerEngineBaseModule,
+    x: torch.Tensor,
+    parameters: Parameters,
+    first_microbatch: bool | None,
+) -> Run:
+    """The run of a call that may be the first or the second of a region, or neither.
+
+    Args:
+        module: that is called.
+        x: its input.
+        parameters: of its chain.
+        first_microbatch: what the caller said.
+
+    Raises:
+        RuntimeError: the call repeats one that cannot be found.
+    """
+    stack = autocast_stack()
+    where = place(stack.repeated, stack.regions)
+    needs: tuple[bool, ...] = ()
+    if where.rehearses or torch.is_grad_enabled():
+        wanted = where.rehearses or x.requires_grad
+        needs = (wanted, *[p is not None and p.requires_grad for p in parameters])
+    if graph_task() == -1 or not _repeats(module, where.repeats):
+        run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
+        return _noted(module, run, where, stack.scope)
+    assert where.repeats is not None
+    if not where.repeats.knows(module):  # it ran in high precision
+        with stack.resumed(OUTSIDE):
+            return module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
+    call = where.repeats.again(module)
+    with stack.resumed(call.scope):
+        run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
+    ends = call.ends_backward or where.repeats.owes_end
+    where.repeats.owes_end = ends and not (run.recording or run.rehearses)
+    again = _again(module, run, call, ends and run.recording)
+    for region in where.records:
+        region.note(module, call._replace(ends_backward=ends, run=again))
+    return again
+
+
+def _repeats(module: TransformerEngineBaseModule, region: Region | None) -> bool:
+    """Whether a call within a backward repeats one of this region."""
+    if module.in_foreign_region and (
+        region is None or (region.foreign and not region.knows(module))
+    ):
+        raise RuntimeError(
+            f"[{type(module).__name__}] expected to find the forward that runs again in this "
+            "backward, got none: it ran in FP8 in a checkpoint that is not ours, of a kind that "
+            "tells too little (torch.utils.checkpoint nested in itself does); use "
+            f"transformer_engine.pytorch.checkpoint instead (layer {module.name})"
+        )
+    return region is not None
+
+
+def _noted(module: TransformerEngineBaseModule, run: Run, where: Place, scope: Scope) -> Run:
+    """A first forward; the regions around it are told what it does."""
+    stack = autocast_stack()
+    if not (scope.enabled or scope.calibrating):
+        return run
+    ends = stack.first_pending and (run.recording or run.rehearses) and module.updates(scope)
+    if ends:
+        stack.first_pending = False
+    stack.noted = True
+    if not where.records or any(region.foreign for region in where.records):
+        module.in_foreign_region = True
+    delayed = scope.enabled and isinstance(scope.recipe, DelayedScaling)
+    scales = module.scaling[FORWARD].scale.clone() if delayed and where.records else None
+    result = run.once(ends and run.recording)
+    for region in where.records:
+        region.note(module, Call(scope, scales, ends, result))
+    if where.apart:
+        result.replays = None
+    return result
+
+
+def _again(module: TransformerEngineBaseModule, run: Run, call: Call, ends: bool) -> Run:
+    """A run with the scales of the first time, from tapes if that was.
+
+    Tapes know scales by their address, so those of each call are put into one place.
+    """
+    again = run.again
+    if again is None:
+        scales = None if call.scales is None else call.scales.clone()
+        quantizers = [
+            gemm.repeating(None if scales is None else scales[3 * i : 3 * i + 3])
+            for i, gemm in enumerate(run.quantizers)
+        ]
+        again = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
+        again.recording, again.rehearses, again.repeats = run.recording, run.rehearses, True
+        again.scales, again.kept = scales, run.kept
+        run.again = module.chain.plan(again)
+    elif call.scales is not None:
+        assert again.scales is not None
+        again.scales.copy_(call.scales)
+    result = again.once(ends)
+    if run.recording and call.run.recording and not call.run.replayed:
+        result.replays = None
+    return result
