@@ -37,8 +37,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def training_step(model: GPT, tokens: torch.Tensor, name: str) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def training_step(
+    model: GPT, tokens: torch.Tensor, name: str, capturable: bool = False
+) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
 
     def run() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -229,6 +229,12 @@ class Inspector:
                 text = f"Feature={routed.name}, API={call}: {tensor.tensor.name}"
                 self.manager.log_message(text, layer, once=(text, layer))
 
+    def discard(self) -> None:
+        """Forget the statistics of this iteration so far: they were about samples."""
+        discard = getattr(self._statistics, "discard", None)
+        if discard is not None:
+            discard()
+
     def refusal(self, layers: Sequence[str], how: str, captured: bool = False) -> str | None:
         """Why these layers cannot be compiled or captured; None where they can."""
         by_kernels = captured and getattr(self._statistics, "in_captured_graphs", False)

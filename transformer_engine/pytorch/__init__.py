@@ -42,6 +42,7 @@ from transformer_engine.pytorch.convert import ConversionReport, convert
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.gemm import gemm_report
+from transformer_engine.pytorch.graph import make_graphed_callables
 from transformer_engine.pytorch.model_init import fp8_model_init, quantized_model_init
 from transformer_engine.pytorch.modules.fp8_padding import Fp8Padding, Fp8Unpadding
 from transformer_engine.pytorch.modules.grouped_linear import GroupedLinear
@@ -102,6 +103,7 @@ __all__ = [
     "is_fp8_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "module",
     "onnx_export",
     "ops",

@@ -37,8 +37,13 @@ class Chain:
         self.taps_output = isinstance(first, Norm) and first.tap == "output"
         self.gemm_names = self._gemm_names()
 
+    @property
+    def matmuls(self) -> list[Matmul]:
+        """Its stages with GEMMs."""
+        return [stage for stage in self.stages if isinstance(stage, Matmul)]
+
     def _gemm_names(self) -> tuple[str, ...]:
-        return tuple(stage.name for stage in self.stages if isinstance(stage, Matmul))
+        return tuple(stage.name for stage in self.matmuls)
 
     def rename(self, layer: str) -> None:
         """Let every stage follow the name of the module."""

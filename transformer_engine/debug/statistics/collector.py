@@ -157,6 +157,13 @@ class Collector:
     def _live(self) -> list[TensorStatistics]:
         return [tensor for tensor in list(self._tensors.values()) if tensor is not None]
 
+    def discard(self) -> None:
+        """Forget what was taken in this iteration so far."""
+        with self._lock:
+            for buffer in self._buffers.values():
+                buffer.take()
+            self._begin()
+
     def step(self) -> None:
         """End an iteration: send its rows on their way, and log those of earlier ones.
 

@@ -29,6 +29,7 @@ from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuant
 from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
+from transformer_engine.pytorch.stages.matmul import Matmul
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 _MOST_RUNS = 64
@@ -100,6 +101,24 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
         """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""
         raise NotImplementedError
+
+    def parts(self) -> Sequence[TransformerEngineBaseModule]:
+        """The modules that run its GEMMs: itself."""
+        return (self,)
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """Those weights, whole."""
+        raise NotImplementedError
+
+    def renew_weights(self) -> None:
+        """Cast anew, in the scope that is open, what `is_first_microbatch=False` reads."""
+        number = _STACK.scope.number
+        runs = [r for k, r in self._runs.items() if k[0] == number and r.first_microbatch is False]
+        for run in sorted(runs, key=lambda run: run.recording)[-1:]:
+            weights = self._weights()
+            for stage, plan in run.caching:
+                assert isinstance(stage, Matmul)
+                stage.renew(weights[stage.index], plan)
 
     def _begin(self, x: torch.Tensor, parameters: Parameters, first_microbatch: bool | None) -> Run:
         """Everything a call must know before autograd: dtype, quantizers, gradients wanted.

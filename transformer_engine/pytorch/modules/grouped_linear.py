@@ -119,6 +119,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         for part in self._parts:
             part.save_original_input = value
 
+    def parts(self) -> tuple[Linear, ...]:
+        """One Linear for each part."""
+        return self._parts
+
     def _names(self) -> Iterable[tuple[Linear, str, str]]:
         """Part, name of the parameter in it, and here; all weights first."""
         for kind in ("weight", "bias") if self.use_bias else ("weight",):

@@ -156,6 +156,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)]
 
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._parameters["fc1_weight"], self._parameters["fc2_weight"]]  # type: ignore[list-item]
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the perceptron.
 

@@ -138,6 +138,9 @@ class Linear(TransformerEngineBaseModule):
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
 
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._split.of(self)[0]]
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the linear transformation.
 

@@ -255,9 +255,15 @@ class Matmul(Stage):
             return quantizer.operands(weight, plan.weight_demand)
         cached = self._kept_weight(plan)
         if (plan.first_microbatch and not plan.repeats) or cached is None:
-            cached = quantizer.refreshed(weight, plan.weight_demand, cached)
-            self._cache(quantizer.cache_key, cached)
+            return self.renew(weight, plan)
         return cached
+
+    def renew(self, weight: torch.Tensor, plan: _Plan) -> Operands:
+        """Cast the weight and keep it."""
+        quantizer = plan.quantizers.weight
+        cast = quantizer.refreshed(weight, plan.weight_demand, self._kept_weight(plan))
+        self._cache(quantizer.cache_key, cast)
+        return cast
 
     def _kept_weight(self, plan: _Plan) -> Operands | None:
         """The cached weight, where it serves this plan."""

@@ -1,0 +1,90 @@
+"""The GPT of bench_gpt, forward and backward in a CUDA graph, beside plain torch eager.
+
+`layers` is the stack, which the bar is about; `step` a whole training step with AdamW. `idle` is
+the share of the time between the first and the last kernel of ten replays in which none runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import contenders
+import torch
+from bench_gpt import GPT, SIZE, VOCABULARY, training_step
+from contenders import PlainLayer, our_layer, random, step
+from harness import Report, require_gpu, time_gpu_each
+from torch.profiler import ProfilerActivity, profile
+
+BAR, IDLE_BAR = 0.68, 0.03
+REPLAYS = 10
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The same as one graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    return graph.replay
+
+
+def idle(replay: Callable[[], None]) -> float:
+    """Share of time in which no kernel runs."""
+    for _ in range(3):
+        replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(REPLAYS):
+            replay()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1.0 - busy / (reached - spans[0][0])
+
+
+def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge: bool) -> None:
+    graphs = {f"{name}, captured": captured(run) for name, run in steps.items()}
+    times = time_gpu_each({"torch": steps["torch"], **graphs}, repeats=30, warmup=10, cold=False)
+    for name, timing in times.items():
+        row = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 3)}
+        row["ratio"] = round(timing.median_us / times["torch"].median_us, 3)
+        row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+        if judge and name in graphs and not name.startswith("torch"):
+            row.update(bar=BAR, better="lower")
+        report.row(**row)
+    for name, replay in graphs.items():
+        ours = not name.startswith("torch")
+        bar = {"bar": IDLE_BAR, "better": "lower"} if judge and ours else {}
+        report.row(op=f"{op}, idle", case=name, ratio=round(idle(replay), 4), **bar)
+
+
+def main() -> None:
+    require_gpu()
+    report = Report("graph")
+    models = {"torch": GPT(PlainLayer)}
+    models |= {name: GPT(our_layer) for name in contenders.RECIPES}
+    x = random(SIZE.batch, SIZE.sequence, SIZE.hidden)
+    stacks = {name: step(model.layers, x, name) for name, model in models.items()}
+    measure(report, "layers", stacks, judge=True)
+    tokens = torch.randint(VOCABULARY, (SIZE.batch, SIZE.sequence + 1), device=x.device)
+    whole = {
+        name: training_step(model, tokens, name, capturable=True) for name, model in models.items()
+    }
+    measure(report, "step", whole, judge=False)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
