@@ -52,6 +52,7 @@ from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
 from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.offload import get_cpu_offload_context, mark_not_offload
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
@@ -97,6 +98,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "gemm_report",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "is_bf16_available",
@@ -104,6 +106,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "mark_not_offload",
     "module",
     "onnx_export",
     "ops",

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Scaling
+from transformer_engine.pytorch.regions import top_hooks
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
 from transformer_engine.pytorch.tensor import Float8Tensor
 
@@ -82,6 +83,7 @@ class _Plan:
     """What a Matmul decides once for all calls of a run."""
 
     __slots__ = (
+        "compiling",
         "demand",
         "dtype",
         "fast_accumulation",
@@ -102,6 +104,7 @@ class _Plan:
 
     def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
         self.dtype = run.dtype
+        self.compiling = torch.compiler.is_compiling()
         self.recording = run.recording
         self.repeats = run.repeats
         self.first_microbatch = run.first_microbatch
@@ -220,6 +223,9 @@ class Matmul(Stage):
         column = own if weight_kept else w.columnwise
         w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
         target = self._wgrad_target(weight, plan)
+        if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
+            # For `offload`: the parameter itself stays, what was made of it is a weight.
+            setattr(w_data, "never_offloaded" if weight_kept else "weight_offloading", True)
         facts = _Facts(x_format, w_format, target, padding, weight_kept)
         return y, Saved((x_data, x_scales, w_data, w_scales), facts)
 

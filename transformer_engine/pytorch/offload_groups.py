@@ -1,0 +1,177 @@
+"""Groups of saved tensors that are copied to the host in the forward and back in the backward.
+
+What is copied are storages, once each however many views of them are saved: memory comes back only
+with the whole storage. Copies run on two side streams. The host waits for nothing: the stream that
+computes waits for the copies of a group where its memory is let go, and where it is needed again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple, Protocol
+
+import torch
+
+LEAST_ELEMENTS = 256 * 1024  # smaller tensors stay where they are
+
+
+class Copies(Protocol):
+    """How storages are copied; an event is what the computing stream can wait for."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether tensors of this device are copied."""
+
+    def out(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+        """Begin to copy bytes to the host; the copies, and an event."""
+
+    def back(
+        self, sources: list[torch.Tensor], devices: list[torch.device]
+    ) -> tuple[list[torch.Tensor], object]:
+        """Begin to copy bytes back; the copies, and an event."""
+
+    def wait(self, event: object) -> None:
+        """What is computed from here on comes after an event."""
+
+    def free(self, host: torch.Tensor) -> None:
+        """Nobody needs these bytes on the host any more."""
+
+
+class Stored:
+    """A storage: on its device, on the host, or both.
+
+    Args:
+        x: a tensor in that storage.
+    """
+
+    def __init__(self, x: torch.Tensor, copies: Copies) -> None:
+        self.device = x.device
+        self.bytes: torch.Tensor | None = _bytes(x)
+        self.host: torch.Tensor | None = None
+        self.size = self.bytes.numel()
+        self.used = 0  # bytes of the views that were saved
+        self._copies = copies
+
+    def __del__(self) -> None:
+        if self.host is not None:
+            self._copies.free(self.host)
+
+    def drop_host(self) -> None:
+        """The bytes are on the device again."""
+        if self.host is not None:
+            self._copies.free(self.host)
+            self.host = None
+
+
+class View(NamedTuple):
+    """What autograd is given to keep in a tensor's place."""
+
+    group: Group
+    stored: Stored
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, on its device."""
+        assert self.stored.bytes is not None
+        storage = self.stored.bytes.untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=self.stored.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
+
+
+class Group:
+    """What one layer saves.
+
+    Args:
+        index: of the layer in the model.
+        copies: how.
+    """
+
+    def __init__(self, index: int, copies: Copies) -> None:
+        self.index = index
+        self.entered = False  # its backward has begun
+        self._copies = copies
+        self._by_address: dict[int, Stored] = {}
+        self._saved: list[tuple[torch.Tensor, int]] = []  # with the version that was saved
+        self._stored: list[weakref.ref[Stored]] = []
+        self._leaving: list[Stored] = []
+        self._left: object = None  # event
+        self._coming: list[Stored] = []
+        self._came: object = None  # event
+
+    def save(self, x: torch.Tensor) -> View:
+        """Take a tensor in."""
+        address = x.untyped_storage().data_ptr()
+        stored = self._by_address.get(address)
+        if stored is None:
+            stored = self._by_address[address] = Stored(x, self._copies)
+        stored.used += x.numel() * x.itemsize
+        self._saved.append((x, x._version))
+        return View(self, stored, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def keep(self) -> None:
+        """The layer has run, and what it saved stays."""
+        self._by_address, self._saved = {}, []
+
+    def send(self) -> None:
+        """The layer has run: copy what it saved. Storages that are mostly something else stay."""
+        worth = [s for s in self._by_address.values() if 2 * s.used >= s.size]
+        self._by_address = {}
+        self._stored = [weakref.ref(stored) for stored in worth]
+        if worth:
+            hosts, self._left = self._copies.out([s.bytes for s in worth])  # type: ignore[misc]
+            for stored, host in zip(worth, hosts, strict=True):
+                stored.host = host
+            self._leaving = worth
+
+    def let_go(self) -> None:
+        """Wait for the copies, and let go of the memory on the device.
+
+        Raises:
+            RuntimeError: a tensor was written to since it was saved.
+        """
+        if self.entered or not self._leaving:
+            return
+        for x, version in self._saved:
+            if x._version != version:
+                raise RuntimeError(
+                    "[cpu_offload] expected tensors that are saved for the backward to stay as they"
+                    f" are, got one of shape {tuple(x.shape)} that an in-place operation has"
+                    f" changed (layer {self.index} of those that are offloaded)"
+                )
+        self._copies.wait(self._left)
+        for stored in self._leaving:
+            stored.bytes = None
+        self._saved, self._leaving = [], []
+
+    def bring_back(self) -> bool:
+        """Begin to copy back what was let go of and is still wanted; whether there was any."""
+        alive = [s for ref in self._stored if (s := ref()) is not None and s.bytes is None]
+        self._stored = []
+        if alive:
+            found, self._came = self._copies.back(
+                [s.host for s in alive],  # type: ignore[misc]
+                [s.device for s in alive],
+            )
+            for stored, own in zip(alive, found, strict=True):
+                stored.bytes = own
+            self._coming = alive
+        return bool(alive)
+
+    def arrive(self) -> None:
+        """What was saved is needed from here on."""
+        self.entered = True
+        self.bring_back()
+        self._saved, self._leaving = [], []
+        if self._coming:
+            self._copies.wait(self._came)
+            for stored in self._coming:
+                stored.drop_host()
+            self._coming = []
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    storage = x.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
