@@ -107,4 +107,15 @@ GOALS = [
         "TE 13.4x (s2048 b2); 2.26x",
         "inspect",
     ),
+    Goal("activation checkpointing, over a step without", "<= 1.34x", "-", "checkpoint"),
+    Goal(
+        "125M GPT captured, over plain torch eager",
+        "<= 0.68x",
+        "-",
+        "graph",
+        r"layers",
+    ),
+    Goal("GPU idle in its replays", "<= 3 %", "-", "graph", r"layers, idle"),
+    Goal("offload copies, of a plain cudaMemcpyAsync", ">= 0.9", "-", "offload", r"copies"),
+    Goal("offload step, over max(compute, copies)", "<= 1.05x", "-", "offload", r"step"),
 ]
