@@ -24,8 +24,10 @@ PATHS = {
     "transformer_engine.pytorch.attention.inference": ("InferenceParams",),
     "transformer_engine.pytorch.attention.multi_head_attention": ("MultiheadAttention",),
     "transformer_engine.pytorch.attention.rope": ("RotaryPositionEmbedding",),
-    "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker",),
+    "transformer_engine.pytorch.cpu_offload": ("mark_not_offload",),
+    "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker", "checkpoint"),
     "transformer_engine.pytorch.float8_tensor": ("Float8Tensor",),
+    "transformer_engine.pytorch.graph": ("make_graphed_callables",),
     "transformer_engine.pytorch.fp8": (
         "autocast",
         "fp8_autocast",
@@ -65,6 +67,12 @@ MORE = {
     "transformer_engine.pytorch.attention.rope": ("apply_rotary_pos_emb",),
     "transformer_engine.pytorch.constants": ("TE_DType", "dist_group_type"),
     "transformer_engine.pytorch.cpp_extensions": ("general_gemm",),
+    "transformer_engine.pytorch.cpu_offload": ("get_cpu_offload_context",),
+    "transformer_engine.pytorch.distributed": (
+        "activation_recompute_forward",
+        "in_fp8_activation_recompute_phase",
+        "is_fp8_activation_recompute_enabled",
+    ),
     "transformer_engine.pytorch.fp8": (
         "FP8GlobalStateManager",
         "check_fp8_support",

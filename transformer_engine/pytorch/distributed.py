@@ -1,6 +1,50 @@
 """The documented import path of what serves distributed training."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.checkpointing import checkpoint
+from transformer_engine.pytorch.regions import place
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, graph_safe_rng_available
 
-__all__ = ["CudaRNGStatesTracker", "checkpoint", "graph_safe_rng_available"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "activation_recompute_forward",
+    "checkpoint",
+    "graph_safe_rng_available",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+]
+
+
+@contextmanager
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> Iterator[None]:
+    """What checkpointing functions of trainers open around their two forwards.
+
+    Modules find out by themselves that a forward will be repeated, or that it repeats another, from
+    the autograd function that runs it: scales and amaxes are treated so whether or not this is
+    open.
+
+    Args:
+        activation_recompute: the forward is one of two.
+        recompute_phase: it is the second.
+    """
+    yield
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether modules called now run in FP8 in a part of a model that runs twice."""
+    stack = autocast_stack()
+    here = place(stack.repeated, stack.regions)
+    return stack.scope.enabled and (bool(here.records) or here.repeats is not None)
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether modules called now run in FP8 for the second time."""
+    stack = autocast_stack()
+    return stack.scope.enabled and place(stack.repeated, stack.regions).repeats is not None

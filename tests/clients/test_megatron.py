@@ -1,0 +1,163 @@
+"""Megatron-Core: its layers on ours, in a GPT that trains in FP8.
+
+On the CPU Megatron needs learned positions: its rotary ones ask for the current CUDA device.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+pytest.importorskip("megatron.core", reason="python -m pip install --no-deps megatron-core")
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # Megatron has many to give
+    pytest.mark.filterwarnings("ignore:DelayedScaling. ignoring unknown keyword:UserWarning"),
+]
+
+VOCABULARY, LENGTH, BATCH = 128, 32, 2
+
+
+@pytest.fixture
+def megatron(device: str, tmp_path: Path) -> Iterator[Any]:
+    """Megatron's process groups, of this process alone."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, rank=0, world_size=1, store=store)
+    parallel_state.initialize_model_parallel()
+    if device == "cuda":
+        random.model_parallel_cuda_manual_seed(0)
+    yield parallel_state
+    random.get_cuda_rng_tracker().reset()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def gpt(device: str, **changes: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "use_cpu_initialization": device == "cpu",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": 4,
+        "fp8_amax_compute_algo": "max",
+    }
+    experts = changes.get("num_moe_experts")
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=True
+    )
+    position = "learned_absolute" if device == "cpu" else "rope"
+    model = GPTModel(
+        TransformerConfig(**{**settings, **changes}),
+        spec,
+        VOCABULARY,
+        LENGTH,
+        position_embedding_type=position,
+    )
+    return model.to(device)
+
+
+def trained(model: torch.nn.Module, device: str, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(LENGTH, device=device).repeat(BATCH, 1)
+    losses = []
+    for _ in range(steps):
+        model.set_is_first_microbatch()
+        loss = model(ids, ids[:1], None, labels=ids).float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_gpt_trains_in_fp8(recipe: str, device: str, megatron: Any) -> None:
+    model = gpt(device, fp8_recipe=recipe)
+    assert sys.modules["megatron.core.extensions.transformer_engine"].HAVE_TE
+    layer = model.decoder.layers[0]
+    for module, kind in (
+        (layer.self_attention.linear_qkv, te.LayerNormLinear),
+        (layer.self_attention.linear_proj, te.Linear),
+        (layer.self_attention.core_attention, te.DotProductAttention),
+        (layer.self_attention.q_layernorm, te.RMSNorm),
+    ):
+        assert isinstance(module, kind)
+    te.gemm_report(reset=True)
+    losses = trained(model, device)
+    assert losses == sorted(losses, reverse=True)
+    # Two layers of four Linears each, three GEMMs of each in four steps.
+    assert te.gemm_report().total("fp8") == te.gemm_report().total() == 2 * 4 * 3 * 4
+
+
+def test_recomputed_layers_change_no_loss(device: str, megatron: Any) -> None:
+    """Through `te.checkpoint`, under delayed scaling."""
+    plain = trained(gpt(device), device)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    te.gemm_report(reset=True)
+    assert trained(gpt(device, **recompute, recompute_num_layers=1), device) == plain
+    forwards = [n for (_, gemm, _), n in te.gemm_report().counts.items() if gemm == "fprop"]
+    assert set(forwards) == {2 * 4}
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(device: str, megatron: Any) -> None:
+    source, target = gpt(device), gpt(device)
+    trained(source, device, 2)
+    assert target.load_state_dict(source.state_dict(), strict=True) == ([], [])
+    assert trained(target, device, 2) == trained(source, device, 2)
+
+
+def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
+    """Megatron's MLP of four experts, by itself: its router asks for a CUDA device."""
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
+    model = gpt(device, **experts, fp8_recipe="tensorwise")
+    mlp = model.decoder.layers[0].mlp.experts
+    assert isinstance(mlp.linear_fc1, te.GroupedLinear) and mlp.linear_fc1.num_gemms == 4
+    dtype = mlp.linear_fc1.weight0.dtype
+    tokens = torch.tensor([5, 0, 16, 11])
+    x = torch.randn(32, 64, device=device, dtype=dtype, requires_grad=True)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    te.gemm_report(reset=True)
+    losses = []
+    for _ in range(3):
+        with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+            out, _ = mlp(x, tokens, torch.full((32,), 0.5, device=device))
+        loss = (out.float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert out.shape == x.shape and x.grad.isfinite().all()
+    assert losses == sorted(losses, reverse=True)
+    # Two layers of four experts, three GEMMs of each in three steps.
+    assert te.gemm_report().total("fp8") == te.gemm_report().total() == 2 * 4 * 3 * 3
