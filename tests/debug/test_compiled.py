@@ -6,6 +6,7 @@ from debug.fake_manager import session
 from debug.test_hooks import RECIPES, HighPrecision, Modifier, build
 
 import transformer_engine.pytorch as te
+from transformer_engine.debug import inspector
 
 
 def compiled(module):
@@ -62,6 +63,24 @@ def test_a_feature_on_a_captured_layer_is_refused() -> None:
             pytest.raises(RuntimeError, match="capture, got feature Modifier on layer layer"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
+            module(x)
+
+
+class Later(Modifier):
+    """Has nothing to do before a certain iteration."""
+
+    def modify_tensor_enabled(self, config, layer_name, tensor_name, gemm, iteration):
+        return iteration >= 10, max(10, iteration + 1)
+
+
+def test_a_feature_that_is_not_due_is_refused_in_a_capture(device, monkeypatch) -> None:
+    """The graph would be replayed when it is due."""
+    module = build("linear", device)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=device)
+    with session(("layer", Later(), {})), torch.no_grad():
+        module(x)
+        monkeypatch.setattr(inspector, "_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="capture, got feature Later on layer layer"):
             module(x)
 
 

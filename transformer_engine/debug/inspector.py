@@ -61,7 +61,7 @@ class Inspection:
     end: int
     first: Run | None  # None: the run stays as it is
     repeated: Run | None  # the same for a forward that is computed again in a backward
-    statistics: bool  # of a tensor of the module, now or at another time
+    awaited: bool  # graphs must hear of statistics, or of a feature, that are due at another time
 
 
 class Inspector:
@@ -104,8 +104,7 @@ class Inspector:
             found = self._captured(module, run)
         elif found is None or not found.begin <= self.tick < found.end:
             found = run.inspection = self._inspect(module, run)
-            # Where statistics are due at other times, a captured graph must hear of it.
-            stays = found.first is None and not found.statistics
+            stays = found.first is None and not found.awaited
             run.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return run
@@ -115,10 +114,10 @@ class Inspector:
 
     def _inspect(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
         """Ask the features of every layer of the module."""
-        provided = self._statistics is not None
+        provided, names = self._statistics is not None, module.chain.gemm_names
         plans = [
             Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
-            for name, quantizers in zip(module.chain.gemm_names, run.quantizers, strict=True)
+            for name, quantizers in zip(names, run.quantizers, strict=True)
         ]
         for plan in plans:
             self._log(plan)
@@ -133,7 +132,8 @@ class Inspector:
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(run.quantizers):
-            return Inspection(self.tick, end, None, None, statistics)
+            awaited = statistics or (bool(following) and self.refusal(names, "", True) is not None)
+            return Inspection(self.tick, end, None, None, awaited)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
         first, repeated = (
