@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -21,6 +25,7 @@ RECIPES = {
     "bf16": None,
     "fp8 delayed": DelayedScaling(amax_history_len=16),
     "fp8 current": Float8CurrentScaling(),
+    "fp8 blocks": Float8BlockScaling(),
 }
 
 

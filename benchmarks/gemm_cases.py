@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from transformer_engine.pytorch.dtypes import E4M3, E5M2, SCALE_BLOCK, block_format
 from transformer_engine.pytorch.kernels.gemm import gemm
+from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 
-E4M3, E5M2 = 5, 6
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 # name, tokens, and (output, input) features of each Linear.
@@ -37,11 +38,14 @@ SINGLE = [(8192, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048)]
 
 @dataclass(frozen=True)
 class Case:
-    """One product: D[m, n] = A B^T over k, as `kind` (fprop, dgrad or wgrad), in FP8 or bf16."""
+    """One product: D[m, n] = A B^T over k, as `kind` (fprop, dgrad or wgrad).
+
+    `precision` is "bf16", "fp8" (one scale for a matrix), or "fp8 blocks".
+    """
 
     name: str
     kind: str
-    fp8: bool
+    precision: str
     m: int
     n: int
     k: int
@@ -52,7 +56,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        return f"{'fp8' if self.fp8 else 'bf16'} {self.kind}"
+        return f"{self.precision} {self.kind}"
 
     @property
     def flop(self) -> int:
@@ -61,27 +65,33 @@ class Case:
 
 @dataclass(frozen=True)
 class Calls:
-    """Two ways to the same product."""
+    """Two ways to the same product; torch may have none."""
 
     ours: Callable[[], torch.Tensor]
-    torch: Callable[[], torch.Tensor]
+    torch: Callable[[], torch.Tensor] | None
+
+    def all(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """The ways by name."""
+        ways = {"ours": self.ours}
+        return ways if self.torch is None else ways | {"torch": self.torch}
 
 
-def cases() -> Iterator[Case]:
-    for fp8 in (True, False):
+def cases(precisions: Sequence[str] = ("fp8", "bf16")) -> Iterator[Case]:
+    for precision in precisions:
         for layer, tokens, linears in LAYERS:
             for linear, (outputs, inputs) in linears.items():
                 name = f"{layer} {linear}"
-                yield Case(name, "fprop", fp8, tokens, outputs, inputs)
-                yield Case(name, "dgrad", fp8, tokens, inputs, outputs)
-                yield Case(name, "wgrad", fp8, outputs, inputs, tokens)
+                yield Case(name, "fprop", precision, tokens, outputs, inputs)
+                yield Case(name, "dgrad", precision, tokens, inputs, outputs)
+                yield Case(name, "wgrad", precision, outputs, inputs, tokens)
         for m, n, k in SINGLE:
-            yield Case("single", "fprop", fp8, m, n, k)
+            yield Case("single", "fprop", precision, m, n, k)
 
 
 def prepare(case: Case) -> Calls:
     """Random data, and the calls that multiply it."""
-    return _prepare_fp8(case) if case.fp8 else _prepare_bf16(case)
+    by = {"fp8": _prepare_fp8, "fp8 blocks": _prepare_blocks, "bf16": _prepare_bf16}
+    return by[case.precision](case)
 
 
 def _prepare_fp8(case: Case) -> Calls:
@@ -103,6 +113,31 @@ def _prepare_fp8(case: Case) -> Calls:
     def torchs() -> torch.Tensor:
         return torch._scaled_mm(a, b_columns, scale, scale, out_dtype=bf16, use_fast_accum=fast)
 
+    return Calls(ours, torchs)
+
+
+def _prepare_blocks(case: Case) -> Calls:
+    # Weights, which are `b` of fprop and dgrad, have square blocks.
+    dimensions = 1 if case.kind == "wgrad" else 2
+    formats = block_format(E4M3, 1), block_format(E4M3, dimensions)
+    bf16, sizes = torch.bfloat16, ((case.m, case.k), (case.n, case.k))
+    (a, a_scales), (b, b_scales) = (
+        quantize_blocks(torch.randn(size, device="cuda"), format, True, 0.0, True, False, None)[:2]
+        for size, format in zip(sizes, formats, strict=True)
+    )
+    used = b_scales if dimensions == 1 else b_scales[:, : -(-case.k // SCALE_BLOCK)].t()
+    a_fp8, b_fp8 = (t.view(FP8_TYPES[E4M3]) for t in (a, b))
+
+    def ours() -> torch.Tensor:
+        return gemm(a, b, bf16, a_scales, b_scales, *formats)[0]
+
+    def torchs() -> torch.Tensor:
+        return torch._scaled_mm(a_fp8, b_fp8.t(), a_scales.t(), used, out_dtype=bf16)
+
+    try:
+        torchs()
+    except (RuntimeError, ValueError):
+        return Calls(ours, None)
     return Calls(ours, torchs)
 
 

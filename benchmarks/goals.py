@@ -35,6 +35,14 @@ GOALS = [
         "quantize",
         r"cast \+ transpose \+ dbias",
     ),
+    Goal(
+        "cast in 1 x 128 and 128 x 128 blocks, + transpose",
+        ">= 0.80 of copy",
+        "-",
+        "blocks",
+        r"cast .*",
+    ),
+    Goal("GEMM with block scales, over torch", ">= 1.00x each", "1.00", "blocks", r"fp8 .*"),
     Goal("RMSNorm forward", ">= 0.95 of copy", "quack 0.95", "norm", r"rmsnorm forward"),
     Goal("LayerNorm forward", ">= 0.93 of copy", "TE 0.73", "norm", r"layernorm forward"),
     Goal(

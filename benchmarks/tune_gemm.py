@@ -1,6 +1,7 @@
 """Finds faster algorithms than cuBLASLt's first guess and writes csrc/cuda/policy/gemm_table.inc.
 
     PYTHONPATH=. python benchmarks/tune_gemm.py [--out FILE] [--seconds PER_PRODUCT]
+        [--precision bf16 | fp8 | "fp8 blocks"]...
 
 For each product of gemm_cases.py: time the heuristic's guesses, then climb from the best through
 its neighbours until the time is up, then let the finalists run against the first guess in turns,
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,7 @@ class Tuned:
     algorithm: Algorithm | None
     us: float
     guess_us: float
-    torch_us: float
+    torch_us: float | None
     tried: int
 
     @property
@@ -67,7 +69,7 @@ def tune(case: Case, seconds: float) -> Tuned:
     else:
         _C.gemm_use(best)
     us = medians["guess" if best is None else best]
-    return Tuned(problem, best, us, medians["guess"], medians["torch"], len(times))
+    return Tuned(problem, best, us, medians["guess"], medians.get("torch"), len(times))
 
 
 def _search(case: Case, calls: Calls, deadline: float) -> dict[Algorithm, float]:
@@ -126,28 +128,32 @@ def _final(calls: Calls, finalists: list[Algorithm]) -> dict[Algorithm | str, fl
         _C.gemm_use_guess()
         calls.ours()
 
-    contenders = {"guess": with_guess, "torch": calls.torch}
+    contenders = calls.all() | {"ours": with_guess}
+    contenders["guess"] = contenders.pop("ours")
     contenders |= {a: with_algorithm(a) for a in finalists}
     timings = time_gpu_each(contenders, repeats=15, warmup=3)
     return {name: timing.median_us for name, timing in timings.items()}
 
 
 def write_table(path: Path, found: list[Tuned]) -> None:
-    """Rows for the products whose winner beat the first guess."""
-    head = [line for line in TABLE.read_text().splitlines() if line.startswith("//")]
+    """Rows for the products whose winner beat the first guess; those of other products stay."""
+    lines = TABLE.read_text().splitlines()
+    head = [line for line in lines if line.startswith("//")]
+    tuned = tuple(f"{{{t.problem}, " for t in found)
+    kept = [line for line in lines if line.startswith("{") and not line.startswith(tuned)]
     head = [line for line in head if not line.startswith("// Measured on ")]
     head.append(f"// Measured on {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}.")
-    rows = sorted(t.row for t in found if t.algorithm is not None)
+    rows = sorted(kept + [t.row for t in found if t.algorithm is not None])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*head, *rows]) + "\n")
     print(f"wrote {path}: {len(rows)} rows for {len(found)} products", flush=True)
 
 
-def tune_all(seconds: float, out: Path) -> list[Tuned]:
-    """Tunes every case, reports each, and writes the table."""
+def tune_all(chosen: Sequence[Case], seconds: float, out: Path) -> list[Tuned]:
+    """Tunes the cases, reports each, and writes the table."""
     report = Report("gemm_tuning")
     found = []
-    for case in cases():
+    for case in chosen:
         tuned = tune(case, seconds)
         found.append(tuned)
         report.row(
@@ -155,9 +161,8 @@ def tune_all(seconds: float, out: Path) -> list[Tuned]:
             case=case.label,
             us=round(tuned.us, 2),
             guess_us=round(tuned.guess_us, 2),
-            torch_us=round(tuned.torch_us, 2),
-            ratio=round(tuned.torch_us / tuned.us, 3),
-            bar=1.0,
+            torch_us=tuned.torch_us,
+            ratio=tuned.torch_us and round(tuned.torch_us / tuned.us, 3),
             tried=tuned.tried,
             algorithm=tuned.algorithm,
         )
@@ -169,9 +174,11 @@ def tune_all(seconds: float, out: Path) -> list[Tuned]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=TABLE, help="the table to write")
+    parser.add_argument("--precision", action="append", help="which products; default: all")
     parser.add_argument("--seconds", type=float, default=2.0, help="search time of one product")
     options = parser.parse_args()
     require_gpu()
     random.seed(0)
     torch.manual_seed(0)
-    tune_all(options.seconds, options.out)
+    chosen = list(cases(options.precision or ("fp8", "fp8 blocks", "bf16")))
+    tune_all(chosen, options.seconds, options.out)

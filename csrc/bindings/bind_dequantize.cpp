@@ -1,6 +1,7 @@
 // Bindings of dequantize and transpose.
 #include "bindings/bindings.h"
 #include "bindings/program.h"
+#include "bindings/quantized_args.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/dequantize.h"
 #include "ops/transpose.h"
@@ -10,7 +11,11 @@ namespace {
 
 void dequantize_into(const TensorView& codes, int format, const TensorView& scales,
                      const TensorView& x) {
-  dequantize({.q = codes, .dtype = static_cast<DType>(format), .scales = scales, .x = x},
+  dequantize({.q = codes,
+              .dtype = codec_of(format),
+              .blocks = blocks_of(format),
+              .scales = scales,
+              .x = x},
              bridge::current_stream(codes.device));
 }
 

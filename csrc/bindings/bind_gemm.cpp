@@ -1,5 +1,6 @@
 // Bindings of gemm: flat arguments, because building a Python object per call would cost more than
-// the launch. Formats are values of DType, or -1 for plain operands and results.
+// the launch. Formats are values of DType, or -1 for plain operands and results; those of operands
+// whose blocks have scales say so (quantized_args.h).
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
@@ -22,7 +23,8 @@ bool run(GemmArgs args) {
 }
 
 GemmOperand operand(const TensorView& data, const TensorView& scales, int format, bool transposed) {
-  return {format < 0 ? data : data.as(static_cast<DType>(format)), scales, transposed};
+  if (format < 0) return {data, scales, transposed};
+  return {data.as(codec_of(format)), scales, transposed, blocks_of(format)};
 }
 
 bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,

@@ -1,9 +1,10 @@
-// Bindings of quantize; the FP8 format travels as the integer value of DType.
+// Bindings of quantize and quantize_blocks; the FP8 format travels as the integer value of DType.
 #include "bindings/bindings.h"
 #include "bindings/program.h"
 #include "bindings/quantized_args.h"
 #include "bindings/workspace.h"
 #include "ops/quantize.h"
+#include "ops/quantize_blocks.h"
 
 namespace te::bindings {
 namespace {
@@ -21,6 +22,24 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
   quantize(args, stream);
 }
 
+void quantize_blocks_into(const TensorView& x, const TensorView& rowwise,
+                          const TensorView& row_scales, const TensorView& columnwise,
+                          const TensorView& column_scales, int format, bool power_of_2,
+                          double epsilon, const TensorView& dbias) {
+  const Stream stream = bridge::current_stream(x.device);
+  QuantizeBlocksArgs args{.x = x,
+                          .dtype = codec_of(format),
+                          .blocks = blocks_of(format),
+                          .power_of_2 = power_of_2,
+                          .epsilon = static_cast<float>(epsilon),
+                          .rowwise = {rowwise, row_scales},
+                          .columnwise = {columnwise, column_scales},
+                          .dbias = dbias,
+                          .workspace = {}};
+  if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
+  quantize_blocks(args, stream);
+}
+
 }  // namespace
 
 void bind_quantize(pybind11::module_& m) {
@@ -29,6 +48,9 @@ void bind_quantize(pybind11::module_& m) {
   m.def("quantize", recorded<&quantize_into>, arg("x"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("scale") = none(), arg("amax") = none(), arg("format"),
         arg("dbias") = none());
+  m.def("quantize_blocks", recorded<&quantize_blocks_into>, arg("x"), arg("rowwise"),
+        arg("row_scales"), arg("columnwise"), arg("column_scales"), arg("format"),
+        arg("power_of_2"), arg("epsilon"), arg("dbias") = none());
 }
 
 }  // namespace te::bindings

@@ -128,8 +128,9 @@ py::object describe_memory(const TensorView& view) {
   if (!view) return py::none();
   py::tuple sizes(view.rank);
   for (int i = 0; i < view.rank; ++i) sizes[static_cast<size_t>(i)] = view.size(i);
-  return py::make_tuple(reinterpret_cast<uintptr_t>(view.data), static_cast<int>(view.dtype),
-                        sizes);
+  const int device = view.device.type == DeviceType::CPU ? -1 : view.device.index;
+  return py::make_tuple(reinterpret_cast<uintptr_t>(view.data), static_cast<int>(view.dtype), sizes,
+                        device);
 }
 
 void run_definition(const std::vector<py::object>& arguments) {

@@ -38,7 +38,8 @@ using Bases = std::vector<char*>;
 
 std::optional<Place> find(const Regions& regions, const TensorView& view);
 
-// A gemm that is not the library's to do (on the CPU): Python evaluates the definition.
+// A gemm that is not the library's to do (on the CPU, say): Python evaluates the definition. A
+// tensor is (address, dtype, sizes, index of the CUDA device or -1).
 void run_definition(const std::vector<pybind11::object>& arguments);
 pybind11::object describe_memory(const TensorView& view);
 

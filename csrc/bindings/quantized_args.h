@@ -3,8 +3,14 @@
 
 #include "bindings/tensor_bridge.h"
 #include "core/quantized_view.h"
+#include "core/scale_blocks.h"
 
 namespace te::bindings {
+
+// The format of an FP8 matrix in one number: its DType, and 16 for 1 x 128 or 32 for 128 x 128
+// blocks with scales of their own.
+inline DType codec_of(int format) { return static_cast<DType>(format % 16); }
+inline ScaleBlocks blocks_of(int format) { return static_cast<ScaleBlocks>(format / 16); }
 
 inline TensorView with_format(TensorView codes, DType format) {
   if (codes && size_of(codes.dtype) == 1) codes.dtype = format;  // else the checks refuse it

@@ -1,7 +1,10 @@
 // Scale from amax: the arithmetic of current and delayed scaling, shared by both backends.
 #pragma once
 
+#include <type_traits>
+
 #include "core/bits.h"
+#include "core/float16.h"
 #include "core/hd.h"
 
 namespace te {
@@ -25,13 +28,24 @@ TE_HD float divide(float a, float b) {
 
 TE_HD float floor_to_power_of_2(float value) { return bits_float(float_bits(value) & 0xff800000u); }
 
-// Current scaling: scale = fp8_max / max(amax, epsilon); 1 where that has no meaning (0, Inf, NaN).
-TE_HD float current_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
+// Current scaling: scale = fp8_max / max(amax, epsilon); 1 where that has no meaning (0, Inf, NaN);
+// `largest` where it overflows.
+TE_HD float current_scale(float amax, float fp8_max, float epsilon, bool power_of_2,
+                          float largest = bits_float(kLargestFiniteBits)) {
   const float bounded = amax < epsilon ? epsilon : amax;
   if (!is_finite(bounded) || bounded == 0.0f) return 1.0f;
   float scale = divide(fp8_max, bounded);
-  if (!is_finite(scale)) scale = bits_float(kLargestFiniteBits);
+  if (!is_finite(scale)) scale = largest;
   return power_of_2 ? floor_to_power_of_2(scale) : scale;
+}
+
+// Block scaling of values of type In: the same, within the range of In.
+template <class In>
+TE_HD float block_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
+  constexpr uint32_t kLargest = std::is_same_v<In, BFloat16> ? 0x7f7f0000u
+                                : std::is_same_v<In, Half>   ? 0x477fe000u
+                                                             : kLargestFiniteBits;
+  return current_scale(amax, fp8_max, epsilon, power_of_2, bits_float(kLargest));
 }
 
 // Delayed scaling: scale = fp8_max / amax / 2^margin; the old scale where amax says nothing.

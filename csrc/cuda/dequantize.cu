@@ -1,9 +1,11 @@
-// A stream of codes; each access writes 16 bytes of values.
+// A stream of codes, each access of which writes 16 bytes of values; or, where blocks have scales
+// of their own, tiles of 128 x 128 codes.
 #include "ops/dequantize.h"
 
 #include <algorithm>
 
 #include "cuda/device/float8.cuh"
+#include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/launch.h"
 
@@ -60,6 +62,67 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeSt
     args.x[i] = Out(Fp8::decode(args.codes[i]) * scale_inverse);
 }
 
+// ---- Blocks ----
+
+template <class Out>
+struct DequantizeTiles {
+  const uint8_t* codes;
+  const float* inverses;
+  ScaleGrid grid;
+  Out* x;
+  int64_t rows;
+  int cols;
+  TileWalk walk;
+  bool wide;  // eight codes, and their values, are aligned
+};
+
+template <class Fp8, class Out>
+__global__ void __launch_bounds__(kTileThreads)
+    dequantize_tiles_kernel(const DequantizeTiles<Out> args) {
+  const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
+  if (!args.walk.has(at)) return;
+  const TileBlock block(at, args.rows, args.cols);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!block.has_row(i) || block.width() <= 0) continue;
+    const float inverse = args.inverses[args.grid.at(int64_t{at.row} * kTile + block.row + i,
+                                                     int64_t{at.col} * kTile)];
+    const uint8_t* from = block.row_of(args.codes, i);
+    Out* to = block.row_of(args.x, i);
+    if (args.wide) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const float2 pair = decode2<Fp8>((j < 4 ? codes.x : codes.y) >> (8 * (j % 4)) & 0xffffu);
+        values[j] = pair.x * inverse;
+        values[j + 1] = pair.y * inverse;
+      }
+      store_octet(to, values);
+    } else {
+      for (int j = 0; j < min(8, block.width()); ++j) to[j] = Out(Fp8::decode(from[j]) * inverse);
+    }
+  }
+}
+
+template <class Fp8, class Out>
+void dequantize_tiles(const DequantizeArgs& args, cudaStream_t stream) {
+  const int64_t rows = args.q.rows(), cols = args.q.cols();
+  const TileWalk walk(ceil_div(rows, kTile), ceil_div(cols, kTile), false);
+  require(tiles_can_walk(walk, cols), Kind::Unsupported, "dequantize",
+          "expected fewer than 2^29 columns and 2^26 rows, got ", args.q);
+  const dim3 grid(static_cast<unsigned>(walk.grid_x()), static_cast<unsigned>(walk.grid_y()));
+  dequantize_tiles_kernel<Fp8, Out><<<grid, kTileThreads, 0, stream>>>(
+      {.codes = args.q.ptr<uint8_t>(),
+       .inverses = args.scales.ptr<float>(),
+       .grid = scale_grid(args.blocks, rows, cols),
+       .x = args.x.ptr<Out>(),
+       .rows = rows,
+       .cols = static_cast<int>(cols),
+       .walk = walk,
+       .wide = cols % 8 == 0 && is_aligned(args.q.data, 8) && is_aligned(args.x.data, 16)});
+}
+
 }  // namespace
 
 void dequantize(const DequantizeArgs& args, Stream stream) {
@@ -70,6 +133,8 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
     dispatch_high_precision(args.x.dtype, "dequantize", [&](auto out) {
       using Fp8 = typename decltype(in)::type;
       using Out = typename decltype(out)::type;
+      if (args.blocks != ScaleBlocks::Whole)
+        return dequantize_tiles<Fp8, Out>(args, stream_of(stream));
       constexpr int kValues = DequantizeStream<Out>::kValues;
       const bool wide = is_aligned(args.q.data, kValues) && is_aligned(args.x.data, 16);
       const int64_t blocks = ceil_div(count, int64_t{kThreads} * kInFlight * kValues);

@@ -6,9 +6,9 @@
 
 namespace te::cuda {
 
-void gemm(const GemmArgs& args, Stream stream) {
+bool gemm(const GemmArgs& args, Stream stream) {
   const DeviceGuard guard(args.a.data.device);
-  gemm_plans().run(args, stream);
+  return gemm_plans().run(args, stream);
 }
 
 int64_t gemm_plan_count() { return gemm_plans().built(); }

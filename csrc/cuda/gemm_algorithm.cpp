@@ -52,6 +52,15 @@ const char* enumerator(DType t) {
   }
 }
 
+const char* enumerator(ScaleBlocks blocks) {
+  switch (blocks) {
+    case ScaleBlocks::Whole: return "ScaleBlocks::Whole";
+    case ScaleBlocks::Rows: return "ScaleBlocks::Rows";
+    case ScaleBlocks::Squares: return "ScaleBlocks::Squares";
+  }
+  return "?";
+}
+
 std::optional<cublasLtMatmulAlgo_t> initial(const GemmTerms& terms, int32_t id) {
   cublasLtMatmulAlgo_t algorithm{};
   const auto& [a, b, c, d] = terms.types;
@@ -87,9 +96,12 @@ std::vector<int32_t> up_to(const cublasLtMatmulAlgo_t& algorithm,
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
   const auto word = [](bool value) { return value ? "true" : "false"; };
-  return out << '{' << p.m << ", " << p.n << ", " << p.k << ", " << enumerator(p.a) << ", "
-             << enumerator(p.b) << ", " << enumerator(p.d) << ", " << word(p.a_transposed) << ", "
-             << word(p.b_transposed) << ", " << word(p.fast_accumulation) << '}';
+  out << '{' << p.m << ", " << p.n << ", " << p.k << ", " << enumerator(p.a) << ", "
+      << enumerator(p.b) << ", " << enumerator(p.d) << ", " << word(p.a_transposed) << ", "
+      << word(p.b_transposed) << ", " << word(p.fast_accumulation);
+  if (p.a_blocks != ScaleBlocks::Whole)
+    out << ", " << enumerator(p.a_blocks) << ", " << enumerator(p.b_blocks);
+  return out << '}';
 }
 
 std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms, int32_t alignment_bytes,
@@ -100,7 +112,9 @@ std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms, int32
   const auto& [a, b, c, d] = terms.layouts;
   const cublasStatus_t status = cublaslt().heuristic(
       terms.handle, terms.desc, a, b, c, d, preference.get(), limit, results.data(), &found);
-  if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, kOp, "cublasLtMatmulAlgoGetHeuristic");
+  // Some combinations that no kernel takes are called invalid.
+  if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE)
+    check(status, kOp, "cublasLtMatmulAlgoGetHeuristic");
   std::vector<cublasLtMatmulAlgo_t> algorithms;
   for (const auto& result : std::views::take(results, found))
     if (result.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(result.algo);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/scale_blocks.h"
 #include "cuda/cublaslt.h"
 #include "ops/gemm_tuning.h"
 
@@ -22,11 +23,13 @@ struct GemmProblem {
   DType a{}, b{}, d{};
   bool a_transposed = false, b_transposed = false;
   bool fast_accumulation = false;
+  ScaleBlocks a_blocks = ScaleBlocks::Whole, b_blocks = ScaleBlocks::Whole;
 
   auto operator<=>(const GemmProblem&) const = default;
 };
 
-// Prints as a row of the table: `{8192, 4096, 4096, DType::BFloat16, ..., false}`.
+// Prints as a row of the table: `{8192, 4096, 4096, DType::BFloat16, ..., false}`; with the blocks
+// of both operands where these have any.
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 
 // A plan's view of itself for the functions below.

@@ -26,7 +26,9 @@ GemmProblem problem_of(const GemmArgs& args) {
           .d = args.d ? args.d.dtype : args.d_quantized.dtype,
           .a_transposed = args.a.transposed,
           .b_transposed = args.b.transposed,
-          .fast_accumulation = args.fast_accumulation && is_fp8(a.dtype)};
+          .fast_accumulation = args.fast_accumulation && is_fp8(a.dtype),
+          .a_blocks = args.a.blocks,
+          .b_blocks = args.b.blocks};
 }
 
 void* result_of(const GemmArgs& args) {
@@ -64,6 +66,24 @@ MatrixLayout layout_of(DType type, int64_t outer, int64_t k, bool transposed) {
   return transposed ? MatrixLayout(type, outer, k) : MatrixLayout(type, k, outer);
 }
 
+// Block scales came with 12.9; the library that is opened at run time has our header's major
+// version and may be older than it, and then refuses the attribute.
+void set_scale_modes([[maybe_unused]] MatmulDesc& desc, [[maybe_unused]] const GemmProblem& p) {
+#if CUBLAS_VERSION >= 120900
+  const auto mode = [](ScaleBlocks blocks) {
+    return static_cast<int32_t>(blocks == ScaleBlocks::Rows
+                                    ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                    : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+  };
+  desc.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode(p.b_blocks));
+  desc.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode(p.a_blocks));
+#else
+  fail(Kind::Unsupported, kOp,
+       "expected a build with cuBLASLt 12.9 or newer for block scales, got ", CUBLAS_VER_MAJOR, '.',
+       CUBLAS_VER_MINOR);
+#endif
+}
+
 }  // namespace
 
 GemmKey::GemmKey(const GemmArgs& args)
@@ -87,6 +107,8 @@ size_t GemmKeyHash::operator()(const GemmKey& key) const {
   for (const bool part : {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias,
                           key.has_bias_grad, key.has_amax, key.allow_tf32})
     flags = flags << 1 | static_cast<uint64_t>(part);
+  for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
+    flags = flags << 2 | static_cast<uint64_t>(part);
   uint64_t hash = flags << 32 | static_cast<uint64_t>(key.alignment_bytes) << 16 |
                   static_cast<uint64_t>(key.epilogue_alignment_bytes);
   for (const int64_t part : {p.m, p.n, p.k, int64_t{key.device}, key.workspace_bytes}) {
@@ -101,6 +123,8 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
   const GemmProblem& p = key.problem;
   out << p.a << " a" << (p.a_transposed ? " (transposed)" : "") << " times " << p.b << " b"
       << (p.b_transposed ? " (transposed)" : "") << " into " << p.d;
+  if (p.a_blocks != ScaleBlocks::Whole)
+    out << ", with scales of " << p.a_blocks << " and " << p.b_blocks;
   if (key.has_bias) out << ", with bias";
   if (key.activation == GemmActivation::Gelu) out << ", with GELU";
   if (key.activation == GemmActivation::GeluBackward) out << ", with the derivative of GELU";
@@ -129,6 +153,7 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
   desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(key));
   if (is_fp8(p.a))
     desc_.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast_accumulation));
+  if (p.a_blocks != ScaleBlocks::Whole) set_scale_modes(desc_, p);
   if (key.has_bias || key.has_bias_grad)
     desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(bias_type(key)));
   if (key.activation != GemmActivation::None) {
@@ -173,14 +198,17 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
 }
 
 // The table was measured without epilogues. A bias changes little, the others may change the order.
-cublasLtMatmulAlgo_t GemmPlan::choose() const {
+std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
   const bool light = key_.activation == GemmActivation::None && !key_.has_bias_grad;
   if (const auto row = light ? find_in_table(key_.problem) : std::nullopt)
-    if (const auto built = build_algorithm(terms(), *row)) return *built;
-  return guesses(1).front();
+    if (const auto built = build_algorithm(terms(), *row)) return built;
+  if (key_.problem.a_blocks == ScaleBlocks::Whole) return guesses(1).front();
+  const auto found = guess_algorithms(terms(), key_.alignment_bytes, 1);
+  return found.empty() ? std::nullopt : std::optional(found.front());
 }
 
-void GemmPlan::run(const GemmArgs& args, Stream stream) {
+bool GemmPlan::run(const GemmArgs& args, Stream stream) {
+  if (!algorithm_) return false;
   constexpr float kOne = 1.0f;
   constexpr float kZero = 0.0f;
   set_pointers(args);
@@ -188,12 +216,13 @@ void GemmPlan::run(const GemmArgs& args, Stream stream) {
   const void* c = is_fp8(key_.problem.d) ? nullptr : d;  // of a plain type, which codes are not
   check(cublaslt().matmul(handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data,
                           b_.get(), args.accumulate ? &kOne : &kZero, c, c_.get(), d, d_.get(),
-                          &algorithm_, args.workspace.data,
+                          &*algorithm_, args.workspace.data,
                           static_cast<size_t>(key_.workspace_bytes), stream_of(stream)),
         kOp, "cublasLtMatmul");
+  return true;
 }
 
-void GemmPlanCache::run(const GemmArgs& args, Stream stream) {
+bool GemmPlanCache::run(const GemmArgs& args, Stream stream) {
   constexpr size_t kMostPlans = 8192;  // a model whose sizes never repeat must not eat memory
   const GemmKey key(args);
   const std::scoped_lock lock(mutex_);
@@ -205,7 +234,7 @@ void GemmPlanCache::run(const GemmArgs& args, Stream stream) {
     ++built_;
   }
   last_ = found->second.get();
-  last_->run(args, stream);
+  return last_->run(args, stream);
 }
 
 int64_t GemmPlanCache::built() const {

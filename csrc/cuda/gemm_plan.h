@@ -7,6 +7,7 @@
 #include <compare>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "cuda/gemm_algorithm.h"
@@ -41,19 +42,20 @@ class GemmPlan {
   // `args` gives the pointers whose alignment the heuristic looks at; its device must be current.
   GemmPlan(const GemmKey& key, const GemmArgs& args);
 
-  // Not thread-safe: it writes pointers into the plan's descriptor.
-  void run(const GemmArgs& args, Stream stream);
+  // Not thread-safe: it writes pointers into the plan's descriptor. False, with nothing done, where
+  // the library has no kernel for block scales; for other products the constructor says so.
+  bool run(const GemmArgs& args, Stream stream);
 
   const GemmKey& key() const { return key_; }
   GemmTerms terms() const;
-  const cublasLtMatmulAlgo_t& algorithm() const { return algorithm_; }
+  const cublasLtMatmulAlgo_t& algorithm() const { return algorithm_.value(); }
   void use(const cublasLtMatmulAlgo_t& algorithm) { algorithm_ = algorithm; }
   // The heuristic's guesses; throws Kind::Unsupported where there is none.
   std::vector<cublasLtMatmulAlgo_t> guesses(int limit) const;
 
  private:
   void set_pointers(const GemmArgs& args);
-  cublasLtMatmulAlgo_t choose() const;
+  std::optional<cublasLtMatmulAlgo_t> choose() const;
 
   GemmKey key_;
   cublasLtHandle_t handle_;
@@ -61,14 +63,14 @@ class GemmPlan {
   MatmulDesc desc_;
   // Of the library's operands, column-major: its A is our b, its B is our a.
   MatrixLayout a_, b_, c_, d_;
-  cublasLtMatmulAlgo_t algorithm_{};
+  std::optional<cublasLtMatmulAlgo_t> algorithm_;
 };
 
 // All plans of the process. One lock, held while a plan is found, patched and launched: launches
 // of one process are already in turn (Python's lock), and the backward thread brings its own.
 class GemmPlanCache {
  public:
-  void run(const GemmArgs& args, Stream stream);
+  bool run(const GemmArgs& args, Stream stream);
 
   int64_t built() const;
   // The plan of the last run, under the lock: for tuning. Throws where there was none.

@@ -12,6 +12,7 @@
 #include "ops/moments.h"
 #include "ops/norm.h"
 #include "ops/quantize.h"
+#include "ops/quantize_blocks.h"
 #include "ops/rope.h"
 #include "ops/softmax.h"
 #include "ops/transpose.h"
@@ -31,7 +32,7 @@ bool built_with_cuda() { return false; }
 int device_count() { return 0; }
 void set_library_path(std::string, std::string) {}
 
-void gemm(const GemmArgs&, Stream) { absent("gemm"); }
+bool gemm(const GemmArgs&, Stream) { absent("gemm"); }
 int64_t gemm_plan_count() { return 0; }
 std::string gemm_problem() { absent("gemm"); }
 GemmAlgorithm gemm_algorithm() { absent("gemm"); }
@@ -54,6 +55,7 @@ void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activa
 void norm_forward(const NormForwardArgs&, Stream) { absent("norm_forward"); }
 void norm_backward(const NormBackwardArgs&, Stream) { absent("norm_backward"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
+void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_blocks"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }
 void transpose(const TransposeArgs&, Stream) { absent("transpose"); }
 void amax(const AmaxArgs&, Stream) { absent("amax"); }

@@ -50,16 +50,28 @@ void vector(const TensorView& t, int64_t count, DType expected, std::string_view
           ", got shape ", ShapeOf{t});
 }
 
-namespace {
-
-void payload(const TensorView& t, int64_t rows, int64_t cols, std::string_view op,
-             std::string_view name) {
+void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& like,
+           std::string_view op, std::string_view name) {
   contiguous(t, op, name);
   require(size_of(t.dtype) == 1, Kind::Type, op, "expected one-byte codes for ", name, ", got ",
           t.dtype);
   require(t.rows() == rows && t.cols() == cols, Kind::Value, op, "expected ", rows, " x ", cols,
           " codes for ", name, ", got shape ", ShapeOf{t});
+  same_device(t, like, op, name);
 }
+
+void block_scales(const TensorView& t, ScaleBlocks blocks, int64_t rows, int64_t cols,
+                  const TensorView& like, std::string_view op, std::string_view name) {
+  contiguous(t, op, name);
+  dtype(t, DType::Float32, op, name);
+  same_device(t, like, op, name);
+  const ScaleGrid grid = scale_grid(blocks, rows, cols);
+  require(t.rank == 2 && t.size(0) == grid.rows && t.size(1) == grid.cols, Kind::Value, op,
+          "expected shape (", grid.rows, ", ", grid.cols, ") for ", name, " (", blocks, " of a ",
+          rows, " x ", cols, " matrix), got ", ShapeOf{t});
+}
+
+namespace {
 
 void workspace(const TensorView& t, int64_t needed, const TensorView& like, std::string_view op) {
   contiguous(t, op, "the workspace");
@@ -73,14 +85,8 @@ void workspace(const TensorView& t, int64_t needed, const TensorView& like, std:
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op) {
   require(is_fp8(q.dtype), Kind::Type, op, "expected an FP8 format, got ", q.dtype);
-  if (q.rowwise) {
-    payload(q.rowwise, rows, cols, op, "the row-wise output");
-    same_device(q.rowwise, like, op, "the row-wise output");
-  }
-  if (q.columnwise) {
-    payload(q.columnwise, cols, rows, op, "the column-wise output");
-    same_device(q.columnwise, like, op, "the column-wise output");
-  }
+  if (q.rowwise) codes(q.rowwise, rows, cols, like, op, "the row-wise output");
+  if (q.columnwise) codes(q.columnwise, cols, rows, like, op, "the column-wise output");
   vector(q.scales, 2, DType::Float32, op, "scales");
   same_device(q.scales, like, op, "scales");
   if (q.scale) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/quantized_view.h"
+#include "core/scale_blocks.h"
 #include "core/tensor_view.h"
 #include "ops/moments.h"
 
@@ -21,6 +22,12 @@ void same_shape(const TensorView& t, const TensorView& like, std::string_view op
 // A contiguous vector of `count` elements.
 void vector(const TensorView& t, int64_t count, DType expected, std::string_view op,
             std::string_view name);
+// One-byte codes of a [rows, cols] value on the device of `like`.
+void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& like,
+           std::string_view op, std::string_view name);
+// The inverse scales of the blocks of a [rows, cols] matrix.
+void block_scales(const TensorView& t, ScaleBlocks blocks, int64_t rows, int64_t cols,
+                  const TensorView& like, std::string_view op, std::string_view name);
 // All parts of an FP8 result for a [rows, cols] value on the device of `like`.
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op);

@@ -13,10 +13,15 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
           args.q.dtype);
   check::high_precision(args.x, kOp, "the output");
   check::same_shape(args.x, args.q, kOp, "the output");
-  check::contiguous(args.scales, kOp, "scales");
-  check::dtype(args.scales, DType::Float32, kOp, "scales");
-  check::same_device(args.scales, args.q, kOp, "scales");
-  require(args.scales.numel() >= 1, Kind::Value, kOp, "expected 1 or 2 scales, got none");
+  if (args.blocks == ScaleBlocks::Whole) {
+    check::contiguous(args.scales, kOp, "scales");
+    check::dtype(args.scales, DType::Float32, kOp, "scales");
+    check::same_device(args.scales, args.q, kOp, "scales");
+    require(args.scales.numel() >= 1, Kind::Value, kOp, "expected 1 or 2 scales, got none");
+  } else {
+    check::block_scales(args.scales, args.blocks, args.q.rows(), args.q.cols(), args.q, kOp,
+                        "scales");
+  }
   on_device(
       args.q, [&] { cpu::dequantize(args); }, [&] { cuda::dequantize(args, stream); });
 }

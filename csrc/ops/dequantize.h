@@ -1,6 +1,8 @@
-// dequantize: x = decode(q) * scales[0], computed in fp32, rounded once to the dtype of x.
+// dequantize: x = decode(q) * s, computed in fp32, rounded once to the dtype of x; s is the inverse
+// scale of the element: scales[0], or that of its block (core/scale_blocks.h).
 #pragma once
 
+#include "core/scale_blocks.h"
 #include "core/tensor_view.h"
 
 namespace te {
@@ -8,7 +10,8 @@ namespace te {
 struct DequantizeArgs {
   TensorView q;  // one-byte codes, contiguous
   DType dtype = DType::Float8E4M3;
-  TensorView scales;  // fp32 [1] or [2]; element 0 is 1 / scale
+  ScaleBlocks blocks = ScaleBlocks::Whole;
+  TensorView scales;  // fp32; Whole: [1] or [2], element 0 is 1 / scale
   TensorView x;       // same shape as q, fp32/fp16/bf16
 };
 

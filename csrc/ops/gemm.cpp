@@ -1,5 +1,7 @@
 #include "ops/gemm.h"
 
+#include <algorithm>
+
 #include "ops/check.h"
 
 namespace te {
@@ -25,11 +27,37 @@ void check_operand(const GemmOperand& operand, std::string_view name) {
           " with k as its last axis (hand in the stored transpose), got it marked as transposed");
   require(static_cast<bool>(operand.scales), Kind::Value, kOp, "expected scales with FP8 ", name,
           ", got none");
+  if (operand.blocks != ScaleBlocks::Whole)
+    return check::block_scales(operand.scales, operand.blocks, data.rows(), data.cols(), data, kOp,
+                               "the scales of an operand");
   check::contiguous(operand.scales, kOp, "the scales of an operand");
   check::dtype(operand.scales, DType::Float32, kOp, "the scales of an operand");
   check::same_device(operand.scales, data, kOp, "the scales of an operand");
   require(operand.scales.numel() > 0, Kind::Value, kOp,
           "expected at least one element in the scales of FP8 ", name, ", got none");
+}
+
+// Once both operands are known to be FP8 and to fit.
+void check_blocks(const GemmArgs& args, const Sizes& sizes) {
+  const ScaleBlocks a = args.a.blocks, b = args.b.blocks;
+  if (a == ScaleBlocks::Whole && b == ScaleBlocks::Whole) return;
+  require(a != ScaleBlocks::Whole && b != ScaleBlocks::Whole, Kind::Unsupported, kOp,
+          "expected block scales in both operands or in neither, got ", a, " and ", b);
+  require(a == ScaleBlocks::Rows || b == ScaleBlocks::Rows, Kind::Unsupported, kOp,
+          "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling can be multiplied: expected 1 x 128 "
+          "blocks in an operand, got 128 x 128 blocks in both");
+  require(sizes.m % 8 == 0, Kind::Value, kOp,
+          "dimension requirement of block scaling: expected m to be a multiple of 8, got ", sizes);
+  require(args.a.data.dtype == DType::Float8E4M3 && args.b.data.dtype == DType::Float8E4M3,
+          Kind::Unsupported, kOp, "expected float8_e4m3 operands with block scales, got ",
+          args.a.data.dtype, " and ", args.b.data.dtype);
+  require(!args.fast_accumulation, Kind::Unsupported, kOp,
+          "expected split accumulation with block scales (the hardware library answers "
+          "CUBLAS_STATUS_NOT_SUPPORTED to another), got fast accumulation");
+  require(args.activation == GemmActivation::None, Kind::Unsupported, kOp,
+          "Epilogue requested outside of the available: expected no activation with block scales");
+  require(!args.d_quantized, Kind::Unsupported, kOp,
+          "expected a plain result of operands with block scales, got an FP8 one");
 }
 
 Sizes check_operands(const GemmArgs& args) {
@@ -53,6 +81,7 @@ Sizes check_operands(const GemmArgs& args) {
                     args.b.transposed ? b.cols() : b.rows(), k};
   require(!is_fp8(a.dtype) || (sizes.k % 16 == 0 && sizes.n % 16 == 0), Kind::Value, kOp,
           "expected n and k to be multiples of 16 for FP8 operands, got ", sizes);
+  if (is_fp8(a.dtype)) check_blocks(args, sizes);
   return sizes;
 }
 
@@ -112,6 +141,11 @@ void check_epilogue(const GemmArgs& args, const Sizes& sizes) {
   check::same_device(args.bias_grad, a, kOp, "bias_grad");
 }
 
+// The library's kernels for block scales are made for whole blocks.
+bool is_small(const GemmArgs& args, const Sizes& sizes) {
+  return args.a.blocks != ScaleBlocks::Whole && std::min(sizes.n, sizes.k) < kScaleBlock;
+}
+
 }  // namespace
 
 DType gemm_bias_dtype(const GemmArgs& args) {
@@ -124,11 +158,11 @@ bool gemm(const GemmArgs& args, Stream stream) {
   const Sizes sizes = check_operands(args);
   check_result(args, sizes);
   check_epilogue(args, sizes);
-  if (args.a.data.device.type == DeviceType::CPU || sizes.k == 0) return false;
+  if (args.a.data.device.type == DeviceType::CPU || sizes.k == 0 || is_small(args, sizes))
+    return false;
   check::contiguous(args.workspace, kOp, "the workspace");
   check::same_device(args.workspace, args.a.data, kOp, "the workspace");
-  if (sizes.m > 0 && sizes.n > 0) cuda::gemm(args, stream);
-  return true;
+  return sizes.m == 0 || sizes.n == 0 || cuda::gemm(args, stream);
 }
 
 }  // namespace te

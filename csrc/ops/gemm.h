@@ -7,6 +7,10 @@
 // FP8 operands are never "transposed": sm_90 multiplies only K-contiguous FP8, so callers hand in
 // the stored transpose.
 //
+// FP8 operands whose blocks have scales of their own (both, and not both 128 x 128) contribute
+// dequantised elements to the sum; they are E4M3, and take no activation, no FP8 result and no fast
+// accumulation.
+//
 // The epilogue works on the fp32 value v = (1/scale_a)(1/scale_b) * sum over k, in this order:
 //   v += D            with `accumulate`
 //   v += bias[n]      a row of D at a time
@@ -16,13 +20,15 @@
 #pragma once
 
 #include "core/quantized_view.h"
+#include "core/scale_blocks.h"
 
 namespace te {
 
 struct GemmOperand {
   TensorView data;    // contiguous; FP8 codes carry their FP8 dtype
-  TensorView scales;  // fp32, element 0 = 1 / scale; absent for plain operands
+  TensorView scales;  // fp32, element 0 = 1 / scale, or those of blocks; absent for plain operands
   bool transposed = false;
+  ScaleBlocks blocks = ScaleBlocks::Whole;
 };
 
 // The numbers are part of the Python binding.
@@ -49,12 +55,13 @@ struct GemmArgs {
 DType gemm_bias_dtype(const GemmArgs& args);
 
 // Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on
-// the CPU (nobody writes a CPU GEMM here), and for k = 0; kernels/gemm.py then evaluates the
-// definition.
+// the CPU (nobody writes a CPU GEMM here), for k = 0, and for block scales where n or k is less
+// than a block or the library has no kernel; kernels/gemm.py then evaluates the definition.
 [[nodiscard]] bool gemm(const GemmArgs& args, Stream stream);
 
 namespace cuda {
-void gemm(const GemmArgs& args, Stream stream);
-}
+// False where the library has no kernel for a product of operands with block scales.
+bool gemm(const GemmArgs& args, Stream stream);
+}  // namespace cuda
 
 }  // namespace te

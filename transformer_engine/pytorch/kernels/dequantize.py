@@ -17,12 +17,13 @@ def dequantize(
     *,
     launch: bool = True,
 ) -> torch.Tensor:
-    """`decode(codes) * scales[0]`, computed in fp32 and rounded once.
+    """`decode(codes)` times the inverse scale, computed in fp32 and rounded once.
 
     Args:
         codes: one-byte elements, contiguous, any shape.
-        format: value of `DType` (5 = E4M3, 6 = E5M2).
-        scales: fp32 `[2]` = {1/scale, scale}, or the first element alone.
+        format: value of `DType` (5 = E4M3, 6 = E5M2), or what `dtypes.block_format` makes of it.
+        scales: fp32 `[2]` = {1/scale, scale}, or the first element alone; those of the blocks as
+            `quantize_blocks` returns them.
         dtype: fp32, fp16 or bf16.
 
     Returns:

@@ -9,22 +9,26 @@ Operands, row-major (their last axis is a row, all others count together):
 
 An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0 is
 1/scale. It is never transposed by the product: hand in the transpose that the cast has stored.
+Where blocks have scales (`kernels.quantize_blocks`), those of both operands do, and one of them has
+blocks of 1 x 128; codes are E4M3, sums fp32 sums, and there is neither an activation nor an FP8
+result. Where such a product has less than a block of columns or of terms, torch multiplies the
+dequantised operands on a GPU too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import math
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.dtypes import TORCH_DTYPES, TORCH_FP8
+from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.recorded import tensor_at
 
 PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
@@ -61,7 +65,7 @@ def gemm(
         a: `[..., k]`, or `[..., m]` with the leading sizes as k where `a_transposed`.
         b: `[n, k]`, or `[..., n]` with the leading sizes as k where `b_transposed`.
         dtype: of the result: that of the operands, or fp32; any of fp32, fp16 and bf16 for FP8.
-        a_scales: fp32, element 0 = 1/scale of FP8 `a`.
+        a_scales: fp32, element 0 = 1/scale of FP8 `a`; or the inverse scales of its blocks.
         b_scales: the same for `b`.
         a_format: the FP8 format of `a`; -1 for a plain tensor.
         b_format: the same for `b`.
@@ -282,6 +286,8 @@ def _define(
 ) -> None:
     """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
     del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
+    if d.is_cuda and block_dimensions(a_format):
+        _announce_slow_product(d.shape[:-1].numel(), *b.shape)
     with _without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
@@ -289,8 +295,20 @@ def _define(
         value = _activate(value, bias, activation, aux)
         d.copy_(value.view(d.shape))
         if bias_grad is not None:
-            summands = value.t() if activation == GELU_BACKWARD else _matrix(a, PLAIN, a_transposed)
+            backward = activation == GELU_BACKWARD
+            summands = value.t() if backward else _matrix(a, None, PLAIN, a_transposed)
             bias_grad.copy_(summands.sum(1))
+
+
+@functools.cache
+def _announce_slow_product(m: int, n: int, k: int) -> None:
+    """Once for each size: the result is exact, but the time is not that of an FP8 product."""
+    if m and min(n, k) >= SCALE_BLOCK:
+        warnings.warn(
+            f"[gemm] cuBLASLt has no kernel for block scales at m = {m}, n = {n}, k = {k}: torch "
+            "multiplies the dequantised operands",
+            stacklevel=2,
+        )
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -300,25 +318,24 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _define_at(*arguments: Any) -> None:
-    """`_define` for a recorded call, whose tensors are `(address, dtype, sizes)`."""
-    tensors: list[Any] = [_tensor_at(*a) if isinstance(a, tuple) else a for a in arguments]
+    """`_define` for a recorded call, whose tensors are `(address, dtype, sizes, device)`."""
+    tensors: list[Any] = [tensor_at(*a) if isinstance(a, tuple) else a for a in arguments]
     _define(*tensors)
-
-
-def _tensor_at(address: int, dtype: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    element = TORCH_DTYPES[dtype]
-    memory = (ctypes.c_char * (math.prod(sizes) * element.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=element).view(sizes)
 
 
 _C.set_gemm_definition(_define_at)
 
 
-def _matrix(operand: torch.Tensor, format: int, transposed: bool) -> torch.Tensor:
-    """The operand as fp32 `[m or n, k]`."""
+def _matrix(
+    operand: torch.Tensor, scales: torch.Tensor | None, format: int, transposed: bool
+) -> torch.Tensor:
+    """The operand as fp32 `[m or n, k]`; only scales of blocks are applied."""
     rows, columns = operand.shape[:-1].numel(), operand.shape[-1]
     if format == PLAIN:
         matrix = operand.reshape(rows, columns).to(torch.float32)
+    elif block_dimensions(format):
+        matrix = operand.new_empty((rows, columns), dtype=torch.float32)
+        _C.dequantize(operand.reshape(rows, columns), format, scales, matrix)
     else:
         values = _values(format, operand.device)
         matrix = values.index_select(0, operand.reshape(-1).int()).view(rows, columns)
@@ -342,8 +359,11 @@ def _value(
     a_transposed: bool,
     b_transposed: bool,
 ) -> torch.Tensor:
-    value = _matrix(a, a_format, a_transposed) @ _matrix(b, b_format, b_transposed).t()
-    if a_scales is not None and b_scales is not None:
+    value = (
+        _matrix(a, a_scales, a_format, a_transposed)
+        @ _matrix(b, b_scales, b_format, b_transposed).t()
+    )
+    if a_scales is not None and b_scales is not None and not block_dimensions(a_format):
         value *= a_scales[0] * b_scales[0]
     return value
 

@@ -1,0 +1,45 @@
+// quantize_blocks: FP8 codes with a scale for each block of 128 or 128 x 128 values, row-wise,
+// transposed or both, in one pass over the tensor.
+//   amax  = max |x| over the block, NaN ignored
+//   scale = fp8_max / max(amax, epsilon), or the power of two below; 1 where that has no meaning;
+//           where it overflows, the largest finite value of the dtype of x
+//   q     = saturate(round_to_nearest_even(x * scale))
+//   dbias[j] = sum over rows of x[:, j] in fp32, rounded once to the dtype of dbias.
+// A result's blocks lie along its own rows: 1 x 128 blocks of the transposed result are 128 x 1 of
+// x, and are scaled on their own. 128 x 128 blocks are the same in both.
+#pragma once
+
+#include "core/scale_blocks.h"
+#include "core/tensor_view.h"
+
+namespace te {
+
+struct BlockCodes {
+  TensorView codes;   // one byte each
+  TensorView scales;  // fp32, the inverse scales: see core/scale_blocks.h
+
+  explicit operator bool() const { return static_cast<bool>(codes); }
+};
+
+struct QuantizeBlocksArgs {
+  TensorView x;  // [..., cols], fp32/fp16/bf16, contiguous; rows = product of the leading sizes
+  DType dtype = DType::Float8E4M3;
+  ScaleBlocks blocks = ScaleBlocks::Rows;
+  bool power_of_2 = true;
+  float epsilon = 0.0f;
+  BlockCodes rowwise;     // [rows, cols]; may be absent
+  BlockCodes columnwise;  // [cols, rows]; may be absent
+  TensorView dbias;       // [cols], fp32/fp16/bf16; may be absent
+  TensorView workspace;   // column_sum_workspace_bytes(); only where dbias is given
+};
+
+void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream);
+
+namespace cpu {
+void quantize_blocks(const QuantizeBlocksArgs& args);
+}
+namespace cuda {
+void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream);
+}
+
+}  // namespace te

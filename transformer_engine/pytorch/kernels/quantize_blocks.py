@@ -1,0 +1,95 @@
+"""FP8 quantisation with a scale for each block of 128 or 128 x 128 values."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine import _C
+from transformer_engine.pytorch.dtypes import SCALE_BLOCK, block_dimensions
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.moments import merge_moments
+from transformer_engine.pytorch.kernels.shapes import rows_of
+
+
+def block_scale_shape(rows: int, cols: int, dimensions: int) -> tuple[int, int]:
+    """The shape of the inverse scales of a `[rows, cols]` matrix of codes.
+
+    Args:
+        rows: of the codes.
+        cols: of the codes.
+        dimensions: of a block: 1 is 1 x 128 values, `[ceil(cols / 128), rows]`; 2 is 128 x 128
+            values, `[ceil(rows / 128), ceil(cols / 128)]`. The last size is rounded up to 4.
+
+    >>> block_scale_shape(20, 300, 1), block_scale_shape(20, 300, 2)
+    ((3, 20), (1, 4))
+    """
+    if dimensions == 1:
+        return -(-cols // SCALE_BLOCK), -(-rows // 4) * 4
+    return -(-rows // SCALE_BLOCK), -(-cols // (4 * SCALE_BLOCK)) * 4
+
+
+@library_op(
+    "quantize_blocks(Tensor x, int format, bool power_of_2, float epsilon, bool rowwise,"
+    " bool columnwise, ScalarType? dbias, Tensor? moments=None, Tensor? active=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def quantize_blocks(
+    x: torch.Tensor,
+    format: int,
+    power_of_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    dbias: torch.dtype | None,
+    moments: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    *,
+    launch: bool = True,
+) -> tuple[
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]:
+    """Codes of `x`, read as `[rows, cols]` (cols = last size), and the inverse scales of blocks.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous.
+        format: of `dtypes.block_format`: element type and dimensions of a block.
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+        rowwise: return codes and their scales.
+        columnwise: return transposed codes and theirs.
+        dbias: dtype of the column sums of `x`; None for no bias gradient.
+        moments: row that the moments of `x` are merged into; see `kernels.moments.moments`.
+        active: flag on the device for `moments`.
+
+    Returns:
+        `(rowwise, row_scales, columnwise, column_scales, dbias)`, None where not asked for: codes
+        `[..., cols]`, the inverse scales of their blocks, the transposed codes `[cols, rows]` with
+        blocks along their own rows, the inverse scales of these, and the column sums.
+    """
+    rows, cols, dimensions = rows_of(x), x.shape[-1], block_dimensions(format)
+    codes = scales = transposed = column_scales = None
+    if rowwise:
+        codes = torch.empty_like(x, dtype=torch.uint8)
+        scales = x.new_empty(block_scale_shape(rows, cols, dimensions), dtype=torch.float32)
+    if columnwise:
+        transposed = x.new_empty((cols, rows), dtype=torch.uint8)
+        column_scales = x.new_empty(block_scale_shape(cols, rows, dimensions), dtype=torch.float32)
+    bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
+    if launch:
+        _C.quantize_blocks(
+            x,
+            codes,
+            scales,
+            transposed,
+            column_scales,
+            format,
+            power_of_2,
+            epsilon,
+            bias_grad,
+        )
+        merge_moments(x, moments, active)
+    return codes, scales, transposed, column_scales, bias_grad

@@ -1,0 +1,40 @@
+"""Tensors that a recorded call names by their memory (csrc/bindings/program.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from transformer_engine.pytorch.dtypes import TORCH_DTYPES
+
+
+def tensor_at(address: int, dtype: int, sizes: tuple[int, ...], device: int) -> torch.Tensor:
+    """A view of memory that a tensor owns.
+
+    Args:
+        address: of its first byte.
+        dtype: value of `DType`.
+        sizes: of a contiguous tensor.
+        device: index of the CUDA device, -1 for the CPU.
+    """
+    element = TORCH_DTYPES[dtype]
+    size = math.prod(sizes) * element.itemsize
+    if device >= 0:
+        found = torch.as_tensor(_DeviceBytes(address, size), device=torch.device("cuda", device))
+        return found.view(element).view(sizes)
+    memory = (ctypes.c_char * size).from_address(address)
+    return torch.frombuffer(memory, dtype=element).view(sizes)
+
+
+class _DeviceBytes:
+    """Memory of a GPU, as torch takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
