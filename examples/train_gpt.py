@@ -49,9 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--precision", choices=("fp32", "bf16", "fp8"), default="fp8", help="of the GEMMs (fp8)")
     add(
         "--recipe",
-        choices=("delayed", "current"),
+        choices=("delayed", "current", "blocks"),
         default="delayed",
-        help="where FP8 scales come from: the last steps, or the tensor in hand (delayed)",
+        help="where FP8 scales come from: the last steps, the tensor or its blocks (delayed)",
     )
     add("--fp8-weights", action="store_true", help="weights in FP8 alone, masters in the optimizer")
     add("--model", choices=("te", "torch"), default="te", help="torch: no te modules, no FP8 (te)")

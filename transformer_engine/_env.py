@@ -57,6 +57,7 @@ _ATTENTION = (
 _SWITCHES = 7  # that many of them are on unless they are 0
 _READ = (
     *_ATTENTION,
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
     "TE_NCCL_PATH",
@@ -91,6 +92,11 @@ def parsed_attention_variables() -> AttentionVariables:
 def _number(value: str | None) -> int | None:
     text = "" if value is None else value.strip()
     return int(text) if text.isdigit() else None
+
+
+def block_scaling_fp32_scales() -> bool:
+    """NVTE_FP8_BLOCK_SCALING_FP32_SCALES: whether scales of blocks may be any fp32 numbers."""
+    return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0").strip() == "1"
 
 
 def library_path(name: str) -> str:

@@ -42,7 +42,7 @@ class Settings:
         device: `"cpu"` or `"cuda"`.
         model: `"te"`, or `"torch"` for the same architecture in plain PyTorch.
         precision: of the GEMMs, `"fp32"`, `"bf16"` or `"fp8"`.
-        recipe: how FP8 finds its scales, `"delayed"` or `"current"`.
+        recipe: how FP8 finds its scales, `"delayed"`, `"current"` or `"blocks"`.
         layers: number of transformer layers.
         hidden: width of the model.
         heads: attention heads of a layer.

@@ -20,7 +20,13 @@ from gpt.data import Batches, Text
 from gpt.masters import MasterWeights
 from gpt.model import build_model
 from gpt.settings import Settings, UsageError
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    Recipe,
+)
 
 WARM_UP_SHARE = 0.1  # of the steps: the learning rate rises
 FINAL_RATE = 0.1  # of the peak learning rate: where the cosine ends
@@ -36,7 +42,9 @@ class Pace(NamedTuple):
 
 
 def recipe_of(settings: Settings) -> Recipe:
-    """How FP8 scales are found: E4M3 forward, E5M2 for gradients."""
+    """How FP8 scales are found: E4M3 forward, E5M2 for gradients (in blocks E4M3 too)."""
+    if settings.recipe == "blocks":
+        return Float8BlockScaling()
     if settings.recipe == "delayed":
         return DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
     return Float8CurrentScaling(fp8_format=Format.HYBRID)

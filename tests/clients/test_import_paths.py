@@ -13,7 +13,12 @@ import transformer_engine as te
 
 # Paths that differ from where things are defined: module, names, and where the definition is.
 PATHS = {
-    "transformer_engine.common.recipe": ("DelayedScaling", "Float8CurrentScaling", "Format"),
+    "transformer_engine.common.recipe": (
+        "DelayedScaling",
+        "Float8BlockScaling",
+        "Float8CurrentScaling",
+        "Format",
+    ),
     "transformer_engine.pytorch.attention": (
         "DotProductAttention",
         "InferenceParams",
@@ -32,6 +37,7 @@ PATHS = {
         "autocast",
         "fp8_autocast",
         "is_fp8_available",
+        "is_fp8_block_scaling_available",
         "is_mxfp8_available",
         "is_nvfp4_available",
     ),
@@ -52,6 +58,10 @@ PATHS = {
     "transformer_engine.pytorch.quantization": ("autocast",),
     "transformer_engine.pytorch.quantized_tensor": ("QuantizedTensor", "Quantizer"),
     "transformer_engine.pytorch.tensor": ("Float8Tensor", "QuantizedTensor", "Quantizer"),
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": (
+        "Float8BlockQuantizer",
+        "Float8BlockwiseQTensor",
+    ),
     "transformer_engine.pytorch.tensor.float8_tensor": ("Float8Quantizer", "Float8Tensor"),
     "transformer_engine.pytorch.tensor.quantized_tensor": ("QuantizedTensor",),
     "transformer_engine_torch": ("DType",),
@@ -75,6 +85,7 @@ MORE = {
     ),
     "transformer_engine.pytorch.fp8": (
         "FP8GlobalStateManager",
+        "check_fp8_block_scaling_support",
         "check_fp8_support",
         "check_mxfp8_support",
         "check_nvfp4_support",

@@ -61,7 +61,7 @@ def validation_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+, validation loss ([\d.]+)", output)]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
 def test_loss_falls_and_every_gemm_is_fp8(
     device: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

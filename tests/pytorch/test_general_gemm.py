@@ -47,6 +47,26 @@ def test_fp8_factors(layout: str, device: str) -> None:
     assert_near(out, defined(layout, a.dequantize(), b.dequantize()))
 
 
+@pytest.mark.parametrize("layout", SHAPES)
+def test_factors_in_blocks(layout: str, device: str) -> None:
+    def quantizer(dimensions: int) -> te.Float8BlockQuantizer:
+        return te.Float8BlockQuantizer(
+            te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions
+        )
+
+    a, b = factors(layout, device, torch.bfloat16)
+    for dimensions in (1, 2):
+        out = general_gemm(quantizer(dimensions)(a), quantizer(1)(b), layout=layout)[0]
+        assert_near(out, defined(layout, a, b), 2**-4)
+
+
+def test_a_factor_in_blocks_without_its_side_is_refused() -> None:
+    sides = {"rowwise": True, "columnwise": False}
+    x = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **sides)(torch.ones(16, 16))
+    with pytest.raises(ValueError, match="expected column-wise data in a Float8BlockwiseQTensor"):
+        general_gemm(x, x, layout="NN")
+
+
 def test_bias_and_gelu(device: str) -> None:
     a, b = factors("TN", device, torch.bfloat16)
     bias = torch.randn(N, device=device, dtype=torch.bfloat16)

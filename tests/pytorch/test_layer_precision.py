@@ -5,13 +5,18 @@ import torch
 from reference_layer import assert_near, relative_error
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.kernels.norm import norm_backward
 
 LENGTH, BATCH, HIDDEN, FFN, HEADS = 8, 2, 64, 128, 4
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
 }
 # FP8 with 3 mantissa bits is wrong by up to 2^-4; errors of a layer's GEMMs add in quadrature, and
 # half of the output is the residual, which has none. Gradients have 2 bits.

@@ -8,7 +8,11 @@ import torch
 from module_reference import sqnr
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.quantizers import CurrentQuantizer
@@ -164,7 +168,11 @@ def test_fused_accumulation_needs_main_grad() -> None:
         module(torch.randn(4, 32))
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, Float8CurrentScaling(), Float8BlockScaling()],
+    ids=["delayed", "current", "blocks"],
+)
 def test_microbatches_cast_the_weight_once(device: str, recipe) -> None:
     module = te.Linear(32, 48, device=device)
     x = torch.randn(16, 32, device=device)
@@ -236,7 +244,7 @@ def test_wrong_dtypes_and_shapes_name_layer_and_parameter() -> None:
         te.LayerNormLinear(16, 16, normalization="BatchNorm")
     with pytest.raises(ValueError, match=r"expected inp of shape \(\.\.\., 8\)"):
         te.RMSNorm(8, device="cpu")(torch.ones(2, 9))
-    with pytest.raises(ValueError, match="expected recipe to be DelayedScaling or"):
+    with pytest.raises(ValueError, match="expected recipe to be DelayedScaling, Float8Current"):
         te.fp8_autocast(fp8_recipe="delayed")
 
 
@@ -260,17 +268,18 @@ def test_bad_values_stay_where_they_are(device: str, bad: float) -> None:
     module = te.Linear(32, 48, device=device)
     x = torch.randn(16, 32, device=device)
     x[3, 5] = bad
-    for recipe in (RECIPE, Float8CurrentScaling()):
+    for recipe in (RECIPE, Float8CurrentScaling(), Float8BlockScaling()):
         with torch.no_grad(), te.fp8_autocast(fp8_recipe=recipe):
             y = module(x)
         rows = torch.arange(16, device=device) != 3
         assert y[rows].isfinite().all()
-    with torch.no_grad(), te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
-        zeros = module(torch.zeros(16, 32, device=device))
-    torch.testing.assert_close(zeros, module.bias.expand(16, 48).detach())
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        with torch.no_grad(), te.fp8_autocast(fp8_recipe=recipe):
+            zeros = module(torch.zeros(16, 32, device=device))
+        torch.testing.assert_close(zeros, module.bias.expand(16, 48).detach())
 
 
-@pytest.mark.parametrize("recipe", [None, RECIPE, Float8CurrentScaling()])
+@pytest.mark.parametrize("recipe", [None, RECIPE, Float8CurrentScaling(), Float8BlockScaling()])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_compiled_equals_eager(device: str, kind: str, recipe) -> None:
     torch._dynamo.reset()
@@ -309,8 +318,9 @@ def test_gemm_report_names_layers(device: str) -> None:
     assert "GEMMs: 6 fp8" in str(report)
 
 
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()])
 @pytest.mark.parametrize("tapped", [False, True])
-def test_current_scaling_drops_the_plain_norm_once_it_is_cast(monkeypatch, tapped) -> None:
+def test_the_plain_norm_is_dropped_once_it_is_cast(monkeypatch, tapped, recipe) -> None:
     """Before the GEMM runs, that is: the two together would set the peak of memory."""
     plain, alive = [], []
     norm_forward, fprop = norm_stage.norm_forward, gemm.fprop
@@ -328,7 +338,7 @@ def test_current_scaling_drops_the_plain_norm_once_it_is_cast(monkeypatch, tappe
     monkeypatch.setattr(norm_stage, "norm_forward", watched_norm)
     monkeypatch.setattr(gemm, "fprop", watched_fprop)
     layer = te.LayerNormLinear(32, 48, return_layernorm_output=tapped, device="cpu")
-    with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+    with te.fp8_autocast(fp8_recipe=recipe):
         layer(torch.randn(16, 32))
     assert alive == [tapped]
 

@@ -5,9 +5,20 @@ import torch
 from module_reference import LEAST, forward, sqnr
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 
-RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+    "other blocks": Float8BlockScaling(
+        use_f32_scales=True, w_block_scaling_dim=1, x_block_scaling_dim=2
+    ),
+}
 MODULES = {
     "linear": lambda **k: te.Linear(64, 96, **k),
     "linear without bias": lambda **k: te.Linear(64, 96, bias=False, **k),
@@ -40,7 +51,7 @@ def gradient(shape: torch.Size) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tokens", [(4, 8), (3, 7)], ids=["aligned", "odd"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "delayed", "current"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", *RECIPES])
 @pytest.mark.parametrize("name", MODULES)
 def test_module_against_float64(device: str, name: str, precision: str, tokens) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16

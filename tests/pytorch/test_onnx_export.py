@@ -9,7 +9,11 @@ from torch import nn
 import transformer_engine.pytorch as te
 from gpt.model import Gpt
 from gpt.settings import SIZES, Settings
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.export import current_scale, is_in_onnx_export_mode
 from transformer_engine.pytorch.kernels.amax import current_scales
 from transformer_engine.pytorch.quantizers import CurrentQuantizer
@@ -347,6 +351,12 @@ def test_weights_kept_in_fp8(recipe):
     proto = check(model, (x,), (torch.randn(3, 16, HIDDEN),), recipe)
     casts = [node.op_type for node in proto.graph.node].count("QuantizeLinear")
     assert casts == (0 if recipe is None else 4)  # two inputs, two weights
+
+
+def test_scales_of_blocks_are_refused():
+    module = te.Linear(32, 16, device="cpu", name="fresh")
+    message = error_of(module, (torch.randn(4, 32),), Float8BlockScaling())
+    assert "Float8BlockScaling cannot be exported" in message and "(layer fresh)" in message
 
 
 def test_layers_without_scales():

@@ -3,8 +3,18 @@ import warnings
 import pytest
 import torch
 
+import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+)
+from transformer_engine.pytorch.autocast import Scope
+from transformer_engine.pytorch.quantization import build_quantizers
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -67,3 +77,61 @@ def test_override_linear_precision_is_accepted_with_a_warning() -> None:
 
 def test_module_is_importable_by_its_documented_path() -> None:
     assert recipe.DelayedScaling is DelayedScaling
+
+
+def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
+    b = Float8BlockScaling()
+    assert b.float8_block_scaling() and not b.float8_per_tensor_scaling()
+    assert (b.x_block_scaling_dim, b.w_block_scaling_dim, b.grad_block_scaling_dim) == (1, 2, 1)
+    assert b.fp8_format is Format.E4M3 and b.fp8_gemm_fprop.use_split_accumulator
+
+    def rules(recipe: Float8BlockScaling) -> list[tuple[int, bool, float]]:
+        class Module:
+            gemm_count = 1
+
+        scope = Scope(enabled=True, recipe=recipe)
+        (six,), changed = build_quantizers(Module(), scope, True, torch.device("cpu"))
+        assert not changed and six.fast_accumulation == (False, False, False)
+        three = (six.input, six.weight, six.grad_output)
+        assert all(quantizer.format == 5 for quantizer in three)
+        return [(q.dimensions, q.power_of_2, q.epsilon) for q in three]
+
+    assert rules(b) == [(1, True, 0.0), (2, True, 0.0), (1, True, 0.0)]
+    assert rules(Float8BlockScaling(use_f32_scales=True))[1] == (2, False, 0.0)
+    mixed = Float8BlockScaling(
+        x_block_scaling_dim=2,
+        w_block_scaling_dim=1,
+        fp8_quant_bwd_grad=QParams(power_2_scale=False, amax_epsilon=1e-3),
+    )
+    assert rules(mixed) == [(2, True, 0.0), (1, True, 0.0), (1, False, 1e-3)]
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert Float8BlockScaling().use_f32_scales and Float8BlockScaling() != b
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp8_format": Format.HYBRID}, "expected fp8_format to be Format.E4M3, got"),
+        ({"x_block_scaling_dim": 3}, "expected x_block_scaling_dim to be 1 or 2, got 3"),
+        ({"x_block_scaling_dim": 2}, "x_block_scaling_dim and w_block_scaling_dim to be 2 for one"),
+        ({"fp8_gemm_dgrad": MMParams(False)}, "fp8_gemm_dgrad.use_split_accumulator to be True"),
+        ({"fp8_dpa": True}, "expected fp8_dpa to be False, got True"),
+    ],
+)
+def test_block_scaling_refuses_what_no_gemm_can_do(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Float8BlockScaling: .*{message}"):
+        Float8BlockScaling(**arguments)
+
+
+def test_block_scaling_is_available_with_a_reason_where_not(monkeypatch) -> None:
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(torch.cuda, "is_available", lambda: False)
+        assert te.is_fp8_block_scaling_available() is True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for capability, reason in [((8, 9), "compute capability 9.0"), ((9, 0), "12.9 or newer")]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        available, found = te.is_fp8_block_scaling_available(return_reason=True)
+        assert not available and reason in found
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")

@@ -8,7 +8,11 @@ from rulers import assert_bitwise
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch import tape
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.chain import Chain
@@ -17,6 +21,7 @@ RECIPES = {
     "none": None,
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
 }
 MODULES = {
     "Linear": lambda **kw: te.Linear(32, 48, **kw),
@@ -114,7 +119,7 @@ def test_kernels_are_called_by_the_program_alone(monkeypatch):
     results(module, "delayed", "cpu")
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
 def test_cached_weights(device, by_stages, recipe):
     """Each first micro-batch brings new weights in FP8, which later ones must take."""
     found = []

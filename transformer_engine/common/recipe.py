@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from transformer_engine import _env
+
 T = TypeVar("T", bound=type)
 
 
@@ -91,7 +93,7 @@ class Recipe:
 
     def float8_block_scaling(self) -> bool:
         """Whether blocks of a tensor have scales of their own."""
-        return False
+        return isinstance(self, Float8BlockScaling)
 
     def mxfp8(self) -> bool:
         """Whether scales are E8M0 per 32 elements."""
@@ -213,3 +215,72 @@ class Float8CurrentScaling(Recipe):
             "Format.HYBRID or Format.E4M3",
             self.fp8_format,
         )
+
+
+def _block_rule() -> QParams:
+    return QParams(power_2_scale=True)
+
+
+@_tolerant
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale for every block of the tensor in hand: `fp8_max / max |x|` over the block.
+
+    Blocks are 1 x 128 values along the axis that a GEMM sums over (dimension 1), or 128 x 128
+    values (dimension 2). In every GEMM one operand at least has blocks of dimension 1.
+
+    Args:
+        use_f32_scales: let scales be any fp32 numbers, not powers of two alone; the default is
+            what NVTE_FP8_BLOCK_SCALING_FP32_SCALES says, and False where it is not set.
+        fp8_format: `Format.E4M3`.
+        fp8_quant_fwd_inp: how activations are quantised; scales are powers of two where this and
+            `use_f32_scales` say so.
+        fp8_quant_fwd_weight: how weights are quantised.
+        fp8_quant_bwd_grad: how gradients are quantised.
+        x_block_scaling_dim: dimension of the blocks of activations, 1 or 2.
+        w_block_scaling_dim: of the blocks of weights.
+        grad_block_scaling_dim: of the blocks of gradients.
+        fp8_gemm_fprop: accumulation of the forward GEMM, split.
+        fp8_gemm_dgrad: accumulation of the data-gradient GEMM, split.
+        fp8_gemm_wgrad: accumulation of the weight-gradient GEMM, split.
+        fp8_dpa: False; attention runs in high precision.
+        fp8_mha: False.
+
+    Raises:
+        ValueError: a value other than these.
+
+    >>> Float8BlockScaling().w_block_scaling_dim
+    2
+    """
+
+    use_f32_scales: bool = field(default_factory=_env.block_scaling_fp32_scales)
+    fp8_format: Format = Format.E4M3
+    fp8_quant_fwd_inp: QParams = field(default_factory=_block_rule)
+    fp8_quant_fwd_weight: QParams = field(default_factory=_block_rule)
+    fp8_quant_bwd_grad: QParams = field(default_factory=_block_rule)
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = field(default_factory=MMParams)
+    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
+    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        name = "Float8BlockScaling"
+        only = self.fp8_format is Format.E4M3
+        _require(only, name, "fp8_format", "Format.E4M3", self.fp8_format)
+        kinds = ("x", "w", "grad")
+        dimensions = {kind: getattr(self, f"{kind}_block_scaling_dim") for kind in kinds}
+        for kind, dimension in dimensions.items():
+            _require(dimension in (1, 2), name, f"{kind}_block_scaling_dim", "1 or 2", dimension)
+        wide = [f"{kind}_block_scaling_dim" for kind in kinds if dimensions[kind] == 2]
+        one = "2 for one kind of tensor at most (no GEMM multiplies two operands in 2D blocks)"
+        _require(len(wide) <= 1, name, " and ".join(wide), one, 2)
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            split = getattr(self, f"fp8_gemm_{gemm}").use_split_accumulator
+            _require(split, name, f"fp8_gemm_{gemm}.use_split_accumulator", "True", split)
+        for attention in ("fp8_dpa", "fp8_mha"):
+            asked = getattr(self, attention)
+            _require(not asked, name, attention, "False", asked)

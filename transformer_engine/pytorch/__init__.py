@@ -34,6 +34,7 @@ from transformer_engine.pytorch.autocast import (
 from transformer_engine.pytorch.availability import (
     get_device_compute_capability,
     is_bf16_available,
+    is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
 )
@@ -56,6 +57,8 @@ from transformer_engine.pytorch.offload import get_cpu_offload_context, mark_not
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
@@ -70,6 +73,8 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
@@ -103,6 +108,7 @@ __all__ = [
     "get_device_compute_capability",
     "is_bf16_available",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",

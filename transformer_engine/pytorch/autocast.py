@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+)
 from transformer_engine.pytorch.regions import Region, graph_task, rehearsing
 from transformer_engine.pytorch.scaling_state import (
     BACKWARD,
@@ -168,10 +173,10 @@ def checked_recipe(recipe: Recipe | None) -> Recipe:
     """The recipe of an autocast that was given this one."""
     if recipe is None:
         return get_default_recipe()
-    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling | Float8BlockScaling):
         raise ValueError(
-            "[fp8_autocast] expected recipe to be DelayedScaling or Float8CurrentScaling, got "
-            f"{recipe!r}"
+            "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling or "
+            f"Float8BlockScaling, got {recipe!r}"
         )
     return recipe
 

@@ -13,6 +13,22 @@ def _answer(reason: str, return_reason: bool) -> Availability:
     return (not reason, reason) if return_reason else not reason
 
 
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:
+    """Whether `Float8BlockScaling` runs here: always on CPUs; on GPUs from Hopper on.
+
+    Args:
+        return_reason: return `(available, reason)`; the reason is empty where it is available.
+    """
+    reason = ""
+    if torch.cuda.is_available():
+        cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+        if get_device_compute_capability() < (9, 0):
+            reason = "block scaling needs a GPU of compute capability 9.0 or higher"
+        elif cuda < (12, 9):
+            reason = f"block scaling needs CUDA 12.9 or newer, torch brings {torch.version.cuda}"
+    return _answer(reason, return_reason)
+
+
 def is_mxfp8_available(return_reason: bool = False) -> Availability:
     """Whether MXFP8 runs here: never so far.
 
@@ -60,6 +76,11 @@ def get_device_compute_capability() -> tuple[int, int]:
 def check_fp8_support() -> tuple[bool, str]:
     """`is_fp8_available(return_reason=True)`, under the name of older versions."""
     return is_fp8_available(return_reason=True)  # type: ignore[return-value]
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """`is_fp8_block_scaling_available(return_reason=True)`, under the name of older versions."""
+    return is_fp8_block_scaling_available(return_reason=True)  # type: ignore[return-value]
 
 
 def check_mxfp8_support() -> tuple[bool, str]:

@@ -47,7 +47,7 @@ class onnx_export(ContextDecorator):
         RuntimeError: torch older than 2.8; inside, from `torch.onnx.export`: a layer without
             trained scales under delayed scaling.
         NotImplementedError: inside, from `torch.onnx.export`: what has no ONNX form, with the layer
-            (packed sequences `thd`, the KV cache, dropout in training mode).
+            (packed sequences `thd`, the KV cache, dropout in training mode, scales of blocks).
 
     Example:
         >>> import io, torch, transformer_engine.pytorch as te

@@ -8,9 +8,11 @@ from transformer_engine.pytorch.autocast import (
 )
 from transformer_engine.pytorch.autocast import get_default_recipe as get_default_fp8_recipe
 from transformer_engine.pytorch.availability import (
+    check_fp8_block_scaling_support,
     check_fp8_support,
     check_mxfp8_support,
     check_nvfp4_support,
+    is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
 )
@@ -20,6 +22,7 @@ from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
 __all__ = [
     "FP8GlobalStateManager",
     "autocast",
+    "check_fp8_block_scaling_support",
     "check_fp8_support",
     "check_mxfp8_support",
     "check_nvfp4_support",
@@ -28,6 +31,7 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_default_recipe",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
     "quantized_model_init",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.autocast import GemmGroup, autocast_stack
+from transformer_engine.pytorch.dtypes import E5M2, block_dimensions
 from transformer_engine.pytorch.kernels import gemm as kernel
 from transformer_engine.pytorch.operands import Fp8Matrix, Side
 
@@ -26,6 +27,11 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
     if fp8 is not (type(b) is Fp8Matrix) or a is None:
         raise TypeError(
             f"[{gemm}] expected both operands in FP8 or both in high precision, got "
+            f"{_describe(a)} and {_describe(b)} (layer {layer})"
+        )
+    if fp8 and (a.format > E5M2) is not (b.format > E5M2):  # type: ignore[union-attr]
+        raise TypeError(
+            f"[{gemm}] expected scales of blocks in both operands or in neither, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
     if not torch.compiler.is_compiling():
@@ -50,7 +56,10 @@ def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 def _describe(side: Side | None) -> str:
     if side is None:
         return "nothing"
-    return "FP8" if isinstance(side, Fp8Matrix) else str(side.dtype)
+    if not isinstance(side, Fp8Matrix):
+        return str(side.dtype)
+    dimensions = block_dimensions(side.format)
+    return f"FP8 in {dimensions}D blocks" if dimensions else "FP8"
 
 
 def fprop(

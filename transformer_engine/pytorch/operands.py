@@ -18,7 +18,11 @@ import torch
 
 
 class Fp8Matrix:
-    """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format."""
+    """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format.
+
+    Where the format says that blocks have scales (`dtypes.block_format`), `scales` are the inverse
+    scales of `kernels.quantize_blocks`.
+    """
 
     __slots__ = ("codes", "format", "scales")
 

@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    QParams,
+    Recipe,
+)
 from transformer_engine.pytorch.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.export import exporting, trained_scales
+from transformer_engine.pytorch.export import exporting, refuse, trained_scales
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.model_init import quantized_model_init
 from transformer_engine.pytorch.quantizers import (
+    BlockQuantizer,
     CalibratingQuantizer,
     CurrentQuantizer,
     DelayedQuantizer,
@@ -77,8 +85,11 @@ def build_quantizers(
     autograd does not record leave no amax behind, so evaluation changes nothing.
     """
     recipe = scope.recipe
-    if isinstance(recipe, Float8CurrentScaling):
-        gemms = _current(recipe) if scope.enabled else GemmQuantizers()
+    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+        if exporting() and isinstance(recipe, Float8BlockScaling):
+            refuse("Float8BlockScaling", "export under another recipe", module.name)
+        stateless = _current if isinstance(recipe, Float8CurrentScaling) else _blocks
+        gemms = stateless(recipe) if scope.enabled else GemmQuantizers()  # type: ignore[arg-type]
         return [gemms] * module.gemm_count, False
     assert isinstance(recipe, DelayedScaling)
     if exporting():
@@ -179,4 +190,19 @@ def _current(recipe: Float8CurrentScaling) -> GemmQuantizers:
         not recipe.fp8_gemm_dgrad.use_split_accumulator,
         not recipe.fp8_gemm_wgrad.use_split_accumulator,
     )
+    return gemms
+
+
+def _blocks(recipe: Float8BlockScaling) -> GemmQuantizers:
+    def quantizer(parameters: QParams, dimensions: int, format: int) -> BlockQuantizer:
+        power_of_2 = parameters.power_2_scale and not recipe.use_f32_scales
+        return BlockQuantizer(format, dimensions, power_of_2, parameters.amax_epsilon)
+
+    forward, backward = forward_format(recipe), backward_format(recipe)
+    gemms = GemmQuantizers(
+        input=quantizer(recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim, forward),
+        weight=quantizer(recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim, forward),
+        grad_output=quantizer(recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim, backward),
+    )
+    gemms.fast_accumulation = (False, False, False)
     return gemms

@@ -13,12 +13,13 @@ from enum import Enum
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
+from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES, block_format
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.amax import current_scales
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
 
 
@@ -28,6 +29,7 @@ class Scaling(Enum):
     NONE = "none"
     DELAYED = "delayed"
     CURRENT = "current"
+    BLOCKS = "blocks"
 
 
 class Quantizer:
@@ -252,8 +254,61 @@ class CurrentQuantizer(Fp8Quantizer):
         return f"CurrentQuantizer({FP8_NAMES[self.format]})"
 
 
+class BlockQuantizer(Fp8Quantizer):
+    """Scales from the blocks of the tensor in hand, along rows and along columns on their own.
+
+    Args:
+        format: value of `DType`.
+        dimensions: of a block: 1 (1 x 128 values along the axis that a GEMM sums over) or 2.
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+    """
+
+    scaling = Scaling.BLOCKS
+
+    def __init__(
+        self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
+    ) -> None:
+        super().__init__(format)
+        if dimensions not in (1, 2):
+            raise ValueError(f"[quantizer] expected blocks of 1 or 2 dimensions, got {dimensions}")
+        self.dimensions = dimensions
+        self.power_of_2 = power_of_2
+        self.epsilon = epsilon
+        self.matrix_format = block_format(format, dimensions)
+
+    @property
+    def cache_key(self) -> Hashable:
+        """Blocks of one kind stand for each other."""
+        return (self.scaling, self.dimensions, self.power_of_2, self.epsilon)
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Find the scales of all blocks and cast, in one pass."""
+        codes, scales, transposed, column_scales, bias_grad = quantize_blocks(
+            x,
+            self.matrix_format,
+            self.power_of_2,
+            self.epsilon,
+            demand.rowwise,
+            demand.columnwise,
+            demand.bias_grad,
+            demand.moments,
+            demand.active,
+        )
+        rowwise = self._matrix(codes, scales)
+        return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)
+
+    def _matrix(self, codes: torch.Tensor | None, scales: torch.Tensor | None) -> Fp8Matrix | None:
+        if codes is None or scales is None:
+            return None
+        return Fp8Matrix(codes, scales, self.matrix_format)
+
+    def __repr__(self) -> str:
+        return f"BlockQuantizer({FP8_NAMES[self.format]}, {self.dimensions}D)"
+
+
 IDENTITY = IdentityQuantizer()
-_NATIVE = (IdentityQuantizer, DelayedQuantizer, CurrentQuantizer)
+_NATIVE = (IdentityQuantizer, DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
 
 def pad(x: torch.Tensor, padding: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.autocast import autocast_stack, get_default_recipe
 from transformer_engine.pytorch.availability import (
+    check_fp8_block_scaling_support,
     check_fp8_support,
     check_mxfp8_support,
     check_nvfp4_support,
@@ -35,6 +36,11 @@ class FP8GlobalStateManager:
     def is_fp8_available(cls) -> tuple[bool, str]:
         """Whether FP8 runs here, and the reason where it does not."""
         return check_fp8_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        """Whether `Float8BlockScaling` runs here, and the reason where it does not."""
+        return check_fp8_block_scaling_support()
 
     @classmethod
     def is_mxfp8_available(cls) -> tuple[bool, str]:

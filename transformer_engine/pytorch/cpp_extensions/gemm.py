@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.dtypes import block_dimensions
 from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -59,7 +61,7 @@ def general_gemm(
         layout: `"TN"`, `"NN"` or `"NT"`.
         out: write here; its dtype takes the place of `out_dtype`.
         bias: `[n]`, added; with `grad` only its dtype counts, see Returns.
-        use_split_accumulator: FP8 sums are promoted to fp32 regularly.
+        use_split_accumulator: FP8 sums are promoted to fp32 regularly; with block scales always.
         grad: this is a product of a backward pass.
         others: `workspace` (not needed) and other arguments at their defaults.
 
@@ -80,6 +82,8 @@ def general_gemm(
         raise ValueError(f"[general_gemm] expected layout TN, NN or NT, got {layout!r}")
     a, b = _Factor(B, transposed=layout == "NT"), _Factor(A, transposed=layout != "TN")
     sides = {**_sides(a, b), "fast_accumulation": not use_split_accumulator}
+    if block_dimensions(a.format):  # there is no other accumulation
+        sides["fast_accumulation"] = False
     epilogue = bool(gelu) or gelu_in is not None or (bias is not None and not grad)
     _check_target(out, accumulate, epilogue)
     grad_dtype = bias.dtype if grad and bias is not None else None
@@ -123,6 +127,15 @@ class _Factor:
         if isinstance(x, Float8Tensor):
             self.data = x.transposed_codes() if transposed else x._data
             self.scales, self.format = x._scale_inv, int(x._fp8_dtype)
+        elif isinstance(x, Float8BlockwiseQTensor):
+            side = x.side(columnwise=transposed)
+            if side is None:
+                missing = "column" if transposed else "row"
+                raise ValueError(
+                    f"[general_gemm] expected {missing}-wise data in a Float8BlockwiseQTensor, "
+                    "got none"
+                )
+            self.data, self.scales, self.format = side.codes, side.scales, side.format
 
 
 def _sides(a: _Factor, b: _Factor) -> dict[str, Any]:

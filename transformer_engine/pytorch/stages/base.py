@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch.operands import Demand, Operands
 from transformer_engine.pytorch.quantizers import (
     IDENTITY,
+    BlockQuantizer,
     CurrentQuantizer,
     DelayedQuantizer,
     GemmQuantizers,
@@ -26,25 +27,29 @@ Parameters: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class Uncast(NamedTuple):
-    """A result whose current scales are known.
+    """A result whose current scales are known, or whose blocks will have their own.
 
     The chain casts it once the stage has returned and nothing holds what the stage took: that and
     the codes together would set the peak of memory.
     """
 
     plain: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     wants: Demand
     bias_grad: torch.Tensor | None
 
     def cast(self) -> Operands:
         """The operands; the column sums have been taken already."""
         wants = self.wants
-        quantizer: CurrentQuantizer = wants.quantizer  # type: ignore[assignment]
+        quantizer: CurrentQuantizer | BlockQuantizer = wants.quantizer  # type: ignore[assignment]
         sides = Demand(
             quantizer, wants.rowwise, wants.columnwise, None, wants.moments, wants.active
         )
-        operands = quantizer.cast(self.plain, self.scales, sides)
+        if self.scales is None:
+            operands = quantizer.operands(self.plain, sides)
+        else:
+            assert isinstance(quantizer, CurrentQuantizer)
+            operands = quantizer.cast(self.plain, self.scales, sides)
         operands.bias_grad = self.bias_grad
         return operands
 
@@ -253,7 +258,7 @@ def fused_arguments(wants: Demand | None) -> FusedArguments:
             power_of_2=quantizer.power_of_2,
             epsilon=quantizer.epsilon,
         )
-    if wants is None:
+    if wants is None or isinstance(quantizer, BlockQuantizer):
         return FusedArguments(True, epsilon=0.0)
     return FusedArguments(True, epsilon=0.0, moments=wants.moments, active=wants.active)
 
@@ -277,7 +282,7 @@ def fused_result(
         assert scales is not None
         return quantizer.pack(codes, transposed, scales, bias_grad)
     assert plain is not None
-    if isinstance(quantizer, CurrentQuantizer):
-        assert wants is not None and scales is not None
+    if isinstance(quantizer, CurrentQuantizer | BlockQuantizer):
+        assert wants is not None
         return Uncast(plain, scales, wants, bias_grad)
     return plain if bias_grad is None else Operands(plain, plain, bias_grad)

@@ -2,6 +2,10 @@
 
 from transformer_engine.pytorch.quantizers import Quantizer
 from transformer_engine.pytorch.tensor import float8_handlers  # noqa: F401 - fills the table
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+)
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -10,6 +14,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
