@@ -10,7 +10,7 @@ from debug_session import debugging, inspect, section
 import nvdlfw_inspect.api as debug_api
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 
 
 def dump(**more) -> dict:
@@ -41,6 +41,22 @@ def test_both_kinds(tmp_path: Path, device: str) -> None:
         assert codes["format"] == "E4M3"
         back = dequantize(codes["codes"].contiguous(), E4M3, codes["scale_inv"], torch.float32)
         assert back.equal(exact.cpu())
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_codes_of_blocks(tmp_path: Path, dimensions: int) -> None:
+    x = torch.randn(16, 160)
+    sides = {"rowwise": True, "columnwise": True}
+    q = Float8BlockQuantizer(E4M3, block_scaling_dim=dimensions, **sides)(x)
+    with debugging(tmp_path, dump(quantized_tensor=True)):
+        sides = {"rowwise_quantized_tensor": q, "columnwise_quantized_tensor": q}
+        inspect("fc1", "activation", x, **sides)
+        debug_api.step()
+    ((_, found),) = files(tmp_path).items()
+    for side, (codes, scales) in {"rowwise": q.parts[:2], "columnwise": q.parts[2:]}.items():
+        dumped = found["quantized"][side]
+        assert dumped["block_dimensions"] == dimensions
+        assert dumped["codes"].equal(codes) and dumped["scale_inv"].equal(scales)
 
 
 def test_micro_batches_and_steps_have_files_of_their_own(tmp_path: Path) -> None:

@@ -33,6 +33,42 @@ class Caster(Modifier):
         return quantizer(tensor)
 
 
+class RecipesCaster:
+    """Casts operands as the recipe does."""
+
+    def modify_tensor_enabled(self, config, layer_name, tensor_name, gemm, iteration):
+        return True, iteration + 1
+
+    def modify_tensor(self, config, tensor, default_quantizer):
+        return default_quantizer(tensor)
+
+
+@pytest.mark.parametrize("tokens", [(4, 40), (3, 7)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("recipe", ["current", "blocks"])
+def test_casts_of_the_default_quantizer_are_those_of_the_recipe(recipe: str, tokens) -> None:
+    expected = train(build("mlp", "cpu"), RECIPES[recipe], tokens)
+    config = {"tensors": ["activation", "weight", "gradient"]}
+    with session(("layer", RecipesCaster(), config)) as s:
+        actual = train(build("mlp", "cpu"), RECIPES[recipe], tokens, after_step=s.step)
+    assert_equal(actual, expected)
+
+
+def test_one_scale_beside_scales_of_blocks_names_layer_and_gemm() -> None:
+    class OneScale(RecipesCaster):
+        def modify_tensor(self, config, tensor, default_quantizer):
+            return Float8CurrentScalingQuantizer(default_quantizer.dtype)(tensor)
+
+    config = {"tensors": ["activation"], "gemms": ["fprop"]}
+    with (
+        session(("layer", OneScale(), config)),
+        te.fp8_autocast(fp8_recipe=RECIPES["blocks"]),
+        pytest.raises(
+            TypeError, match=r"\[fprop\] .* got FP8 and FP8 in 2D blocks \(layer layer\)"
+        ),
+    ):
+        build("linear", "cpu")(batch(16, 32))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("make", [Modifier, Caster])
 def test_cached_weights_are_written_again(recipe: str, make) -> None:

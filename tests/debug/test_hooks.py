@@ -5,12 +5,17 @@ import torch
 from debug.fake_manager import session
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 
 RECIPES = {
     "high precision": None,
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
 }
 MODULES = {
     "linear": lambda **k: te.Linear(32, 48, **k),

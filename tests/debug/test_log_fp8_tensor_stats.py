@@ -2,16 +2,26 @@
 
 from pathlib import Path
 
+import block_reference as blocks
 import pytest
 import torch
 from debug_session import debugging, inspect, logged, section
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+)
 
+RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "blocks": Float8BlockScaling()}
 STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
 MOST = {E4M3: 448.0, E5M2: 57344.0}
 
@@ -100,7 +110,7 @@ def test_what_if_with_delayed_scaling_is_refused(tmp_path: Path) -> None:
 
 
 def test_recipes_of_other_gpus_are_errors_at_load(tmp_path: Path) -> None:
-    for stat in ("mxfp8_mse", "fp8_block_scaling_underflows%", "underflow"):
+    for stat in ("mxfp8_mse", "mxfp8_underflows%", "underflow"):
         with pytest.raises(ValueError, match=stat), debugging(tmp_path, fp8_stats(stats=[stat])):
             pass
 
@@ -153,3 +163,88 @@ def test_operands_of_a_linear(tmp_path: Path, device: str, recipe, rows: int) ->
             quantizer = Float8Quantizer(scale, torch.zeros_like(scale), format)
         assert values == pytest.approx(expected(x, quantizer(x)), rel=1e-5, abs=1e-12)
     assert len(found) == 6
+
+
+def of_blocks(x: torch.Tensor, dimensions: int, columnwise: bool) -> dict[str, float]:
+    """Of a tensor and its cast in blocks."""
+    matrix = x.detach().cpu().reshape(-1, x.shape[-1])
+    matrix = matrix.t().contiguous() if columnwise else matrix
+    codes, stored = blocks.quantize(matrix, dimensions)
+    ones = torch.full_like(codes, 0x38)  # the code of 1
+    inverse = blocks.dequantize(ones, stored, dimensions)
+    cast = blocks.dequantize(codes, stored, dimensions).double()
+    lost = (matrix != 0) & (cast == 0)
+    return {
+        "underflows%": 100 * lost.double().mean().item(),
+        "overflows%": 100 * (matrix.float().abs() > 448 * inverse).double().mean().item(),
+        "scale_inv_min": inverse.min().item(),
+        "scale_inv_max": inverse.max().item(),
+        "mse": (matrix.double() - cast).square().mean().item(),
+    }
+
+
+def both_directions(x: torch.Tensor, dimensions: int, prefix: str = "") -> dict[str, float]:
+    return {
+        f"{prefix}{stat}{'_columnwise' * columnwise}": value
+        for columnwise in (False, True)
+        for stat, value in of_blocks(x, dimensions, columnwise).items()
+    }
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_blocks_by_hand(tmp_path: Path, device: str, dimensions: int) -> None:
+    x = spread(device, 200)
+    quantizer = Float8BlockQuantizer(
+        E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions
+    )
+    q = quantizer(x)
+    wanted = both_directions(x, dimensions)
+    with debugging(tmp_path, fp8_stats(stats=list(wanted))):
+        sides = {"rowwise_quantized_tensor": q, "columnwise_quantized_tensor": q}
+        inspect("fc1", "activation", x, **sides, quantizer=quantizer)
+        debug_api.step()
+    assert logged(tmp_path)[0, "fc1", "activation"] == pytest.approx(wanted, rel=1e-6)
+    assert wanted["underflows%"] > 0
+    assert dimensions == 2 or wanted["scale_inv_max"] > wanted["scale_inv_min"]
+
+
+@pytest.mark.parametrize("rows", [32, 150, 21])
+@pytest.mark.parametrize("recipe", ["delayed", "blocks"])
+def test_blocks_of_a_linear_in_use_or_what_if(
+    tmp_path: Path, device: str, rows: int, recipe: str
+) -> None:
+    layer = te.Linear(64, 48, device=device, name="layer")
+    kinds = ["activation", "weight", "gradient"]
+    prefix = "" if recipe == "blocks" else "fp8_block_scaling_"
+    stats = list(both_directions(torch.ones(1, 1), 1, prefix))
+    with debugging(tmp_path, fp8_stats(tensors=kinds, stats=stats)):
+        for _ in range(2):
+            x = spread(device, rows).requires_grad_()
+            with te.fp8_autocast(fp8_recipe=RECIPES[recipe]):
+                y = layer(x)
+            upstream = torch.randn_like(y) * 1e-3
+            y.backward(upstream)
+        debug_api.step()
+    found = logged(tmp_path)
+    assert found[0, "layer", "weight"] == pytest.approx(
+        both_directions(layer.weight, 2, prefix), rel=1e-5
+    )
+    last = {"activation": x, "gradient": upstream}
+    for kind, tensor in last.items():
+        ours = found[0, "layer", kind]
+        most = both_directions(tensor, 1, prefix)
+        assert list(ours) == stats
+        for side in ("", "_columnwise"):
+            name = f"{prefix}scale_inv_max{side}"
+            assert ours[name] >= most[name] and ours[f"{prefix}mse{side}"] > 0
+
+
+def test_parameters_in_fp8_blocks_have_scales_alone(tmp_path: Path, device: str) -> None:
+    x = spread(device, 200)
+    quantizer = Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True)
+    q = quantizer(x)
+    with debugging(tmp_path, fp8_stats(tensors=["weight"])):
+        inspect("fc1", "weight", None, rowwise_quantized_tensor=q, quantizer=quantizer)
+        debug_api.step()
+    scales = {k: v for k, v in of_blocks(x, 2, False).items() if k.startswith("scale")}
+    assert logged(tmp_path)[0, "fc1", "weight"] == scales

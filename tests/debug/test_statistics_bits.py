@@ -8,15 +8,21 @@ from debug_session import debugging, logged, section
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 
 RECIPES = {
     "bf16": None,
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
 }
 MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
 CASTS = ["underflows%", "overflows%", "mse", "scale_inv_min", "fp8_current_scaling_underflows%"]
+CASTS += ["mse_columnwise", "fp8_block_scaling_mse", "fp8_block_scaling_mse_columnwise"]
 SIX = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 STEPS, MICROBATCHES = 3, 2
 

@@ -132,7 +132,7 @@ class FeatureCalls:
         """`made`, if it is plain and has the dtype."""
         if type(made) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"[modify_tensor] expected a torch.Tensor or a Float8Tensor, got "
+                f"[modify_tensor] expected a torch.Tensor or a QuantizedTensor, got "
                 f"{type(made).__name__} ({self._where(gemm)})"
             )
         if made.dtype is not dtype:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.debug import blocks
 from transformer_engine.debug.calls import FeatureCalls
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
@@ -18,6 +19,7 @@ from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.quantizers import (
     IDENTITY,
+    BlockQuantizer,
     CurrentQuantizer,
     DelayedQuantizer,
     Fp8Quantizer,
@@ -26,6 +28,8 @@ from transformer_engine.pytorch.quantizers import (
     pad,
 )
 from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
@@ -72,7 +76,7 @@ class InspectedQuantizer(WrappingQuantizer):
     @property
     def cache_key(self) -> Hashable:
         """What is cached with other plans is of another kind."""
-        return (self.inner.scaling, self.plan.rowwise, self.plan.columnwise)
+        return (self.inner.cache_key, self.plan.rowwise, self.plan.columnwise)
 
     def repeating(self, scale: torch.Tensor | None) -> Quantizer:
         """The same around what repeats the recipe's."""
@@ -174,6 +178,8 @@ class InspectedQuantizer(WrappingQuantizer):
         made[gemm] = tensor
         if isinstance(tensor, Float8Tensor):
             return _matrix(tensor, side == 1, padding), tensor
+        if isinstance(tensor, Float8BlockwiseQTensor):
+            return blocks.matrix(tensor, side == 1, padding), tensor
         plain = self.calls.check_dtype(tensor, self.dtype, gemm).contiguous()
         return pad(plain, padding), tensor
 
@@ -224,11 +230,23 @@ def public_quantizer(inner: Quantizer) -> Quantizer | None:
         return Float8CurrentScalingQuantizer(
             inner.format, force_pow_2_scales=inner.power_of_2, amax_epsilon=inner.epsilon
         )
+    if isinstance(inner, BlockQuantizer):
+        return Float8BlockQuantizer(
+            inner.format,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=inner.epsilon,
+            force_pow_2_scales=inner.power_of_2,
+            block_scaling_dim=inner.dimensions,
+        )
     return None
 
 
-def _as_tensor(x: torch.Tensor, cast: Operands, inner: Quantizer) -> Float8Tensor | None:
+def _as_tensor(x: torch.Tensor, cast: Operands, inner: Quantizer) -> torch.Tensor | None:
     """What the recipe's cast made, without padding, as features know it."""
+    quantizer = public_quantizer(inner)
+    if isinstance(quantizer, Float8BlockQuantizer):
+        return blocks.as_tensor(x, cast, quantizer)
     rows, columns = cast.rowwise, cast.columnwise
     some = rows if isinstance(rows, Fp8Matrix) else columns
     if not isinstance(some, Fp8Matrix):
@@ -246,7 +264,7 @@ def _as_tensor(x: torch.Tensor, cast: Operands, inner: Quantizer) -> Float8Tenso
         some.scales,
         some.format,
         transposed,
-        public_quantizer(inner),  # type: ignore[arg-type]
+        quantizer,  # type: ignore[arg-type]
     )
 
 

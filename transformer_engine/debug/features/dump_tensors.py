@@ -14,8 +14,12 @@ from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from nvdlfw_inspect.utils import get_distributed_rank
 from transformer_engine.debug.features.configuration import TENSORS, Scheduled
-from transformer_engine.pytorch.dtypes import FP8_NAMES
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.dtypes import FP8_NAMES, block_dimensions
+from transformer_engine.pytorch.tensor import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    QuantizedTensor,
+)
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -25,7 +29,8 @@ class DumpTensors(Scheduled):
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
     `layer`, `tensor`, `iteration`, and what was asked for: `high_precision` (the tensor) and
     `quantized`: for `rowwise` and `columnwise` where they exist a dict of `codes` (uint8;
-    column-wise ones are transposed), `scale_inv` and `format` ("E4M3" or "E5M2"). Further
+    column-wise ones are transposed), `scale_inv` and `format` ("E4M3" or "E5M2"); where blocks have
+    scales, `block_dimensions` (1 or 2) and all of these scales. Further
     micro-batches of a step get names that end in `_microbatch1`, `_microbatch2`, ...
 
     Keys:
@@ -124,11 +129,23 @@ class DumpTensors(Scheduled):
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    plain = x.dequantize() if isinstance(x, Float8Tensor) else x
+    plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
     return plain.detach().to("cpu", copy=True).contiguous()
 
 
 def _codes(side: torch.Tensor | None, name: str) -> dict[str, Any] | None:
+    if isinstance(side, Float8BlockwiseQTensor):
+        matrix = side.side(name != "rowwise")
+        return (
+            None
+            if matrix is None
+            else {
+                "codes": _on_host(matrix.codes),
+                "scale_inv": _on_host(matrix.scales),
+                "format": FP8_NAMES[int(side._fp8_dtype)],
+                "block_dimensions": block_dimensions(matrix.format),
+            }
+        )
     if not isinstance(side, Float8Tensor):
         return None
     codes = side._data if name == "rowwise" else side.transposed_codes()

@@ -8,16 +8,33 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.statistics.subscription import Source
-from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION
+from transformer_engine.pytorch.dtypes import (
+    E4M3,
+    HIGH_PRECISION,
+    TORCH_FP8,
+    block_dimensions,
+    element_of,
+)
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix
-from transformer_engine.pytorch.quantizers import CurrentQuantizer, Fp8Quantizer, Scaling
+from transformer_engine.pytorch.quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    Fp8Quantizer,
+    Scaling,
+)
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
-RECIPES = {Scaling.DELAYED: "fp8_delayed_scaling", Scaling.CURRENT: "fp8_current_scaling"}
+RECIPES = {
+    Scaling.DELAYED: "fp8_delayed_scaling",
+    Scaling.CURRENT: "fp8_current_scaling",
+    Scaling.BLOCKS: "fp8_block_scaling",
+}
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -95,10 +112,9 @@ class Scales:
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
-        inverse = self.matrix.scales[:1].double()
-        least = torch.minimum(row[4:5], torch.where(inverse == 0, torch.inf, inverse))
-        merged = torch.cat([row[:1] + self.numel, row[1:4], least, row[5:6].maximum(inverse)])
-        row[:6].copy_(merged if active is None else torch.where(active != 0, merged, row[:6]))
+        inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes))
+        found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
+        _merge(row, torch.stack([*found, *_range(inverses)]), active)
 
     @property
     def numel(self) -> int:
@@ -106,9 +122,66 @@ class Scales:
         return self.matrix.codes.numel()
 
 
+@dataclass(frozen=True)
+class BlockCast:
+    """A matrix, maybe seen transposed, beside its codes, whose blocks have scales."""
+
+    x: torch.Tensor
+    matrix: Fp8Matrix
+
+    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
+        """Merge what the cast did into a casts row; the fields are those of `CastMoments`."""
+        rows, cols = self.x.shape  # codes may have rows or columns of zeros behind these
+        matrix = self.matrix
+        codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
+        inverses = _inverses(matrix, rows, cols)
+        values = codes.contiguous().view(TORCH_FP8[element_of(matrix.format)]).float()
+        largest = torch.finfo(TORCH_FP8[element_of(matrix.format)]).max
+        x = self.x.float()
+        found = [
+            inverses.new_full((), float(self.numel)),
+            ((x != 0) & (codes & 0x7F == 0)).sum(dtype=torch.float64),
+            (x.abs() > largest * inverses.float()).sum(dtype=torch.float64),
+            (x.double() - (values * inverses.float()).double()).square().sum(),
+        ]
+        _merge(row, torch.stack([*found, *_range(inverses)]), active)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.x.numel()
+
+
+def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
+    return rows_of(codes), codes.shape[-1]
+
+
+def _inverses(matrix: Fp8Matrix, rows: int, cols: int) -> torch.Tensor:
+    """The inverse scales of the first elements, float64: one, or that of each element."""
+    if not block_dimensions(matrix.format):
+        return matrix.scales[:1].double()
+    one = torch.ones((), dtype=TORCH_FP8[element_of(matrix.format)]).view(torch.uint8)
+    ones = torch.full_like(matrix.codes.view(_matrix_shape(matrix.codes)), int(one))
+    return dequantize(ones, matrix.format, matrix.scales, torch.float32)[:rows, :cols].double()
+
+
+def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest that is not zero, and the largest."""
+    if not inverses.numel():
+        return inverses.new_full((), torch.inf), inverses.new_zeros(())
+    return torch.where(inverses == 0, torch.inf, inverses).amin(), inverses.amax()
+
+
+def _merge(row: torch.Tensor, found: torch.Tensor, active: torch.Tensor | None) -> None:
+    """Merge the six fields of a casts row."""
+    least, most = torch.minimum(row[4], found[4]), torch.maximum(row[5], found[5])
+    merged = torch.cat([row[:4] + found[:4], torch.stack([least, most])])
+    row[:6].copy_(merged if active is None else torch.where(active != 0, merged, row[:6]))
+
+
 def cast(
-    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, where: str
-) -> Cast | Scales | str:
+    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, layer: str, tensor: str
+) -> Cast | BlockCast | Scales | str:
     """What a casts slot is fed with, or why there is nothing to feed it with.
 
     Args:
@@ -116,7 +189,8 @@ def cast(
         side: what the GEMMs of that direction take.
         source: the slot's.
         quantizer: the layer's, of this tensor.
-        where: layer and tensor, for errors.
+        layer: name of the layer, for errors.
+        tensor: which of its tensors.
 
     Raises:
         ValueError: the recipe cannot be evaluated after the fact.
@@ -127,13 +201,17 @@ def cast(
     if source.recipe and source.recipe != current:
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
-        return _cast_again(x, source, quantizer, current, where)
+        if source.recipe == RECIPES[Scaling.BLOCKS]:
+            return _cast_in_blocks(x, source, tensor)
+        return _cast_again(x, source, quantizer, current, f"layer {layer}, tensor {tensor}")
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
         direction = "columnwise" if source.columnwise else "rowwise"
         return f"the tensor is not quantised to FP8 ({direction})"
     if x is None:
         return Scales(matrix)
+    if block_dimensions(matrix.format):
+        return _block_cast(x, matrix, source)
     codes = transpose(matrix.codes) if source.columnwise else matrix.codes
     if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
         codes = codes.reshape(-1)[: x.numel()]
@@ -143,10 +221,27 @@ def cast(
 def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
     if isinstance(side, Fp8Matrix):
         return side
+    if isinstance(side, Float8BlockwiseQTensor):
+        return side.side(columnwise)
     if isinstance(side, Float8Tensor):
         codes = side.transposed_codes() if columnwise else side._data.contiguous()
         return Fp8Matrix(codes, side._scale_inv, int(side._fp8_dtype))
     return None
+
+
+def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:
+    flat = x.view(rows_of(x), x.shape[-1])
+    return BlockCast(flat.t() if source.columnwise else flat, matrix)
+
+
+def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
+    """The cast of `Float8BlockScaling()`, which knows E4M3 alone."""
+    again = BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)
+    flat = x.view(rows_of(x), x.shape[-1])
+    made = again.operands(flat, Demand(again, not source.columnwise, source.columnwise))
+    matrix = made.columnwise if source.columnwise else made.rowwise
+    assert isinstance(matrix, Fp8Matrix)
+    return _block_cast(x, matrix, source)
 
 
 def _pair(scales: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class TensorStatistics:
             if not self._open(slot, captured):
                 continue
             side = columnwise if source.columnwise else rowwise
-            found = feeds.cast(x, side, source, quantizer, self._where())
+            found = feeds.cast(x, side, source, quantizer, self.layer, self.tensor)
             if isinstance(found, str):
                 self._skip(found)
                 continue
@@ -207,14 +207,12 @@ class TensorStatistics:
             self.feed_blocks(x, captured)
         self.feed_casts(None, weight, weight, quantizer, captured)
 
-    def _where(self) -> str:
-        return f"layer {self.layer}, tensor {self.tensor}"
-
     def _skip(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"[LogFp8TensorStats] Skipping stats collection for {self._where()}: {reason}",
+                f"[LogFp8TensorStats] Skipping stats collection for layer {self.layer}, "
+                f"tensor {self.tensor}: {reason}",
                 stacklevel=3,
             )
 

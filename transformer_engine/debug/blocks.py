@@ -1,0 +1,76 @@
+"""Operands whose blocks have scales, as features see them and as they give them back."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.dtypes import block_dimensions, element_of
+from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
+
+
+def _resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
+    """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
+    codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
+    shape = block_scale_shape(rows, cols, block_dimensions(matrix.format))
+    return Fp8Matrix(_fitted(codes, rows, cols), _fitted(matrix.scales, *shape), matrix.format)
+
+
+def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    if x.shape == (rows, cols):
+        return x
+    # Negative padding cuts.
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0])).contiguous()
+
+
+def as_tensor(
+    x: torch.Tensor, cast: Operands, quantizer: Float8BlockQuantizer
+) -> Float8BlockwiseQTensor | None:
+    """What a cast made of `x`, without the tokens that were added for the GEMMs.
+
+    Args:
+        x: `[..., cols]`.
+        cast: its operands; None where neither side is in FP8.
+        quantizer: in its documented form.
+    """
+    rows, cols = rows_of(x), x.shape[-1]
+    rowwise = _side(cast.rowwise, rows, cols)
+    columnwise = _side(cast.columnwise, cols, rows)
+    some = rowwise or columnwise
+    if some is None:
+        return None
+    return Float8BlockwiseQTensor(
+        x.shape,
+        x.dtype,
+        rowwise_data=None if rowwise is None else rowwise.codes.view(x.shape),
+        rowwise_scale_inv=None if rowwise is None else rowwise.scales,
+        columnwise_data=None if columnwise is None else columnwise.codes,
+        columnwise_scale_inv=None if columnwise is None else columnwise.scales,
+        fp8_dtype=element_of(some.format),
+        is_2D_scaled=block_dimensions(some.format) == 2,
+        quantizer=quantizer,
+    )
+
+
+def _side(side: Side | None, rows: int, cols: int) -> Fp8Matrix | None:
+    return _resized(side, rows, cols) if isinstance(side, Fp8Matrix) else None
+
+
+def matrix(tensor: Float8BlockwiseQTensor, columnwise: bool, padding: int) -> Fp8Matrix:
+    """The side of a feature's tensor that a GEMM takes, with so many tokens of zeros added.
+
+    Raises:
+        ValueError: the tensor lacks that side.
+    """
+    side = tensor.side(columnwise)
+    if side is None:
+        raise ValueError(
+            "[modify_tensor] expected a Float8BlockwiseQTensor with "
+            f"{'column' if columnwise else 'row'}-wise data, got one without"
+        )
+    if not padding:
+        return side
+    rows, cols = rows_of(tensor) + padding, tensor.shape[-1]
+    return _resized(side, *((cols, rows) if columnwise else (rows, cols)))
