@@ -62,12 +62,7 @@ void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
   require(args.dx || args.quantized || args.dbias, Kind::Value, kOp,
           "expected dx, an FP8 output or dbias, got none of them");
   check_result({args.dx, args.quantized, args.current}, args.x, kOp, "dx");
-  if (args.dbias) {
-    check::high_precision(args.dbias, kOp, "dbias");
-    check::vector(args.dbias, args.x.cols(), args.dbias.dtype, kOp, "dbias");
-    check::same_device(args.dbias, args.x, kOp, "dbias");
-    check::column_sum_workspace(args.workspace, args.x, args.x.rows(), args.x.cols(), kOp);
-  }
+  check::dbias(args.dbias, args.workspace, args.x, kOp);
   on_device(
       args.x, [&] { cpu::activation_backward(args); },
       [&] { cuda::activation_backward(args, stream); });

@@ -105,6 +105,15 @@ void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t r
   workspace(t, column_sum_workspace_bytes(rows, cols), like, op);
 }
 
+void dbias(const TensorView& t, const TensorView& memory, const TensorView& like,
+           std::string_view op) {
+  if (!t) return;
+  high_precision(t, op, "dbias");
+  vector(t, like.cols(), t.dtype, op, "dbias");
+  same_device(t, like, op, "dbias");
+  column_sum_workspace(memory, like, like.rows(), like.cols(), op);
+}
+
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op) {
   vector(s.scales, 2, DType::Float32, op, "scales");
   same_device(s.scales, like, op, "scales");

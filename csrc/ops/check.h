@@ -34,6 +34,9 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
 // Room for the partial column sums of a [rows, cols] value; nothing is needed on the CPU.
 void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,
                           std::string_view op);
+// The column sums of `like`, and the memory that making them takes; both may be absent.
+void dbias(const TensorView& t, const TensorView& memory, const TensorView& like,
+           std::string_view op);
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
 // A row of so many fields, its flag and its workspace, for a tensor on the device of `like`.
 void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op);

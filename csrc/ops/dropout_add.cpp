@@ -46,12 +46,7 @@ void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream) {
     check::high_precision(args.dx, kOp, "dx");
     check::same_shape(args.dx, dout, kOp, "dx");
   }
-  if (args.dbias) {
-    check::high_precision(args.dbias, kOp, "dbias");
-    check::vector(args.dbias, dout.cols(), args.dbias.dtype, kOp, "dbias");
-    check::same_device(args.dbias, dout, kOp, "dbias");
-    check::column_sum_workspace(args.workspace, dout, dout.rows(), dout.cols(), kOp);
-  }
+  check::dbias(args.dbias, args.workspace, dout, kOp);
   randomness(args.seed, args.p, dout, kOp);
   on_device(
       dout, [&] { cpu::dropout_add_backward(args); },

@@ -13,12 +13,7 @@ void quantize(const QuantizeArgs& args, Stream stream) {
   require(static_cast<bool>(args.out), Kind::Value, kOp,
           "expected a row-wise or a column-wise output, got neither");
   check::quantized(args.out, x.rows(), x.cols(), x, kOp);
-  if (args.dbias) {
-    check::high_precision(args.dbias, kOp, "dbias");
-    check::vector(args.dbias, x.cols(), args.dbias.dtype, kOp, "dbias");
-    check::same_device(args.dbias, x, kOp, "dbias");
-    check::column_sum_workspace(args.workspace, x, x.rows(), x.cols(), kOp);
-  }
+  check::dbias(args.dbias, args.workspace, x, kOp);
   on_device(
       x, [&] { cpu::quantize(args); }, [&] { cuda::quantize(args, stream); });
 }

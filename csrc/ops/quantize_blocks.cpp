@@ -34,12 +34,7 @@ void quantize_blocks(const QuantizeBlocksArgs& args, Stream stream) {
              {"the row-wise output", "the row-wise scales"});
   check_side(args.columnwise, args.blocks, x.cols(), x.rows(), x,
              {"the column-wise output", "the column-wise scales"});
-  if (args.dbias) {
-    check::high_precision(args.dbias, kOp, "dbias");
-    check::vector(args.dbias, x.cols(), args.dbias.dtype, kOp, "dbias");
-    check::same_device(args.dbias, x, kOp, "dbias");
-    check::column_sum_workspace(args.workspace, x, x.rows(), x.cols(), kOp);
-  }
+  check::dbias(args.dbias, args.workspace, x, kOp);
   on_device(
       x, [&] { cpu::quantize_blocks(args); }, [&] { cuda::quantize_blocks(args, stream); });
 }
