@@ -91,7 +91,7 @@ def only(monkeypatch):
     def force(name, expected):
         def choose(query, key, value, call):
             problem = choice.problem_of(query, key, value, call)
-            assert choice.table(problem, choice.attention_variables()) == expected
+            assert choice.table(problem, choice.environment()) == expected
             return BY_NAME[name]
 
         monkeypatch.setattr(core, "choose", choose)

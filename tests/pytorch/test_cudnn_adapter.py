@@ -41,7 +41,7 @@ def stand_in(monkeypatch):
 
     def choose(query, key, value, call):
         problem = choice.problem_of(query, key, value, call)._replace(**HOPPER)
-        reason = refusal(cudnn.BACKEND, problem, choice.attention_variables())
+        reason = refusal(cudnn.BACKEND, problem, choice.environment())
         if reason is not None:
             pytest.skip(reason)
         return cudnn.BACKEND
@@ -102,10 +102,10 @@ def test_shapes_without_a_kernel(format):
 
 def test_asked_for_by_its_number(monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")
-    assert preference(Problem(**HOPPER), choice.attention_variables())[0] == "cudnn"
+    assert preference(Problem(**HOPPER), choice.environment())[0] == "cudnn"
 
 
 def test_padding_as_a_mask_says_what_to_give():
     problem = Problem(**HOPPER, rule=mask_rule("padding"), padded_by_mask=True)
-    reason = refusal(cudnn.BACKEND, problem, choice.attention_variables())
+    reason = refusal(cudnn.BACKEND, problem, choice.environment())
     assert "cu_seqlens_q" in reason

@@ -42,7 +42,7 @@ def version(request, monkeypatch):
     def choose(query, key, value, call):
         problem = choice.problem_of(query, key, value, call)
         problem = problem._replace(device="cuda", capability=(9, 0))
-        reason = refusal(module.BACKEND, problem, choice.attention_variables())
+        reason = refusal(module.BACKEND, problem, choice.environment())
         if reason is not None:
             pytest.skip(reason)
         return module.BACKEND

@@ -18,6 +18,7 @@ from transformer_engine.debug.plans import (
     feature_that_needs_python,
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Quantizer
 from transformer_engine.pytorch.stages.base import Run
 
@@ -100,7 +101,7 @@ class Inspector:
     def run_for(self, module: TransformerEngineBaseModule, run: Run) -> Run:
         """The run to use for this call; called when `tick >= run.inspect_at`."""
         found: Inspection | None = run.inspection
-        if _capturing():
+        if capturing():
             found = self._captured(module, run)
         elif found is None or not found.begin <= self.tick < found.end:
             found = run.inspection = self._inspect(module, run)
@@ -253,10 +254,6 @@ class Inspector:
         if reason is not None:
             raise RuntimeError(reason)
         return self._inspect(module, run)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _wrapping(

@@ -14,6 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.regions import Region, announce, place
 from transformer_engine.pytorch.rng import StatesOf, snapshot
@@ -81,7 +82,7 @@ def checkpoint(
             stacklevel=2,
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *args = args  # type: ignore[assignment]
-    if preserve_rng_state and _capturing():
+    if preserve_rng_state and capturing():
         raise RuntimeError(
             "[checkpoint] expected preserve_rng_state=False inside a CUDA graph capture, got True: "
             "a graph cannot go back to earlier random numbers; this is for functions that draw none"
@@ -108,10 +109,6 @@ def checkpoint(
 
     with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
         return torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_positional(args: tuple[Any, ...]) -> bool:

@@ -108,7 +108,8 @@ def make_graphed_callables(
     caches = _either("cache_quantized_params", fp8_weight_caching, cache_quantized_params)
     alone = callable(modules)
     functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
-    samples = _samples(functions, sample_args, sample_kwargs, alone, _order)
+    order, single = _Order(len(functions), _order), alone and _order is None
+    samples = _samples(len(functions) * order.batches, sample_args, sample_kwargs, single)
     if not all(t.is_cuda for t in tree_leaves(samples) if isinstance(t, torch.Tensor)):
         warnings.warn(
             "[make_graphed_callables] CUDA graphs need samples on a CUDA device: the callables stay"
@@ -127,7 +128,6 @@ def make_graphed_callables(
         retain_graph_in_backward,
         clone_param_grads_on_return,
     )
-    order = _Order(len(functions), _order)
     subjects = [Subject(f, f"callable {i} ({_name(f)})") for i, f in enumerate(functions)]
     graphs = [
         Graphed(subjects[order.function(i)], settings, *sample) for i, sample in enumerate(samples)
@@ -159,16 +159,13 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _samples(
-    functions: list[Function],
+    count: int,
     args: Sequence[Any],
     kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None,
-    alone: bool,
-    order: Sequence[int] | None,
+    single: bool,
 ) -> list[Sample]:
-    """Arguments of each graph."""
-    single = alone and order is None
+    """Arguments of each graph; those of a single one stand alone."""
     every: list[Any] = [args] if single else list(args)
-    count = len(functions) * (1 if order is None else _Order(len(functions), order).batches)
     if len(every) != count or not all(isinstance(one, tuple | list) for one in every):
         raise TypeError(
             f"[make_graphed_callables] expected sample_args to be {count} tuple(s) of arguments, "

@@ -35,6 +35,12 @@ class Fp8Matrix:
 Side: TypeAlias = torch.Tensor | Fp8Matrix
 
 
+def scale_pair(scales: torch.Tensor) -> torch.Tensor:
+    """fp32 `[2]` = {1/scale, scale}, of these or of the first alone."""
+    scales = scales.reshape(-1)
+    return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
+
+
 class Operands:
     """A tensor made ready for its GEMMs; a side that no GEMM will take is None.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -98,7 +99,7 @@ class ScalingMembers:
         # References rather than ids: another state may lie where a dead one lay.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if capturing():
                 raise RuntimeError(
                     "[delayed_scaling] the FP8 modules of this autocast changed inside a CUDA "
                     "graph capture; run one step with the same modules before capturing"

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, scale_pair
 from transformer_engine.pytorch.quantizers import (
     BlockQuantizer,
     CurrentQuantizer,
@@ -215,7 +215,7 @@ def cast(
     codes = transpose(matrix.codes) if source.columnwise else matrix.codes
     if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
         codes = codes.reshape(-1)[: x.numel()]
-    return Cast(x, codes.reshape(x.shape), _pair(matrix.scales), matrix.format)
+    return Cast(x, codes.reshape(x.shape), scale_pair(matrix.scales), matrix.format)
 
 
 def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
@@ -242,10 +242,6 @@ def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
     matrix = made.columnwise if source.columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
     return _block_cast(x, matrix, source)
-
-
-def _pair(scales: torch.Tensor) -> torch.Tensor:
-    return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
 
 
 def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:

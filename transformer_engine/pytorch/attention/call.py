@@ -30,6 +30,12 @@ class Sequences(NamedTuple):
     cu_seqlens_padded: torch.Tensor | None = None
     longest: int | None = None
 
+    def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`cu_seqlens` and the padded ones; ValueError and TypeError for what they cannot be."""
+        if self.cu_seqlens_padded is not None:
+            formats.check_cu_seqlens(self.cu_seqlens_padded, f"{parameter}_padded")
+        return formats.check_cu_seqlens(self.cu_seqlens, parameter), self.cu_seqlens_padded
+
 
 class Bias(NamedTuple):
     """What is added to the scores."""
@@ -151,3 +157,8 @@ class Call(NamedTuple):
     checkpoint: bool
     sink: Sink = NO_SINK
     cache: str = ""
+
+    @property
+    def same_sequences(self) -> bool:
+        """Queries and keys are known to have the same lengths."""
+        return all(a is b for a, b in zip(self.of_query, self.of_key, strict=True))

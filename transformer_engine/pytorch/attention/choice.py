@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from transformer_engine._env import (
-    AttentionVariables,
-    attention_variables,
-    parsed_attention_variables,
+from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch.attention.backend import (
+    Backend,
+    Problem,
+    environment,
+    refusal,
+    repeatable,
 )
-from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal
 from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallShape
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.table import capability, ranked, table
@@ -46,7 +48,7 @@ def _facts(
     AttentionVariables,
 ]:
     shape, bias = call.shape, call.bias
-    offset = call.sink.offset
+    offset, allowed = call.sink.offset, environment()
     training = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -60,8 +62,8 @@ def _facts(
         (training, call.dropout.p, call.sink.type, call.cache),
         None if bias is NO_BIAS else _bias_facts(bias),
         None if shape.band is not None else _sequence_facts(call),
-        torch.are_deterministic_algorithms_enabled(),
-        parsed_attention_variables() if torch.compiler.is_compiling() else attention_variables(),
+        repeatable(allowed),
+        allowed,
     )
 
 
@@ -92,7 +94,7 @@ def _problem(
     facts: tuple[bool, float, str, str],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
-    repeatable: bool,
+    repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
     training, dropout, softmax_type, cache = facts
@@ -119,7 +121,7 @@ def _problem(
         given_slopes=given_slopes,
         dropout=dropout,
         training=training or bias_grad,
-        repeatable=repeatable or not allowed.nondeterministic,
+        repeatable=repeats,
         padded_by_mask=by_mask and shape.rule.type.padding,
         alike=alike and shape.queries == shape.keys,
         room_between=room,

@@ -68,11 +68,7 @@ def _packed(
     call: Call,
 ) -> torch.Tensor:
     of_query = _packed_rows(query, call.of_query, "cu_seqlens_q")
-    of_key = (
-        of_query
-        if all(a is b for a, b in zip(call.of_query, call.of_key, strict=True))
-        else _packed_rows(key, call.of_key, "cu_seqlens_kv")
-    )
+    of_key = of_query if call.same_sequences else _packed_rows(key, call.of_key, "cu_seqlens_kv")
     formats.check_equal_batch(of_query.lengths.numel(), of_key.lengths.numel())
     padding = padding_from_lengths(
         of_query.lengths, of_key.lengths, of_query.longest, of_key.longest
@@ -86,10 +82,7 @@ def _packed(
 
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:
-    cu_seqlens = formats.check_cu_seqlens(sequences.cu_seqlens, parameter)
-    padded = sequences.cu_seqlens_padded
-    if padded is not None:
-        formats.check_cu_seqlens(padded, f"{parameter}_padded")
+    cu_seqlens, padded = sequences.checked(parameter)
     return formats.packed_rows(x.shape[0], cu_seqlens, padded, sequences.longest)
 
 
@@ -97,14 +90,11 @@ def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
     """The padding of sbhd and bshd, from lengths where given, else from masks."""
     of_query, of_key = call.of_query.cu_seqlens, call.of_key.cu_seqlens
     if of_query is not None and of_key is not None:
-        lengths = formats.check_cu_seqlens(of_query, "cu_seqlens_q").diff()
-        same = of_key is of_query
-        key_lengths = lengths if same else formats.check_cu_seqlens(of_key, "cu_seqlens_kv").diff()
-        if lengths.shape[0] != batch or key_lengths.shape[0] != batch:
-            raise ValueError(
-                f"[attention] expected cu_seqlens_q and cu_seqlens_kv of shape {(batch + 1,)}, got"
-                f" {tuple(of_query.shape)} and {tuple(of_key.shape)}"
-            )
+        formats.check_cu_seqlens(of_query, "cu_seqlens_q")
+        formats.check_cu_seqlens(of_key, "cu_seqlens_kv")
+        formats.check_batch(batch, of_query, of_key)
+        lengths = of_query.diff()
+        key_lengths = lengths if of_key is of_query else of_key.diff()
         return padding_from_lengths(lengths, key_lengths, queries, keys)
     if call.attention_mask is None:
         given = [

@@ -211,6 +211,16 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
     return cu_seqlens
 
 
+def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:
+    """Both have an end for each sequence of the batch."""
+    expected = (batch + 1,)
+    if cu_seqlens_q.shape != expected or cu_seqlens_kv.shape != expected:
+        raise ValueError(
+            f"[attention] expected cu_seqlens_q and cu_seqlens_kv of shape {expected}, got"
+            f" {tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_kv.shape)}"
+        )
+
+
 def check_equal_batch(queries: int, keys: int) -> None:
     """Queries and keys have as many sequences."""
     if queries != keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables, attention_variables
-from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal
+from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal, repeatable
 from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.call import check_bias_type
 from transformer_engine.pytorch.attention.formats import check_format
@@ -132,7 +132,6 @@ def attention_backends(
     """
     allowed = attention_variables()
     device = default_device(device)
-    asked = torch.are_deterministic_algorithms_enabled() or not allowed.nondeterministic
     key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
     rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
     problem = Problem(
@@ -154,7 +153,7 @@ def attention_backends(
         given_slopes=alibi_slopes,
         dropout=attention_dropout,
         training=is_training,
-        repeatable=asked if deterministic is None else deterministic,
+        repeatable=repeatable(allowed) if deterministic is None else deterministic,
         padded_by_mask=attention_mask and rule.type.padding,
         alike=max_seqlen_q == max_seqlen_kv,
         room_between=pad_between_seqs,

@@ -98,7 +98,7 @@ class _Fence(torch.autograd.Function):
 def _sides(query: torch.Tensor, key: torch.Tensor, call: Call) -> tuple[Side, Side]:
     if call.shape.qkv_format == "thd":
         of_query = _thd_side(query.shape[0], call.of_query, "cu_seqlens_q")
-        if same_sequences(call) and query.shape[0] == key.shape[0]:
+        if call.same_sequences and query.shape[0] == key.shape[0]:
             return of_query, of_query
         of_key = _thd_side(key.shape[0], call.of_key, "cu_seqlens_kv")
         formats.check_equal_batch(of_query.cu_seqlens.numel() - 1, of_key.cu_seqlens.numel() - 1)
@@ -113,15 +113,14 @@ def _sides(query: torch.Tensor, key: torch.Tensor, call: Call) -> tuple[Side, Si
 
 
 def _thd_side(tokens: int, sequences: Sequences, parameter: str) -> Side:
-    cu_seqlens = formats.check_cu_seqlens(sequences.cu_seqlens, parameter)
+    cu_seqlens, starts = sequences.checked(parameter)
     longest = sequences.longest
     if longest is None:
         longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     index = torch.arange(tokens, device=cu_seqlens.device)
     outside = index >= cu_seqlens[-1]
     maps = None
-    if sequences.cu_seqlens_padded is not None:
-        starts = formats.check_cu_seqlens(sequences.cu_seqlens_padded, f"{parameter}_padded")
+    if starts is not None:
         maps = formats.gap_maps(tokens, cu_seqlens, starts)
     return Side(cu_seqlens, longest, maps, outside)
 
@@ -136,8 +135,3 @@ def _padded_side(is_padding: torch.Tensor) -> Side:
     outside = torch.arange(batch * longest, device=flat.device) >= ends[-1]
     token = ((~flat).cumsum(0) - 1).clamp_(min=0)
     return Side(cu_seqlens, longest, Maps(place, outside, token, flat), outside)
-
-
-def same_sequences(call: Call) -> bool:
-    """Queries and keys are known to have the same lengths."""
-    return all(a is b for a, b in zip(call.of_query, call.of_key, strict=True))

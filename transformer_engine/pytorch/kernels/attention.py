@@ -20,13 +20,6 @@ from transformer_engine.pytorch.kernels.library import library_op
 SBHD, BSHD, THD = 0, 1, 2
 
 
-def _allocate(device: torch.device) -> Callable[[int], torch.Tensor]:
-    def allocate(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=device)
-
-    return allocate
-
-
 def settings_of(
     format: int,
     window: tuple[int, int] = (-1, -1),

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
     params_dtype_of,
 )
-from transformer_engine.pytorch.stages import Norm, Run
+from transformer_engine.pytorch.modules.planned import PlannedChain
+from transformer_engine.pytorch.stages import Norm
 
 
 def norm_parameters(
@@ -39,13 +39,8 @@ def check_normalization(kind: str, module: str) -> str:
     return kind
 
 
-class NormChain(nn.Module):
-    """A chain of one Norm, with its plans."""
-
-    def __init__(self, stage: Norm) -> None:
-        super().__init__()
-        self.chain = Chain([stage])
-        self._runs: dict[Any, Run] = {}
+class NormChain(PlannedChain):
+    """A chain of one Norm."""
 
     def normalised(
         self,
@@ -59,17 +54,7 @@ class NormChain(nn.Module):
         if torch.is_grad_enabled():
             bias_needs = bias is not None and bias.requires_grad
             needs = (inp.requires_grad, weight.requires_grad, bias_needs)
-        if torch.compiler.is_compiling():
-            run = self.chain.plan(Run(dtype, needs))
-        else:
-            found = self._runs.get((dtype, needs))
-            if found is None:
-                found = self._runs[dtype, needs] = self.chain.plan(Run(dtype, needs))
-            run = found
-        return self.chain(inp.contiguous(), (weight, bias), run)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}
+        return self.chain(inp.contiguous(), (weight, bias), self.run_of(dtype, needs))
 
 
 class NormModule(OptionalExtraState, NormChain):

@@ -5,17 +5,17 @@ Gated ones halve the last axis: `act(first half) * second half`. They compute in
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.modules.planned import PlannedChain
 from transformer_engine.pytorch.ops.operation import FusibleOperation
-from transformer_engine.pytorch.stages import Activation, Run
+from transformer_engine.pytorch.stages import Activation
 
 
-class _Activation(FusibleOperation):
+class _Activation(PlannedChain, FusibleOperation):
     """An activation without parameters; the result has the dtype of the input, or autocast's.
 
     Args:
@@ -28,13 +28,11 @@ class _Activation(FusibleOperation):
     kind: ClassVar[str]
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__()
+        super().__init__(Activation(activation_kind(self.kind)))
         if cache_quantized_input:
             raise NotImplementedError(
                 f"[{type(self).__name__}] cache_quantized_input=True: the input is kept as it is"
             )
-        self.chain = Chain([Activation(activation_kind(self.kind))])
-        self._runs: dict[Any, Run] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply it.
@@ -50,17 +48,7 @@ class _Activation(FusibleOperation):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         recorded = torch.is_grad_enabled() and x.requires_grad
-        if torch.compiler.is_compiling():
-            run = self.chain.plan(Run(dtype, (recorded,)))
-        else:
-            found = self._runs.get((dtype, recorded))
-            if found is None:
-                found = self._runs[dtype, recorded] = self.chain.plan(Run(dtype, (recorded,)))
-            run = found
-        return self.chain(x.to(dtype).contiguous(), (), run)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}
+        return self.chain(x.to(dtype).contiguous(), (), self.run_of(dtype, (recorded,)))
 
 
 class GELU(_Activation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Side
 from transformer_engine.pytorch.quantizers import BlockQuantizer
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    QuantizedTensor,
+    TensorMaking,
+    to_copy,
+)
 
 aten = torch.ops.aten
 
@@ -106,6 +110,12 @@ class Float8BlockwiseQTensor(QuantizedTensor):
             fp8_dtype=self._fp8_dtype,
             is_2D_scaled=self._is_2D_scaled,
             quantizer=self._quantizer,
+        )
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The same kind of tensor, around what a function makes of codes and scales."""
+        return self.with_parts(
+            [None if part is None else function(part) for part in self.parts], self.shape
         )
 
     def side(self, columnwise: bool) -> Fp8Matrix | None:
@@ -204,10 +214,6 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _clone(x: Float8BlockwiseQTensor, **kwargs: Any) -> Any:
-    return x.with_parts([None if part is None else part.clone() for part in x.parts], x.shape)
-
-
 def _view(x: Float8BlockwiseQTensor, shape: Any) -> Any:
     plain = torch.empty(x.shape, device="meta").view(shape)
     if plain.ndim == 0 or x.ndim == 0 or plain.shape[-1] != x.shape[-1]:
@@ -221,24 +227,6 @@ def _view(x: Float8BlockwiseQTensor, shape: Any) -> Any:
     return x.with_parts(
         [None if rowwise is None else rowwise.view(plain.shape), *others], plain.shape
     )
-
-
-def _to_copy(
-    x: Float8BlockwiseQTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **layout: Any,  # codes stay contiguous whatever is asked
-) -> Any:
-    to = device or x.device
-    if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
-    moved = [
-        None if part is None else part.to(to, non_blocking=non_blocking, copy=True)
-        for part in x.parts
-    ]
-    return x.with_parts(moved, x.shape)
 
 
 def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,16 +254,16 @@ def _same_kind(target: Float8BlockwiseQTensor, source: Any) -> bool:
 
 
 Float8BlockwiseQTensor.handlers = {
-    aten.detach.default: lambda x: x.with_parts(x.parts, x.shape),
-    aten.clone.default: _clone,
+    aten.detach.default: lambda x: x.mapped(lambda part: part),
+    aten.clone.default: lambda x, **layout: x.mapped(torch.clone),
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten._to_copy.default: _to_copy,
+    aten._to_copy.default: to_copy,
     aten.copy_.default: _copy_into,
 }
 
 
-class Float8BlockQuantizer(BlockQuantizer):
+class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
     """Quantises blocks with the scales of the tensor in hand; calling it gives a tensor.
 
     Args:
@@ -299,17 +287,12 @@ class Float8BlockQuantizer(BlockQuantizer):
     ) -> None:
         super().__init__(int(fp8_dtype), block_scaling_dim, force_pow_2_scales, amax_epsilon)
         self.dtype = DType(fp8_dtype)
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
     def block_scaling_dim(self) -> int:
         """1 or 2."""
         return self.dimensions
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose whether codes and transposed codes are made."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Of the transposed codes: `(cols, rows)`."""
@@ -348,10 +331,6 @@ class Float8BlockQuantizer(BlockQuantizer):
             is_2D_scaled=self.dimensions == 2,
             quantizer=self,
         )
-
-    def __call__(self, tensor: torch.Tensor) -> Float8BlockwiseQTensor:
-        """`quantize`."""
-        return self.quantize(tensor)
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-from transformer_engine.pytorch.tensor.quantized_tensor import Handler, QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import Handler, QuantizedTensor, to_copy
 
 aten = torch.ops.aten
 
@@ -26,24 +26,6 @@ def _view(x: Float8Tensor, shape: Any) -> Float8Tensor:
     data = x._data.view(shape)
     keep = data.ndim > 0 and x.ndim > 0 and data.shape[-1] == x.shape[-1]
     return x.with_codes(data, x._scale_inv, x.known_transpose if keep else None)
-
-
-def _to_copy(
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **layout: Any,  # codes stay contiguous whatever is asked
-) -> Any:
-    to = device or x.device
-    if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
-    known = x.known_transpose
-    transposed = None if known is None else known.to(to, non_blocking=non_blocking, copy=True)
-    data = x._data.to(to, non_blocking=non_blocking, copy=True)
-    scales = x._scale_inv.to(to, non_blocking=non_blocking, copy=True)
-    return x.with_codes(data, scales, transposed)
 
 
 def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +75,7 @@ Float8Tensor.handlers = {
     aten.clone.default: _clone,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten._to_copy.default: _to_copy,
+    aten._to_copy.default: to_copy,
     aten.copy_.default: _copy_into,
     **{func: _shaped_like(func) for func in _FACTORIES},
     **dict.fromkeys(_REFUSED, _refused),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 from transformer_engine.pytorch.dtypes import FP8_NAMES, HIGH_PRECISION, DType
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, scale_pair
 from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuantizer, Fp8Quantizer
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, TensorMaking
 
 
 class Float8Tensor(QuantizedTensor):
@@ -146,8 +147,7 @@ class Float8Tensor(QuantizedTensor):
 
     def scale_pair(self) -> torch.Tensor:
         """fp32 `[2]` = {1/scale, scale}; users may bring the first alone."""
-        scales = self._scale_inv.reshape(-1)
-        return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
+        return scale_pair(self._scale_inv)
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
@@ -169,6 +169,12 @@ class Float8Tensor(QuantizedTensor):
         return Float8Tensor(
             data.shape, self.dtype, data, scale_inv, self._fp8_dtype, transposed, self._quantizer
         )
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
+        """The same kind of tensor, around what a function makes of codes and scale."""
+        known = self.known_transpose
+        transposed = None if known is None else function(known)
+        return self.with_codes(function(self._data), function(self._scale_inv), transposed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.is_meta or type(self._data) is not torch.Tensor:  # there is nothing to show
@@ -240,16 +246,8 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-class _TensorMaking:
+class _Float8Making(TensorMaking):
     """What public quantizers add: calling one gives a `Float8Tensor`."""
-
-    rowwise_usage = True
-    columnwise_usage = True
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose whether codes and transposed codes are made."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def quantize(self, tensor: torch.Tensor, *, out: Float8Tensor | None = None) -> Float8Tensor:
         """Quantise.
@@ -264,11 +262,8 @@ class _TensorMaking:
         operands = self.operands(plain, Demand(self, True, self.columnwise_usage))  # type: ignore[attr-defined]
         return Float8Tensor.from_operands(operands, plain, self)  # type: ignore[arg-type]
 
-    def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
-        return self.quantize(tensor)
 
-
-class Float8Quantizer(_TensorMaking, DelayedQuantizer):
+class Float8Quantizer(_Float8Making, DelayedQuantizer):
     """Quantises with a given scale and notes the amax.
 
     Args:
@@ -293,7 +288,7 @@ class Float8Quantizer(_TensorMaking, DelayedQuantizer):
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
 
-class Float8CurrentScalingQuantizer(_TensorMaking, CurrentQuantizer):
+class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
     """Quantises with the scale of the tensor in hand.
 
     Args:

@@ -42,6 +42,10 @@ class QuantizedTensor(torch.Tensor):
         """Replace the values, in place."""
         raise NotImplementedError
 
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The same kind of tensor, around what a function makes of the plain tensors inside."""
+        raise NotImplementedError
+
     @property
     def label(self) -> str:
         """What the tensor is, for messages: its class, and the parameter of which layer."""
@@ -84,6 +88,41 @@ class QuantizedTensor(torch.Tensor):
     def share_memory_(self) -> Any:
         """Codes are not moved into shared memory: an error that names the tensor."""
         return self._refuse("share_memory_()")
+
+
+def to_copy(
+    x: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **layout: Any,  # codes stay contiguous whatever is asked
+) -> Any:
+    """`aten._to_copy` for subclasses: to another device as codes, to another dtype as values."""
+    to = device or x.device
+    if dtype not in (None, x.dtype):
+        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
+    return x.mapped(lambda part: part.to(to, non_blocking=non_blocking, copy=True))
+
+
+class TensorMaking:
+    """What public quantizers have in common: calling one gives a quantised tensor."""
+
+    rowwise_usage = True
+    columnwise_usage = True
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose whether codes and transposed codes are made."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def quantize(self, tensor: torch.Tensor, *, out: Any = None) -> Any:
+        """Quantise; into `out` where it is given."""
+        raise NotImplementedError
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        """`quantize`."""
+        return self.quantize(tensor)
 
 
 def _refuse_communication(func: Any, args: tuple[Any, ...]) -> None:

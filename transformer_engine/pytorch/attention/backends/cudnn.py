@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from transformer_engine._env import (
-    AttentionVariables,
-    attention_variables,
-    parsed_attention_variables,
-)
+from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
+from transformer_engine.pytorch.attention.backend import (
+    Backend,
+    Problem,
+    Requirement,
+    environment,
+    repeatable,
+)
 from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.dense import check_bias_shape
 from transformer_engine.pytorch.attention.remember import remembered
@@ -95,7 +97,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
         sequences, longest = _sequences(call)
     alibi = call.bias.type == "alibi"
-    settings = _settings(shape, same, alibi, _repeatable(), longest)
+    settings = _settings(shape, same, alibi, repeatable(environment()), longest)
     dropout = call.dropout.p
     if dropout > 0.0:
         # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
@@ -120,37 +122,19 @@ def _any_needs_grad(*tensors: torch.Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
 
-def _repeatable() -> bool:
-    if torch.are_deterministic_algorithms_enabled():
-        return True
-    if torch.compiler.is_compiling():
-        return not parsed_attention_variables().nondeterministic
-    return not attention_variables().nondeterministic
-
-
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
     """cu_seqlens of both sides, then the padded ones; and the longest sequences of thd."""
     of_query, of_key = call.of_query, call.of_key
-    ends_q = formats.check_cu_seqlens(of_query.cu_seqlens, "cu_seqlens_q")
-    ends_k = formats.check_cu_seqlens(of_key.cu_seqlens, "cu_seqlens_kv")
-    for padded, parameter in (
-        (of_query.cu_seqlens_padded, "cu_seqlens_q_padded"),
-        (of_key.cu_seqlens_padded, "cu_seqlens_kv_padded"),
-    ):
-        if padded is not None:
-            formats.check_cu_seqlens(padded, parameter)
-    count = ends_q.shape[0] if call.shape.batch is None else call.shape.batch + 1
-    if ends_q.shape[0] != count or ends_k.shape[0] != count:
-        raise ValueError(
-            f"[attention] expected cu_seqlens_q and cu_seqlens_kv of shape {(count,)}, got"
-            f" {tuple(ends_q.shape)} and {tuple(ends_k.shape)}"
-        )
+    ends_q, starts_q = of_query.checked("cu_seqlens_q")
+    ends_k, starts_k = of_key.checked("cu_seqlens_kv")
+    batch = ends_q.shape[0] - 1 if call.shape.batch is None else call.shape.batch
+    formats.check_batch(batch, ends_q, ends_k)
     if call.shape.qkv_format != "thd":
         return (ends_q, ends_k, None, None), (0, 0)
     longest_query = _longest(of_query, ends_q)
     same = ends_k is ends_q and of_key.longest is None
     longest = (longest_query, longest_query if same else _longest(of_key, ends_k))
-    return (ends_q, ends_k, of_query.cu_seqlens_padded, of_key.cu_seqlens_padded), longest
+    return (ends_q, ends_k, starts_q, starts_k), longest
 
 
 def _longest(sequences: Sequences, ends: torch.Tensor) -> int:

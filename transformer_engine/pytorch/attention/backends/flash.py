@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from transformer_engine._env import attention_variables
-from transformer_engine.pytorch.attention.backend import Problem, Requirement
+from transformer_engine.pytorch.attention.backend import (
+    Problem,
+    Requirement,
+    environment,
+    repeatable,
+)
 from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.dense import Attend
 from transformer_engine.pytorch.attention.requirements import (
@@ -71,10 +75,8 @@ def options(call: Call) -> Options:
     limits = call.shape.rule if call.shape.band is None else call.shape.band
     left, right = limits.left, limits.right
     causal = (left, right) == (-1, 0)
-    repeatable = (
-        torch.are_deterministic_algorithms_enabled() or not attention_variables().nondeterministic
-    )
-    return Options(call.scale, causal, (-1, -1) if causal else (left, right), repeatable)
+    window = (-1, -1) if causal else (left, right)
+    return Options(call.scale, causal, window, repeatable(environment()))
 
 
 class Kernels:
