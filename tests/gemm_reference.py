@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from transformer_engine.pytorch.dtypes import block_dimensions
+
 E4M3, E5M2 = 5, 6
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 PLAIN_TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -71,10 +73,13 @@ def slack(a: Operand, b: Operand, device: str, fast: bool = False) -> torch.Tens
     """What rounding inside the sum may add up to, element by element.
 
     A share of the sum of magnitudes: fp32 sums; TF32 drops 13 bits of each factor; the tensor
-    cores keep about 14 bits of an FP8 sum, for 128 terms or (fast) for all.
+    cores keep about 14 bits of an FP8 sum, for 128 terms or (fast) for all, counted from the
+    greatest term: where magnitudes differ from block to block, the small ones lose more.
     """
     if device == "cpu":
         share = 2**-20
+    elif block_dimensions(a.format):
+        share = 2**-10
     elif a.format >= 0:
         share = 2**-10 if fast else 2**-12
     else:

@@ -38,8 +38,8 @@ def element_of(format: int) -> int:
 
 
 def block_dimensions(format: int) -> int:
-    """0 where the matrix has one scale, else the dimensions of its blocks."""
-    return format // 16
+    """0 where the matrix has one scale, or is not FP8; else the dimensions of its blocks."""
+    return max(format, 0) // 16
 
 
 FP8_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
