@@ -1,8 +1,15 @@
 """The order of attention backends: speed as measured, and what waits until a GPU has run it."""
 
 import pytest
+import torch
 
-from transformer_engine.pytorch.attention import attention_backends, policy
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    attention_backends,
+    choice,
+    core,
+    policy,
+)
 from transformer_engine.pytorch.attention.backends import BACKENDS
 
 LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}
@@ -50,3 +57,22 @@ def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
     names = order(**{**LARGE, **changes})
     assert (names.index("flash4") < names.index("sdpa")) is large
     assert names[-1] == "unfused"
+
+
+def test_a_forward_without_gradient_in_training_mode_chooses_as_one_with(monkeypatch):
+    """It may be the first of a checkpoint, which the second one repeats with a gradient."""
+    problems = []
+
+    def choose(*call):
+        problems.append(choice.problem_of(*call))
+        return choice.choose(*call)
+
+    monkeypatch.setattr(core, "choose", choose)
+    module = DotProductAttention(2, 8)
+    qkv = [torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3)]
+    module(*qkv)
+    with torch.no_grad():
+        module(*qkv)
+        module.eval()(*qkv)
+    assert problems[0] == problems[1]
+    assert not problems[2].training

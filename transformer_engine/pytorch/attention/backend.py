@@ -49,7 +49,7 @@ class Problem(NamedTuple):
         bias_mixed: the bias has another dtype than queries.
         given_slopes: ALiBi has slopes of its own.
         dropout: probability.
-        training: a gradient is needed.
+        training: a gradient is needed, now or in a recomputation.
         repeatable: gradients must repeat bit for bit.
         padded_by_mask: a mask says which tokens are padding, not lengths.
         alike: queries and keys are known to have the same lengths.

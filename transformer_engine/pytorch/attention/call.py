@@ -145,7 +145,11 @@ def call_shape(
 
 
 class Call(NamedTuple):
-    """All that a call of attention says, overrides applied."""
+    """All that a call of attention says, overrides applied.
+
+    `training` is the module's mode: a checkpoint's first forward, which needs no gradient, must run
+    on the backend of its second.
+    """
 
     shape: CallShape
     attention_mask: AttentionMask | None
@@ -157,6 +161,7 @@ class Call(NamedTuple):
     checkpoint: bool
     sink: Sink = NO_SINK
     cache: str = ""
+    training: bool = False
 
     @property
     def same_sequences(self) -> bool:

@@ -49,11 +49,14 @@ def _facts(
 ]:
     shape, bias = call.shape, call.bias
     offset, allowed = call.sink.offset, environment()
-    training = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (offset is not None and offset.requires_grad)
+    training = call.training or (
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (offset is not None and offset.requires_grad)
+        )
     )
     return (
         shape,

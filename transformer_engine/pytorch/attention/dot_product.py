@@ -273,6 +273,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             checkpoint_core_attention,
             self._sink(query.device),
             "" if inference_params is None else "appended" if step is None else "named",
+            self.training,
         )
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)
