@@ -70,12 +70,19 @@ def test_tensors_are_taken_as_they_lie():
         torch.randn(5, 2, 16, 4).transpose(2, 3),
         torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16),
         torch.randn(10, 12, 16)[:, :4],  # thd of a packed projection
-        torch.randn(5 * 2 * 4 * 16 + 1)[1:].view(5, 2, 4, 16),
     ],
 )
-def test_memory_that_cudnn_cannot_read_is_copied(x):
+def test_strides_that_cudnn_cannot_read_are_copied(x):
     copy = cudnn._readable(x)
     assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
+
+
+def test_memory_that_does_not_begin_at_16_bytes_is_copied():
+    memory = torch.randn(5 * 2 * 4 * 16 + 4)
+    whole, shifted = (memory[i:][:640].view(5, 2, 4, 16) for i in (4, 1))
+    assert kernels._aligned(whole) is whole
+    copy = kernels._aligned(shifted)
+    assert copy.data_ptr() % 16 == 0 and torch.equal(copy, shifted)
 
 
 @pytest.mark.parametrize("format", [kernels.SBHD, kernels.BSHD, kernels.THD])

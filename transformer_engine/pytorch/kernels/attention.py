@@ -87,6 +87,7 @@ def attention_forward(
     if statistics:
         kept = query.new_empty(_statistics_shape(query, settings[0]), dtype=torch.float32)
     if launch:
+        query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_forward(
             (query, key, value),
             settings,
@@ -98,6 +99,11 @@ def attention_forward(
             _allocator(query.device),
         )
     return out, kept
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where cuDNN could not read it 16 bytes at a time."""
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -159,6 +165,7 @@ def attention_backward(
         torch.empty_like(sink) if sink is not None and needs_sink else None,
     )
     if launch:
+        query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_backward(
             (query, key, value),
             settings,

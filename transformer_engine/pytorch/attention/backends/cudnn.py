@@ -158,14 +158,12 @@ def _settings(
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, unless its memory is one that cuDNN cannot read 16 bytes at a time.
+    """The tensor itself, unless cuDNN cannot read 16 bytes at a time with strides as these.
 
     Nor is it given thd whose tokens do not follow each other (parts of a packed projection): see
     docs/adr/0013-cudnn-graphs.md.
     """
-    if x.storage_offset() % 8 == 0 and (
-        x.is_contiguous() or (x.dim() == 4 and _in_steps_of_eight(x.stride(), x.shape))
-    ):
+    if x.is_contiguous() or (x.dim() == 4 and _in_steps_of_eight(x.stride(), x.shape)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -270,11 +268,6 @@ BACKEND = Backend(
         Requirement(
             lambda problem, allowed: not problem.padded_by_mask,
             "takes padding as lengths; give cu_seqlens_q and cu_seqlens_kv instead of a mask",
-        ),
-        # One GPU run of thd ended in an illegal access that is not understood (ADR 13).
-        Requirement(
-            lambda problem, allowed: problem.qkv_format != "thd",
-            "is not trusted with packed sequences yet; use bshd or sbhd with cu_seqlens",
         ),
         SIZES_OF_EIGHT,
         Requirement(
