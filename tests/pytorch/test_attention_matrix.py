@@ -116,6 +116,7 @@ def test_unfused_skips_nothing():
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # hundreds of shapes, for each of which cuDNN builds two graphs
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("mask_type", FACTORS["mask_type"])
 @pytest.mark.parametrize("qkv_format", FACTORS["qkv_format"])

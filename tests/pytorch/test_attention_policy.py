@@ -26,14 +26,14 @@ def test_unconfirmed_backends_wait_behind_all_others():
         names = order(**question)
         confirmed = [name in policy.CONFIRMED for name in names]
         assert confirmed == sorted(confirmed, reverse=True)
-        assert names[0] == "sdpa"
+        assert names[0] == "cudnn"
 
 
 def test_the_environment_asks_for_flash_attn(monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert order(**LARGE)[:3] == ["flash4", "flash3", "flash2"]
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert order(**LARGE)[0] == "sdpa"
+    assert order(**LARGE)[0] == "cudnn"
 
 
 @pytest.fixture

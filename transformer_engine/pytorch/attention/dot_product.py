@@ -235,8 +235,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
             `[tokens, ...]`, as the format is.
         """
-        if fp8_output:
-            _refuse_unimplemented(fp8_output=(fp8_output, False))
+        _refuse_unimplemented(fp8_output=(fp8_output, False))
         query, key, value = self._check_dtypes(query_layer, key_layer, value_layer)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type

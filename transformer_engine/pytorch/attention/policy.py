@@ -10,7 +10,8 @@ forward with backward; warm caches):
     b8 h32 s2048 d64 causal             347   1405       350   1154
     host time of a forward                               148
 
-flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it.
+flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it. Our own
+graphs of cuDNN take the time of torch's forward and 0.92-0.99 of its backward, and copy nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformer_engine.pytorch.attention.backend import Problem
 
 # Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
 # until tests/pytorch/test_attention_matrix.py passes with them there; or the environment asks.
-CONFIRMED = frozenset({"sdpa", "unfused"})
+CONFIRMED = frozenset({"cudnn", "sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")
 _LARGE = ("flash4", "cudnn", "flash3", "sdpa", "flash2", "unfused")

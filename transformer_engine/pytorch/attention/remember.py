@@ -7,6 +7,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from transformer_engine.pytorch.capture import capturing
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -16,7 +18,8 @@ _MOST = 4096
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
     """Like `functools.lru_cache`, of which torch.compile warns; while compiling it steps aside.
 
-    Arguments are positional and hashable, and errors are not kept.
+    Arguments are positional and hashable. Neither errors are kept, nor what is found while a CUDA
+    graph is captured: libraries cannot be asked everything then.
     """
     results: dict[object, R] = {}
 
@@ -27,6 +30,8 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
             return results[args]
         except KeyError:
             pass
+        if capturing():
+            return function(*args, **kwargs)
         if len(results) >= _MOST:
             results.clear()
         results[args] = function(*args, **kwargs)

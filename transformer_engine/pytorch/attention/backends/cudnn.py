@@ -30,6 +30,7 @@ from transformer_engine.pytorch.attention.requirements import (
     SIZES_OF_EIGHT,
     SOMETHING,
 )
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.kernels.attention import (
     BSHD,
     SBHD,
@@ -109,6 +110,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         bias = bias.contiguous()
     query, key, value = _readable(query), _readable(key), _readable(value)
     options = (settings, call.scale, dropout)
+    if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
+        key, value = key.view_as(key), value.view_as(value)
     if torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink):
         out: torch.Tensor = _Attention.apply(
             query, key, value, bias, sink, options, seed, *sequences
@@ -179,7 +182,7 @@ def _in_steps_of_eight(strides: tuple[int, ...], sizes: torch.Size) -> bool:
 @remembered
 def _refusal(problem: Problem) -> str:
     """What cuDNN itself says of a problem; sizes that are not known are ordinary ones."""
-    if torch.cuda.is_current_stream_capturing():
+    if capturing():
         return "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
     rule, format = problem.rule, _FORMATS[problem.qkv_format]
     batch, queries = problem.batch or 2, problem.queries or 512
@@ -220,8 +223,30 @@ def _refusal(problem: Problem) -> str:
 
 
 def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
-    # While compiling the requirements above must do: cuDNN cannot be asked inside the trace.
-    return problem.compiling or not _refusal(problem)
+    # Sizes may be symbols inside a trace: there cuDNN gets what it takes at any size, if it is here
+    return _ordinary(problem) and _is_here() if problem.compiling else not _refusal(problem)
+
+
+def _ordinary(problem: Problem) -> bool:
+    rule = problem.rule
+    return (
+        problem.key_size == problem.value_size <= 128
+        and problem.dropout == 0.0
+        and (problem.bias_type, problem.softmax_type) == ("no_bias", "vanilla")
+        and not problem.windowed
+        and (problem.alike or not (rule.type.causal or rule.type.padding))
+    )
+
+
+@torch.compiler.assume_constant_result
+def _is_here() -> bool:
+    return not _refusal(Problem(device="cuda"))
+
+
+def _reason(problem: Problem) -> str:
+    if problem.compiling:
+        return "is for plain attention alone inside torch.compile, and for builds with cuDNN"
+    return _refusal(problem)
 
 
 def _bias_is_whole(problem: Problem) -> bool:
@@ -298,6 +323,6 @@ BACKEND = Backend(
             lambda problem, allowed: not problem.cache,
             "would build a graph for each length that a cache grows to",
         ),
-        Requirement(_taken_by_cudnn, _refusal),
+        Requirement(_taken_by_cudnn, _reason),
     ),
 )
