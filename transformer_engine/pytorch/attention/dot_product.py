@@ -143,10 +143,10 @@ class DotProductAttention(OptionalExtraState, nn.Module):
 
     def _add_sink(self, softmax_type: str) -> None:
         self.softmax_type = check_softmax_type(softmax_type)
-        self._parameter_set = ParameterSet(self, None)
+        self._parameter_set = ParameterSet(None)
         if softmax_type == "learnable":
             offset = ParameterSpec("softmax_offset", (self.num_attention_heads,), nn.init.zeros_)
-            self._parameter_set.create([offset], torch.get_default_dtype(), None)
+            self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start `softmax_offset`, if there is one, at zero again; on meta it gets memory first.
@@ -155,7 +155,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             defer_init: do nothing.
         """
         if not defer_init:
-            self._parameter_set.reset()
+            self._parameter_set.reset(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group, of one rank so far."""

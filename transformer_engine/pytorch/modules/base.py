@@ -96,7 +96,7 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
             defer_init: do nothing.
         """
         if not defer_init:
-            self._parameter_set.reset()
+            self._parameter_set.reset(self)
 
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
         """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""

@@ -112,13 +112,15 @@ class LayerNormLinear(TransformerEngineBaseModule):
 
         sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
         self._split = SplitLinearParameters(sizes, out_features, bias)
-        self._parameter_set = ParameterSet(self, get_rng_state_tracker)
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(
             normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
         init = init_method or default_init_method
         linear = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
-        self._parameter_set.create(norm + linear, params_dtype_of(params_dtype, dtype), device)
+        self._parameter_set.create(
+            self, norm + linear, params_dtype_of(params_dtype, dtype), device
+        )
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
         if not bias:

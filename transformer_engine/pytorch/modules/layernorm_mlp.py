@@ -123,11 +123,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         norm = norm_parameters(
             normalization, hidden_size, zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
-        self._parameter_set = ParameterSet(self, get_rng_state_tracker)
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
         first = init_method or default_init_method
         second = output_layer_init_method or default_init_method
         specs = norm + self._linear_specs(first, second)
-        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
         if not bias:

@@ -115,10 +115,10 @@ class Linear(TransformerEngineBaseModule):
 
         sizes = split_sizes(parameters_split, out_features, "Linear")
         self._split = SplitLinearParameters(sizes, out_features, bias)
-        self._parameter_set = ParameterSet(self, get_rng_state_tracker)
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
         init = init_method or default_init_method
         specs = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
-        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
         if not bias:
             self.bias = None
         self._matmul = Matmul(0, self.name, fuse_wgrad_accumulation)

@@ -80,9 +80,9 @@ class NormModule(OptionalExtraState, NormChain):
         self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
-        self._parameter_set = ParameterSet(self, None)
+        self._parameter_set = ParameterSet(None)
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
-        self._parameter_set.create(specs, params_dtype_of(params_dtype, dtype), device)
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.
@@ -91,7 +91,7 @@ class NormModule(OptionalExtraState, NormChain):
             defer_init: do nothing.
         """
         if not defer_init:
-            self._parameter_set.reset()
+            self._parameter_set.reset(self)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise over the last axis; statistics in fp32.

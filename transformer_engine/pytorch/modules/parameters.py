@@ -57,35 +57,38 @@ class ParameterSpec:
 
 
 class ParameterSet:
-    """The parameters of one module, created in order and (re)initialised together."""
+    """The parameters of one module, created in order and (re)initialised together.
 
-    def __init__(self, module: nn.Module, get_rng_state_tracker: Callable[[], Any] | None) -> None:
-        self._module = [module]  # in a list: a module attribute would make a cycle of submodules
+    It does not keep the module: a module in a cycle would not give its memory back when dropped.
+    """
+
+    def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self._tracker = get_rng_state_tracker
         self._specs: list[ParameterSpec] = []
         self._init = model_init()
 
     def create(
         self,
+        module: nn.Module,
         specs: Sequence[ParameterSpec],
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
-        """Register parameters in order and, unless they are on meta, initialise them."""
+        """Register a module's parameters in order and, unless they are on meta, initialise them."""
         on = default_device(device)
         for spec in specs:
             self._specs.append(spec)
-            self._register(spec, torch.empty(spec.shape, dtype=dtype, device=on))
+            self._register(module, spec, torch.empty(spec.shape, dtype=dtype, device=on))
 
-    def _register(self, spec: ParameterSpec, data: torch.Tensor) -> None:
+    def _register(self, module: nn.Module, spec: ParameterSpec, data: torch.Tensor) -> None:
         parameter = _with_attributes(nn.Parameter(data), spec)
         if not data.is_meta:
             self._initialise(spec, parameter)
         if self._init.enabled and spec.gemm_weight:
-            label = f"{spec.name} of layer {self._module[0].name}"
+            label = f"{spec.name} of layer {module.name}"
             kept = fp8_weights.keep(parameter.detach(), self._init, label)
             parameter = _with_attributes(kept, spec)
-        self._module[0].register_parameter(spec.name, parameter)
+        module.register_parameter(spec.name, parameter)
 
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         tracker = self._tracker() if spec.tracked and self._tracker is not None else None
@@ -96,15 +99,15 @@ class ParameterSet:
         """Let parameters start otherwise, by name, from the next `reset` on."""
         self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]
 
-    def reset(self) -> None:
+    def reset(self, module: nn.Module) -> None:
         """Initialise every parameter again; parameters on meta get memory first."""
         for spec in self._specs:
-            parameter = getattr(self._module[0], spec.name)
+            parameter = getattr(module, spec.name)
             if parameter.is_meta:
                 device = default_device(None)
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
-                self._register(spec, torch.empty_like(parameter, device=device))
+                self._register(module, spec, torch.empty_like(parameter, device=device))
             elif isinstance(parameter, Float8Tensor):
                 values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
                 self._initialise(spec, values)

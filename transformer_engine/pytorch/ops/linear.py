@@ -95,13 +95,13 @@ class Bias(FusibleOperation):
     ) -> None:
         super().__init__()
         self.size = size
-        self._parameter_set = ParameterSet(self, None)
+        self._parameter_set = ParameterSet(None)
         spec = ParameterSpec("bias", (size,), nn.init.zeros_)
-        self._parameter_set.create([spec], params_dtype_of(None, dtype), device)
+        self._parameter_set.create(self, [spec], params_dtype_of(None, dtype), device)
 
     def reset_parameters(self) -> None:
         """Start at zero; a bias on meta gets memory first."""
-        self._parameter_set.reset()
+        self._parameter_set.reset(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the bias, in the dtype of `x`.
