@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.capture import capturing
-from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.modules.scaled import ScaledModule
 from transformer_engine.pytorch.regions import Region, announce, place
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
@@ -93,7 +93,7 @@ def checkpoint(
         return function(*args, **{k: v for k, v in kwargs.items() if k not in torchs})
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     ours = not isinstance(function, nn.Module) or any(
-        isinstance(module, TransformerEngineBaseModule) for module in function.modules()
+        isinstance(module, ScaledModule) for module in function.modules()
     )
     run = _Function(function, tracker) if ours or tracker is not None else function
     if not use_reentrant:

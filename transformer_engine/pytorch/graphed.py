@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.modules.scaled import ScaledModule
 from transformer_engine.pytorch.regions import graph_task
 from transformer_engine.pytorch.scaling_state import ScalingState
 
@@ -44,19 +45,21 @@ class Subject:
         modules = () if self.module is None else tuple(self.module.modules())
         ours = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
         self.ours = tuple(part for module in ours for part in module.parts())
+        others = [m for m in modules if isinstance(m, ScaledModule) and m not in ours]
+        self.scaled: tuple[ScaledModule, ...] = (*self.ours, *others)
         parameters = () if self.module is None else tuple(self.module.parameters())
         self.parameters = tuple(p for p in parameters if p.requires_grad)
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
         self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
         self.kept: list[Any] = []
-        self.states: list[tuple[TransformerEngineBaseModule, str, ScalingState, int]] = []
+        self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
     def note_states(self) -> None:
         """Remember the FP8 state whose addresses graphs hold."""
         self.states = [
             (module, direction, state, state.version)
-            for module in self.ours
+            for module in self.scaled
             for direction, state in module.scaling.items()
         ]
 
@@ -163,8 +166,8 @@ class Graphed:
         self.grad_outputs: Tensors = ()
         self.gradients: Maybe = ()  # of inputs, then of parameters
         self.fused = [p for p in self.subject.parameters if hasattr(p, "main_grad")]
-        ours, scope = self.subject.ours, self.settings.scope
-        self.updates = any(module.updates(scope) for module in ours[:1])
+        scope = self.settings.scope
+        self.updates = any(module.updates(scope) for module in self.subject.scaled)
 
     def run(self) -> list[Any]:
         """The callable itself, on the samples; flat outputs."""
@@ -350,7 +353,7 @@ def _described(leaf: Any) -> str:
 def untouched(subjects: Iterable[Subject]) -> Iterator[None]:
     """What runs inside, in a scope that is resumed, counts for nothing: no amax, no gradient."""
     subjects = list(subjects)
-    modules = dict.fromkeys(module for subject in subjects for module in subject.ours)
+    modules = dict.fromkeys(module for subject in subjects for module in subject.scaled)
     before = {
         state: state.amax_history[0].clone()
         for module in modules

@@ -36,6 +36,7 @@ from transformer_engine.pytorch.state_manager import FP8GlobalStateManager
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.modules.scaled import ScaledModule
 
 __all__ = [
     "FEATURE_ALIGNMENT",
@@ -95,20 +96,21 @@ def build_quantizers(
     if exporting():
         state = trained_scales(module.scaling, module.name)
         return [_trained(recipe, state, i) for i in range(module.gemm_count)], False
-    forward, moved = _state(module, recipe, FORWARD, device)
-    backward, _ = _state(module, recipe, BACKWARD, device)
+    forward, moved = state_of(module, recipe, FORWARD, device)
+    backward, _ = state_of(module, recipe, BACKWARD, device)
     indices = range(module.gemm_count)
     if not scope.enabled:
         return [_calibrating(forward, i) for i in indices], moved
     return [_delayed(recipe, forward, backward, i, recording) for i in indices], moved
 
 
-def _state(
-    module: TransformerEngineBaseModule,
+def state_of(
+    module: ScaledModule,
     recipe: DelayedScaling,
     direction: str,
     device: torch.device,
 ) -> tuple[ScalingState, bool]:
+    """A module's state, fitted to the recipe and registered; and whether it changed place."""
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:

@@ -34,13 +34,13 @@ class Call(NamedTuple):
         scope: that was open.
         scales: fp32 `[3 * gemms]`, copied, under delayed scaling.
         ends_backward: the module's backward is the last of its step.
-        run: its run, which knows how it went.
+        run: its run, which knows how it went; None of attention, which has no chain.
     """
 
     scope: Scope
     scales: torch.Tensor | None
     ends_backward: bool
-    run: Run
+    run: Run | None = None
 
 
 class Region:

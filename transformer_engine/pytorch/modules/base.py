@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
@@ -19,6 +18,7 @@ from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
 from transformer_engine.pytorch.modules.repeated import begin_in_region
+from transformer_engine.pytorch.modules.scaled import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.quantization import (
     FEATURE_ALIGNMENT,
@@ -27,7 +27,6 @@ from transformer_engine.pytorch.quantization import (
 )
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
 from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, top_hooks
-from transformer_engine.pytorch.scaling_state import ScalingState
 from transformer_engine.pytorch.stages.base import Parameters, Run
 from transformer_engine.pytorch.stages.matmul import Matmul
 from transformer_engine.pytorch.tensor import Float8Tensor
@@ -41,8 +40,8 @@ _is_autocast_enabled = torch.is_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
-    """Base of Linear, LayerNormLinear, LayerNormMLP and DotProductAttention.
+class TransformerEngineBaseModule(ScaledModule):
+    """Base of Linear, LayerNormLinear and LayerNormMLP.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
     scope (quantizers, scaling state, registration) happens in `_begin`, once a call.
@@ -54,18 +53,15 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
     def __init__(self, gemms: int, name: str | None) -> None:
-        super().__init__()
+        super().__init__(gemms)
         self.name = layer_name(name)
-        self.gemm_count = gemms
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
-        self.scaling: dict[str, ScalingState] = {}
         self.primary_weights_in_fp8 = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
         self._runs: dict[Any, Run] = {}
         self._announced: set[Hashable] = set()
-        self.in_foreign_region = False  # see `repeated`
 
     @property
     def name(self) -> str:
@@ -183,10 +179,6 @@ class TransformerEngineBaseModule(extra_state.OptionalExtraState, nn.Module):
         if inspector is not None and inspector.tick >= found.inspect_at:
             return inspector.run_for(self, found)
         return found
-
-    def updates(self, scope: Scope) -> bool:
-        """Whether a step in this scope ends with an update of scales."""
-        return scope.enabled and isinstance(scope.recipe, DelayedScaling)
 
     def _first_run(self, run: Run) -> Run:
         """The first run recorded in its outermost scope ends the backward step."""

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.stages.base import Parameters, Run
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.modules.scaled import ScaledModule
 
 
 def begin_in_region(
@@ -42,7 +43,7 @@ def begin_in_region(
     if where.rehearses or torch.is_grad_enabled():
         wanted = where.rehearses or x.requires_grad
         needs = (wanted, *[p is not None and p.requires_grad for p in parameters])
-    if graph_task() == -1 or not _repeats(module, where.repeats):
+    if graph_task() == -1 or not repeats(module, where.repeats):
         run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
         return _noted(module, run, where, stack.scope)
     assert where.repeats is not None
@@ -52,15 +53,14 @@ def begin_in_region(
     call = where.repeats.again(module)
     with stack.resumed(call.scope):
         run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
-    ends = call.ends_backward or where.repeats.owes_end
-    where.repeats.owes_end = ends and not (run.recording or run.rehearses)
+    ends = ends_again(where.repeats, call, run.recording or run.rehearses)
     again = _again(module, run, call, ends and run.recording)
     for region in where.records:
         region.note(module, call._replace(ends_backward=ends, run=again))
     return again
 
 
-def _repeats(module: TransformerEngineBaseModule, region: Region | None) -> bool:
+def repeats(module: ScaledModule, region: Region | None) -> bool:
     """Whether a call within a backward repeats one of this region."""
     if module.in_foreign_region and (
         region is None or (region.foreign and not region.knows(module))
@@ -74,12 +74,17 @@ def _repeats(module: TransformerEngineBaseModule, region: Region | None) -> bool
     return region is not None
 
 
-def _noted(module: TransformerEngineBaseModule, run: Run, where: Place, scope: Scope) -> Run:
-    """A first forward; the regions around it are told what it does."""
+def first_call(module: ScaledModule, where: Place, counts: bool) -> Call:
+    """What regions must know of a call that they see for the first time, but for its run.
+
+    Args:
+        module: that is called, in the scope that is open.
+        where: the call happens.
+        counts: autograd records it, now or when it is repeated.
+    """
     stack = autocast_stack()
-    if not (scope.enabled or scope.calibrating):
-        return run
-    ends = stack.first_pending and (run.recording or run.rehearses) and module.updates(scope)
+    scope = stack.scope
+    ends = stack.first_pending and counts and module.updates(scope)
     if ends:
         stack.first_pending = False
     stack.noted = True
@@ -87,9 +92,24 @@ def _noted(module: TransformerEngineBaseModule, run: Run, where: Place, scope: S
         module.in_foreign_region = True
     delayed = scope.enabled and isinstance(scope.recipe, DelayedScaling)
     scales = module.scaling[FORWARD].scale.clone() if delayed and where.records else None
-    result = run.once(ends and run.recording)
+    return Call(scope, scales, ends)
+
+
+def ends_again(region: Region, call: Call, counts: bool) -> bool:
+    """Whether the backward of a call that repeats another one ends the step; `counts` as above."""
+    ends = call.ends_backward or region.owes_end
+    region.owes_end = ends and not counts
+    return ends
+
+
+def _noted(module: TransformerEngineBaseModule, run: Run, where: Place, scope: Scope) -> Run:
+    """A first forward; the regions around it are told what it does."""
+    if not (scope.enabled or scope.calibrating):
+        return run
+    call = first_call(module, where, run.recording or run.rehearses)
+    result = run.once(call.ends_backward and run.recording)
     for region in where.records:
-        region.note(module, Call(scope, scales, ends, result))
+        region.note(module, call._replace(run=result))
     if where.apart:
         result.replays = None
     return result
@@ -115,6 +135,7 @@ def _again(module: TransformerEngineBaseModule, run: Run, call: Call, ends: bool
         assert again.scales is not None
         again.scales.copy_(call.scales)
     result = again.once(ends)
+    assert call.run is not None
     if run.recording and call.run.recording and not call.run.replayed:
         result.replays = None
     return result
