@@ -121,7 +121,7 @@ class DelayedScaling(Recipe):
         scaling_factor_compute_algo: callable `(amax, scale, fp8_max, recipe) -> scale`, or None.
         reduce_amax: take the maximum over the ranks of `fp8_group`.
         fp8_dpa: run attention in FP8.
-        fp8_mha: also keep the tensors between projections and attention in FP8.
+        fp8_mha: the same; projections and attention exchange tensors in high precision so far.
         interval: accepted for old scripts; scales are updated every step.
         override_linear_precision: `(fprop, dgrad, wgrad)`; other than all False warns.
 
@@ -188,8 +188,8 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_fprop: accumulation of the forward GEMM.
         fp8_gemm_dgrad: accumulation of the data-gradient GEMM.
         fp8_gemm_wgrad: accumulation of the weight-gradient GEMM.
-        fp8_dpa: run attention in FP8.
-        fp8_mha: also keep the tensors between projections and attention in FP8.
+        fp8_dpa: run attention in FP8; not implemented for this recipe, attention refuses it.
+        fp8_mha: likewise.
 
     >>> Float8CurrentScaling().fp8_format
     <Format.HYBRID: _FormatRange(max_fwd=448.0, max_bwd=57344.0)>

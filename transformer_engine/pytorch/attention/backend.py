@@ -102,7 +102,8 @@ class Problem(NamedTuple):
         mask = next(name for name, kind in MASK_TYPES.items() if kind == self.rule.type)
         window = f" with the window {self.rule.left, self.rule.right}" if self.windowed else ""
         return (
-            f"{dtype} {self.qkv_format} tensors on {self.device}, {heads} {sizes},"
+            f"{dtype} {self.qkv_format} tensors{' in FP8' if self.fp8 else ''} on {self.device},"
+            f" {heads} {sizes},"
             f" {self.queries or 'any'} queries and {self.keys or 'any'} keys, {mask}{window},"
             f" {self.bias_type}"
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.casts import Casts
 from transformer_engine.pytorch.attention.masks import (
     Mask,
     MaskRule,
@@ -162,6 +163,7 @@ class Call(NamedTuple):
     sink: Sink = NO_SINK
     cache: str = ""
     training: bool = False
+    casts: Casts | None = None  # of FP8 attention
 
     @property
     def same_sequences(self) -> bool:

@@ -41,7 +41,7 @@ def _facts(
     CallShape,
     torch.device,
     torch.dtype,
-    tuple[bool, float, str, str],
+    tuple[bool, float, str, str, bool],
     _BiasFacts | None,
     _SequenceFacts | None,
     bool,
@@ -62,7 +62,7 @@ def _facts(
         shape,
         query.device,
         query.dtype,
-        (training, call.dropout.p, call.sink.type, call.cache),
+        (training, call.dropout.p, call.sink.type, call.cache, call.casts is not None),
         None if bias is NO_BIAS else _bias_facts(bias),
         None if shape.band is not None else _sequence_facts(call),
         repeatable(allowed),
@@ -94,13 +94,13 @@ def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
-    facts: tuple[bool, float, str, str],
+    facts: tuple[bool, float, str, str, bool],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
     repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
-    training, dropout, softmax_type, cache = facts
+    training, dropout, softmax_type, cache, fp8 = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
@@ -130,6 +130,7 @@ def _problem(
         room_between=room,
         softmax_type=softmax_type,
         cache=cache,
+        fp8=fp8,
         compiling=torch.compiler.is_compiling(),
     )
 
@@ -151,6 +152,12 @@ def _announce(problem: Problem, chosen: str, allowed: AttentionVariables) -> Non
     """What NVTE_DEBUG asks to be told, and variables that change nothing here."""
     if problem.compiling:
         return
+    if problem.fp8 and chosen == "unfused" and problem.device == "cuda":
+        _warn_once(
+            "FP8 attention runs on the backend 'unfused', which rounds as FP8 does and takes longer"
+            " than attention in 16 bit; attention_backends(fp8=True, ...) says why others refuse,"
+            " a recipe without fp8_dpa and fp8_mha leaves attention in 16 bit"
+        )
     if allowed.flash_backward:
         _warn_once(
             "NVTE_FUSED_ATTN_USE_FAv2_BWD=1 changes nothing: a backend runs its own backward, and"

@@ -23,10 +23,14 @@ def attention(
     backend = choose(query, key, value, call)
     if call.dropout.p == 0.0 and not call.checkpoint:
         return backend.attend(query, key, value, call)
-    attend = partial(_attend_randomly, backend.attend, call)
-    if call.checkpoint and backend.keeps_scores and torch.is_grad_enabled():
-        return recomputed(attend, call.dropout.tracker, query, key, value)
-    return attend(query, key, value)
+    if not (call.checkpoint and backend.keeps_scores and torch.is_grad_enabled()):
+        return _attend_randomly(backend.attend, call, query, key, value)
+    first = again = call
+    if call.casts is not None:  # by the backward, scales have moved on
+        kept = call.casts.repeatable()
+        first, again = call._replace(casts=kept), call._replace(casts=kept.again())
+    runs = (partial(_attend_randomly, backend.attend, one) for one in (first, again))
+    return recomputed(*runs, call.dropout.tracker, query, key, value)
 
 
 def _attend_randomly(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.attention import formats
 from transformer_engine.pytorch.attention.call import (
     NO_DROPOUT,
@@ -19,6 +20,7 @@ from transformer_engine.pytorch.attention.call import (
     bias_of,
     call_shape,
 )
+from transformer_engine.pytorch.attention.casts import GEMMS, asks, casts_of, wants_fp8
 from transformer_engine.pytorch.attention.core import attention
 from transformer_engine.pytorch.attention.generation import CachedStep, check_params
 from transformer_engine.pytorch.attention.masks import (
@@ -28,14 +30,16 @@ from transformer_engine.pytorch.attention.masks import (
     mask_rule,
 )
 from transformer_engine.pytorch.attention.sink import NO_SINK, Sink, check_softmax_type
+from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.export import exporting, refuse, refuse_training
-from transformer_engine.pytorch.extra_state import OptionalExtraState
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
+from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
+from transformer_engine.pytorch.modules.scaled import ScaledModule
 
 
-class DotProductAttention(OptionalExtraState, nn.Module):
+class DotProductAttention(ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
@@ -99,7 +103,8 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         return_max_logit: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(GEMMS)
+        self.name = layer_name(name)
         refuse_parallel_sizes("DotProductAttention", tp_group, tp_size, sequence_parallel)
         _refuse_unimplemented(return_max_logit=(return_max_logit, False))
         if attention_type not in ("self", "cross"):
@@ -138,7 +143,6 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
         self.tp_group = tp_group
-        self.name = name
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def _add_sink(self, softmax_type: str) -> None:
@@ -242,6 +246,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
         of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
         of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
         self._check_export(qkv_format, inference_params)
+        casts = casts_of(self, (query, key, value))
         step = None
         if inference_params is not None:
             check_params(inference_params)
@@ -273,6 +278,7 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             self._sink(query.device),
             "" if inference_params is None else "appended" if step is None else "named",
             self.training,
+            casts,
         )
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)
@@ -280,6 +286,8 @@ class DotProductAttention(OptionalExtraState, nn.Module):
     def _check_export(self, qkv_format: str, inference_params: Any) -> None:
         if not exporting():
             return
+        if asks(autocast_stack().scope, self.name):
+            refuse("FP8 attention", "use a recipe without fp8_dpa and fp8_mha", self.name)
         if qkv_format == "thd":
             refuse("qkv_format 'thd'", "pad the sequences and use 'bshd' or 'sbhd'", self.name)
         if inference_params is not None:
@@ -323,12 +331,18 @@ class DotProductAttention(OptionalExtraState, nn.Module):
             )
         return query, key, value
 
+    def updates(self, scope: Scope) -> bool:
+        """Whether a step of this module in this scope ends with an update of scales."""
+        return super().updates(scope) and wants_fp8(scope.recipe)
+
     def get_extra_state(self) -> torch.Tensor:
-        """Nothing: the key is there because checkpoints of other versions have it."""
-        return torch.empty(0, dtype=torch.uint8)
+        """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""
+        autocast_stack().flush()
+        return extra_state.pack(self.scaling)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take and forget whatever a checkpoint has."""
+        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        self.scaling = extra_state.unpack(state, self.name) or self.scaling
 
     def extra_repr(self) -> str:
         """Heads, sizes and mask."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -12,11 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 
-def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) -> torch.Tensor:
+def recomputed(
+    function: Callable[..., torch.Tensor],
+    again: Callable[..., torch.Tensor],
+    tracker: Any,
+    *args: Any,
+) -> torch.Tensor:
     """`function(*args)`, whose activations are not kept but computed again in the backward.
 
     Args:
         function: may draw random numbers from torch's generators and from `tracker`.
+        again: does the same in the backward.
         tracker: named RNG states that `function` forks; None where it uses the default ones.
         args: what `function` takes; tensors that need a gradient must be among them.
     """
@@ -25,7 +32,12 @@ def recomputed(function: Callable[..., torch.Tensor], tracker: Any, *args: Any) 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), nullcontext() if states is None else StatesOf(tracker, states)
 
+    runs = chain((function,), repeat(again))
+
+    def run(*args: Any) -> torch.Tensor:
+        return next(runs)(*args)
+
     out: torch.Tensor = checkpoint(
-        function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=True
+        run, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=True
     )
     return out

@@ -1,0 +1,239 @@
+"""FP8 attention: which tensors are cast, and with which scales.
+
+    forward     query, key, value (one scale), softmax result, result
+    backward    gradient of the result, of the product query key^T, of query, key, value (one scale)
+
+The scales are those of delayed scaling, in columns of the attention module's state: it counts as
+three GEMMs (the projection before it, the one after it, and the products of its own), which is how
+checkpoints number them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.kernels.amax import amax as amax_of
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.modules.repeated import ends_again, first_call, repeats
+from transformer_engine.pytorch.modules.scaled import ScaledModule
+from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.quantization import (
+    BACKWARD_COLUMNS,
+    FORWARD_COLUMNS,
+    backward_format,
+    forward_format,
+    settled,
+    state_of,
+)
+from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, place, top_hooks
+from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+
+GEMMS = 3
+# Columns of the state: output of GEMM 1, input of GEMM 2, output of GEMM 3; then gradients of the
+# output of GEMM 1 and of the inputs of GEMM 2 and 3.
+_QKV, _OUT, _SOFTMAX = 2, FORWARD_COLUMNS, 3 * FORWARD_COLUMNS - 1
+_GRAD_QKV, _GRAD_OUT, _GRAD_PRODUCT = 0, 2 * BACKWARD_COLUMNS - 1, 3 * BACKWARD_COLUMNS - 1
+
+
+class Slot(NamedTuple):
+    """How one tensor is cast.
+
+    Attributes:
+        scale: fp32 `[1]`.
+        amax: fp32 `[1]`, raised to `max |x|`; None leaves no trace.
+        format: value of `DType`; None takes down the amax and casts nothing (calibration).
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+    format: int | None
+
+    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of the shape of `x`, and fp32 `[2]` = {1/scale, scale}."""
+        assert self.format is not None
+        found = quantize(
+            x.contiguous(), self.format, self.scale, self.amax, None, True, False, None
+        )
+        codes, scales = found[0], found[2]
+        assert codes is not None and scales is not None
+        return codes, scales
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values that `x` has in FP8, rounded once more to `dtype`."""
+        if self.format is None:
+            if self.amax is not None:
+                torch.maximum(self.amax, amax_of(x.contiguous()), out=self.amax)
+            return x.to(dtype)
+        codes, scales = self.codes(x)
+        return dequantize(codes, self.format, scales, dtype)
+
+
+class Casts(NamedTuple):
+    """All casts of one call, and whether its backward is the last of the step."""
+
+    qkv: Slot
+    softmax: Slot
+    out: Slot
+    grad_out: Slot | None
+    grad_product: Slot | None
+    grad_qkv: Slot | None
+    ends_backward: bool = False
+
+    @property
+    def calibrating(self) -> bool:
+        """Nothing is cast."""
+        return self.qkv.format is None
+
+    def repeatable(self) -> Casts:
+        """The same for a call that keeps nothing and runs again in the backward."""
+        forward = (self.qkv, self.softmax, self.out)
+        return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
+
+    def again(self) -> Casts:
+        """What repeats a call, and leaves no amax of its forward."""
+        forward = (self.qkv, self.softmax, self.out)
+        return self._replace_forward([s._replace(amax=None) for s in forward])
+
+    def _replace_forward(self, slots: Sequence[Slot]) -> Casts:
+        qkv, softmax, out = slots
+        return self._replace(qkv=qkv, softmax=softmax, out=out)
+
+
+def casts_of(module: ScaledModule, tensors: Sequence[torch.Tensor]) -> Casts | None:
+    """The casts of a call of attention in the scope that is open; None where it asks for none.
+
+    Args:
+        module: DotProductAttention, with `GEMMS` GEMMs.
+        tensors: query, key and value.
+
+    Raises:
+        NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
+    """
+    stack = autocast_stack()
+    compiling = torch.compiler.is_compiling()
+    in_backward = not compiling and stack.noted and graph_task() != -1
+    if not (in_backward or asks(stack.scope, module.name)):
+        return None
+    recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    device = tensors[0].device
+    if in_backward or (
+        not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
+    ):
+        return _in_region(module, recording, device)
+    casts = _casts(module, recording, device)
+    ends = stack.first_pending and recording and module.updates(stack.scope)
+    if ends:
+        stack.first_pending = False
+        if compiling:
+            stack.defer_end_backward()
+            return casts
+    return casts._replace(ends_backward=ends)
+
+
+def asks(scope: Scope, layer: str = "") -> bool:
+    """Whether a scope asks for FP8 attention, or for calibration of it.
+
+    Args:
+        scope: that is open.
+        layer: for the error.
+    """
+    recipe = scope.recipe
+    if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
+        return False
+    if isinstance(recipe, Float8CurrentScaling):
+        raise NotImplementedError(
+            "[attention] expected a recipe whose attention can run in FP8, DelayedScaling, got"
+            f" {type(recipe).__name__} with fp8_dpa={recipe.fp8_dpa}, fp8_mha={recipe.fp8_mha};"
+            f" leave them False for attention in high precision (layer {layer})"
+        )
+    return True
+
+
+def wants_fp8(recipe: Recipe | None) -> bool:
+    """Whether a recipe asks for FP8 attention; `fp8_mha` implies `fp8_dpa`."""
+    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
+
+
+def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
+    """The casts of a call that may be the first or the second of a region, or neither."""
+    stack = autocast_stack()
+    where = place(stack.repeated, stack.regions)
+    counts = recording or where.rehearses
+    region = where.repeats
+    if graph_task() == -1 or not repeats(module, region):
+        if not asks(stack.scope, module.name):
+            return None
+        casts = _casts(module, counts, device)
+        call = first_call(module, where, counts)
+    else:
+        assert region is not None
+        if not region.knows(module):  # it ran in high precision
+            return None
+        call = region.again(module)
+        with stack.resumed(call.scope):
+            casts = _casts(module, counts, device, call.scales).again()
+        call = call._replace(ends_backward=ends_again(region, call, counts))
+    for record in where.records:
+        record.note(module, call)
+    return casts._replace(ends_backward=call.ends_backward and recording)
+
+
+def _casts(
+    module: ScaledModule,
+    counts: bool,
+    device: torch.device,
+    scales: torch.Tensor | None = None,
+) -> Casts:
+    """Slots of a call in the scope that is open.
+
+    Args:
+        module: whose state they point into.
+        counts: amaxes are taken down.
+        device: of the tensors.
+        scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
+    """
+    stack = autocast_stack()
+    scope, recipe = stack.scope, stack.scope.recipe
+    assert isinstance(recipe, DelayedScaling)
+    forward, _ = state_of(module, recipe, FORWARD, device)
+    backward, _ = state_of(module, recipe, BACKWARD, device)
+    if recipe.fp8_mha:
+        _announce_mha()
+
+    def of_forward(column: int) -> Slot:
+        scale = forward.scales[column] if scales is None else scales[column : column + 1]
+        if stack.unsettled:
+            scale = settled(scale)
+        format = forward_format(recipe) if scope.enabled else None
+        return Slot(scale, forward.amaxes[column] if counts or not scope.enabled else None, format)
+
+    of_backward = _backward_slots(backward, backward_format(recipe), counts and scope.enabled)
+    return Casts(of_forward(_QKV), of_forward(_SOFTMAX), of_forward(_OUT), *of_backward)
+
+
+def _backward_slots(
+    state: ScalingState, format: int, casts: bool
+) -> tuple[Slot | None, Slot | None, Slot | None]:
+    if not casts:
+        return None, None, None
+    columns = (_GRAD_OUT, _GRAD_PRODUCT, _GRAD_QKV)
+    of_out, of_product, of_qkv = [Slot(state.scales[i], state.amaxes[i], format) for i in columns]
+    return of_out, of_product, of_qkv
+
+
+def _announce_mha() -> None:
+    """Say once how the tensors of fp8_mha travel."""
+    announced = autocast_stack().announced
+    if "fp8_mha" not in announced:
+        announced.add("fp8_mha")
+        warn(
+            "[attention] fp8_mha: tensors between projections and attention are cast to FP8 inside"
+            " of attention, as with fp8_dpa; no projection reads or writes them in FP8 itself",
+            stacklevel=2,
+        )
