@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import core
 from transformer_engine.pytorch.attention.backends import BACKENDS
+from transformer_engine.pytorch.attention.projections import HeadLayout, split_qkv
 
 Call = Callable[[], Any]
 BY_NAME = {backend.name: backend for backend in BACKENDS}
@@ -98,7 +99,8 @@ def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tu
         lead = [case.sequence, case.batch]
     else:
         lead = [case.batch, case.sequence]
-    projection = random(*lead, case.heads + 2 * case.groups, case.size).requires_grad_()
+    layout = HeadLayout(case.heads, case.groups, case.size, False)
+    projection = random(*lead, (case.heads + 2 * case.groups) * case.size).requires_grad_()
     module = te.DotProductAttention(
         case.heads,
         case.size,
@@ -110,8 +112,7 @@ def ours(case: Case, qkv_format: str = "bshd", backend: str | None = None) -> tu
 
     def forward() -> torch.Tensor:
         with only(backend):
-            parts = projection.split((case.heads, case.groups, case.groups), dim=-2)
-            return module(*parts, **arguments)
+            return module(*split_qkv(projection, layout), **arguments)
 
     upstream = random(*lead, case.heads * case.size)
     return forward, lambda: torch.autograd.grad(forward(), projection, upstream)

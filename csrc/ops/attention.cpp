@@ -110,13 +110,27 @@ void check_results(const AttentionArgs& args) {
   check::same_device(args.statistics, args.query, kOp, "the statistics");
 }
 
+// Gradients of padded sequences are cleared by rows, which must follow each other; others may be
+// parts of one tensor, as the inputs may.
+void check_gradient(const TensorView& t, const TensorView& like, bool padded,
+                    std::string_view name) {
+  if (padded) return check::same_shape(t, like, kOp, name);
+  bool fits = t.rank == like.rank && t.stride(-1) == 1;
+  for (int i = 0; fits && i < t.rank; ++i) fits = t.size(i) == like.size(i);
+  require(fits, Kind::Value, kOp, "expected ", name, " of shape ", ShapeOf{like},
+          ", of which the last axis is contiguous, got ", t);
+  check::dtype(t, like.dtype, kOp, name);
+  check::same_device(t, like, kOp, name);
+}
+
 void check_gradients(const AttentionArgs& args, const AttentionGradients& gradients) {
   require(static_cast<bool>(args.statistics), Kind::Value, kOp,
           "expected the statistics that the forward left, got none");
   check_out(gradients.out, args, "the gradient of the result");
-  check::same_shape(gradients.query, args.query, kOp, "the gradient of query");
-  check::same_shape(gradients.key, args.key, kOp, "the gradient of key");
-  check::same_shape(gradients.value, args.value, kOp, "the gradient of value");
+  const bool padded = static_cast<bool>(args.of_query.ends);
+  check_gradient(gradients.query, args.query, padded, "the gradient of query");
+  check_gradient(gradients.key, args.key, padded, "the gradient of key");
+  check_gradient(gradients.value, args.value, padded, "the gradient of value");
   if (gradients.bias) {
     check::same_shape(gradients.bias, args.bias, kOp, "the gradient of the bias");
     check::dtype(gradients.bias, args.query.dtype, kOp, "the gradient of the bias");

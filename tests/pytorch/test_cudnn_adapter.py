@@ -98,7 +98,7 @@ def test_shapes_without_a_kernel(format):
         options = (settings, 0.25, 0.0, sequences, bias, None, None)
         out, statistics = torch.ops.te.attention_forward(query, key, value, *options, True)
         grads = torch.ops.te.attention_backward(
-            torch.empty_like(out), query, key, value, out, statistics, *options, True, False
+            torch.empty_like(out), query, key, value, out, statistics, *options, True, False, False
         )
     assert out.shape == (*lead, 4, 24)
     counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2), kernels.THD: (10, 4)}

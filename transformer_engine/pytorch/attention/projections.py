@@ -3,14 +3,16 @@
     interleaved       [groups, queries per group + 2, size]    each group: its queries, key, value
     not interleaved   [heads, size], [groups, size], [groups, size]
 
-Going back, autograd concatenates the three gradients once into one buffer.
+Going back, gradients that are such views themselves (cuDNN writes them so) are one tensor already;
+others are concatenated once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class HeadLayout(NamedTuple):
@@ -32,8 +34,49 @@ class HeadLayout(NamedTuple):
         return self.groups * self.size
 
 
+class _Split(torch.autograd.Function):
+    """Not for queries of several groups, which `_views` copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+        parts = _views(x, layout)
+        start = x.storage_offset()
+        ctx.places = [(part.stride(), part.storage_offset() - start) for part in parts]
+        ctx.shape, ctx.layout = x.shape, layout
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        first = gradients[0]
+        start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+        places = [(g.stride(), g.storage_offset() - start) for g in gradients]
+        if places == ctx.places and all(
+            g.untyped_storage().data_ptr() == storage for g in gradients[1:]
+        ):
+            return first.as_strided(ctx.shape, _contiguous_strides(ctx.shape), start), None
+        join = torch.stack if ctx.layout.interleaved else torch.cat
+        return join(gradients, -2).view(ctx.shape), None
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
+    split = layout.heads == layout.groups or not layout.interleaved
+    recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
+    if not (split and recorded) or torch.compiler.is_compiling():
+        return _views(x, layout)
+    parts: tuple[torch.Tensor, ...] = _Split.apply(x, layout)
+    return parts
+
+
+def _views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     heads, groups, size, interleaved = layout
     lead = x.shape[:-1]
     if heads == groups:  # one view and one op, whose backward is one op, too

@@ -16,6 +16,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
 SBHD, BSHD, THD = 0, 1, 2
 
@@ -123,7 +124,7 @@ def _statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
 @library_op(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out,"
     " Tensor statistics, int[] settings, float scale, float dropout, Tensor?[] sequences,"
-    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink)"
+    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink, bool packed)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def attention_backward(
@@ -142,6 +143,7 @@ def attention_backward(
     seed: torch.Tensor | None,
     needs_bias: bool,
     needs_sink: bool,
+    packed: bool,
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -157,10 +159,16 @@ def attention_backward(
         settings: the forward's; `deterministic` is read here alone.
         needs_bias: whether to make the bias gradient.
         needs_sink: whether to make the sink's gradient.
+        packed: gradients of inputs that are parts of one tensor are parts of one, too.
         launch: False gives the shapes alone.
     """
+    inputs = (query, key, value)
     gradients = (
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)),
+        *(
+            empty_like_parts(*inputs)
+            if packed and launch
+            else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+        ),
         torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None,
         torch.empty_like(sink) if sink is not None and needs_sink else None,
     )

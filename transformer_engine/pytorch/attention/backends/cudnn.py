@@ -86,6 +86,8 @@ class _Attention(torch.autograd.Function):
             seed,
             ctx.needs_input_grad[3],
             ctx.needs_input_grad[4],
+            # Padded results are cleared row by row; compiled code must know strides beforehand.
+            sequences[0] is None and not torch.compiler.is_compiling(),
         )
         return *gradients, *(None,) * 6
 

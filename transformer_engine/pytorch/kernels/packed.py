@@ -1,0 +1,59 @@
+"""Memory of queries, keys and values that are parts of one tensor, and of gradients like them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+Shapes = tuple[torch.Size, ...]
+Strides = tuple[tuple[int, ...], ...]
+
+
+class Places(NamedTuple):
+    """Where the parts lie in `[..., features]`."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Uninitialised tensors of the same shapes; of parts that fill one tensor, such parts.
+
+    Args:
+        parts: `[..., heads, size]` each, of one dtype.
+    """
+    first, size = parts[0], parts[0].element_size()
+    places = _places(
+        tuple(x.shape for x in parts),
+        tuple(x.stride() for x in parts),
+        tuple((x.data_ptr() - first.data_ptr()) // size for x in parts),
+    )
+    if places is None:
+        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
+    whole = first.new_empty(places.shape)
+    return tuple(
+        whole.as_strided(x.shape, x.stride(), offset)
+        for x, offset in zip(parts, places.offsets, strict=True)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _places(shapes: Shapes, strides: Strides, distances: tuple[int, ...]) -> Places | None:
+    """`distances`: elements from the start of the first part. None where they fill no tensor."""
+    lead = shapes[0][:-2]
+    sizes = [shape[-1] for shape in shapes]
+    features = [shape[-2:].numel() for shape in shapes]
+    whole = (*lead, sum(features))
+    outer = torch.empty(whole, device="meta").stride()[:-1]
+    ways = [(features, sizes)]  # each part's heads together
+    if len({shape[-2] for shape in shapes}) == 1:
+        ways.append((sizes, [sum(sizes)] * len(sizes)))  # head by head
+    for lengths, steps in ways:
+        offsets = (0, *accumulate(lengths[:-1]))
+        expected = tuple((*outer, step, 1) for step in steps)
+        if (strides, distances) == (expected, offsets):
+            return Places(whole, offsets) if all(s[:-2] == lead for s in shapes) else None
+    return None
