@@ -189,6 +189,7 @@ QUICK = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_eager(case, device):
     # Gradients of attention need not repeat on a GPU.

@@ -20,6 +20,9 @@ from transformer_engine.pytorch.attention.backend import Problem
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
+# On a GPU the backend says, once a process, that it is not the fast one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
+
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 HEADS, SIZE, LENGTH = 4, 16, 24
 
@@ -310,7 +313,10 @@ def test_table_and_errors(monkeypatch):
         attention()(*tensors())
 
 
-def test_emulation_on_a_gpu_is_announced():
-    problem = Problem(device="cuda", fp8=True)
-    with pytest.warns(UserWarning, match="FP8 attention runs on the backend 'unfused'"):
+def test_emulation_on_a_gpu_is_announced(monkeypatch):
+    said = []
+    monkeypatch.setattr(choice, "_warn_once", said.append)
+    for device in ("cuda", "cpu"):
+        problem = Problem(device=device, fp8=True)
         choice._announce(problem, "unfused", AttentionVariables())
+    assert len(said) == 1 and "FP8 attention runs on the backend 'unfused'" in said[0]

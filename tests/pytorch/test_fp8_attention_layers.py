@@ -13,6 +13,9 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
+# On a GPU the backend says, once a process, that it is not the fast one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
+
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 HEADS, SIZE, LENGTH = 4, 16, 24
 

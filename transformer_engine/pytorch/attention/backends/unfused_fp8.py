@@ -34,7 +34,9 @@ class _CastInputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = tuple(casts.qkv.cast(x, torch.float32) for x in inputs)
         needs = zip(results, ctx.needs_input_grad[1:], strict=True)
-        ctx.mark_non_differentiable(*(x for x, needed in needs if not needed))
+        frozen = [x for x, needed in needs if not needed]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
         return results
 
     @staticmethod
