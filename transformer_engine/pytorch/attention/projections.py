@@ -9,6 +9,7 @@ others are concatenated once.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,31 +40,32 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-        parts = _views(x, layout)
-        start = x.storage_offset()
-        ctx.places = [(part.stride(), part.storage_offset() - start) for part in parts]
         ctx.shape, ctx.layout = x.shape, layout
-        return parts
+        return _views(x, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         first = gradients[0]
         start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-        places = [(g.stride(), g.storage_offset() - start) for g in gradients]
-        if places == ctx.places and all(
+        whole, places = _places(ctx.shape, ctx.layout)
+        if places == [(g.stride(), g.storage_offset() - start) for g in gradients] and all(
             g.untyped_storage().data_ptr() == storage for g in gradients[1:]
         ):
-            return first.as_strided(ctx.shape, _contiguous_strides(ctx.shape), start), None
+            return first.as_strided(ctx.shape, whole, start), None
         join = torch.stack if ctx.layout.interleaved else torch.cat
         return join(gradients, -2).view(ctx.shape), None
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
+Strides = tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _places(shape: torch.Size, layout: HeadLayout) -> tuple[Strides, list[Any]]:
+    """Strides of the whole; strides and offset of each part."""
+    whole = torch.empty(shape, device="meta")
+    parts = _views(whole, layout)
+    return whole.stride(), [(part.stride(), part.storage_offset()) for part in parts]
 
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:

@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
         options: tuple[tuple[int, ...], float, float],
         *seed_and_sequences: torch.Tensor | None,
     ) -> torch.Tensor:
-        seed, *sequences = seed_and_sequences
+        seed, *sequences = seed_and_sequences or (None, *_WHOLE)
         out, statistics = attention_forward(
             query, key, value, *options, tuple(sequences), bias, sink, seed, True
         )
@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
             # Padded results are cleared row by row; compiled code must know strides beforehand.
             sequences[0] is None and not torch.compiler.is_compiling(),
         )
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -100,7 +100,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
         sequences, longest = _sequences(call)
     alibi = call.bias.type == "alibi"
-    settings = _settings(shape, same, alibi, repeatable(environment()), longest)
+    needs_grad = torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink)
+    deterministic = needs_grad and repeatable(environment())
+    settings = _settings(shape, same, alibi, deterministic, longest)
     dropout = call.dropout.p
     if dropout > 0.0:
         # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
@@ -114,10 +116,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     options = (settings, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
         key, value = key.view_as(key), value.view_as(value)
-    if torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink):
-        out: torch.Tensor = _Attention.apply(
-            query, key, value, bias, sink, options, seed, *sequences
-        )
+    if needs_grad:
+        # Each argument costs half a microsecond.
+        rest = () if seed is None and shape.band is not None else (seed, *sequences)
+        out: torch.Tensor = _Attention.apply(query, key, value, bias, sink, options, *rest)
     else:
         out, _ = attention_forward(query, key, value, *options, sequences, bias, sink, seed, False)
     return out.flatten(-2)
