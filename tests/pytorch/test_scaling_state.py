@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -275,3 +276,24 @@ def test_copies_have_state_of_their_own() -> None:
     step(twin, 100 * torch.randn(16, 32), recipe)
     assert twin.scaling[FORWARD].scale[0] < layer.scaling[FORWARD].scale[0]
     assert twin.scaling[FORWARD].amax_history[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_modules_may_be_pickled_whole() -> None:
+    """`torch.save(model)` after a step, and steps after `torch.load`."""
+    recipe = DelayedScaling(amax_history_len=3, fp8_dpa=True)
+    modules = (te.Linear(32, 32, device="cpu"), te.DotProductAttention(2, 16))
+    inputs = ([torch.randn(16, 32)], [torch.randn(8, 2, 2, 16) for _ in range(3)])
+    for module, given in zip(modules, inputs, strict=True):
+        x = [t.requires_grad_() for t in given]
+        with te.fp8_autocast(fp8_recipe=recipe):
+            module(*x).sum().backward()
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for one in (module, loaded):
+            with te.fp8_autocast(fp8_recipe=recipe):
+                one(*x).square().sum().backward()
+        for direction, state in module.scaling.items():
+            assert torch.equal(loaded.scaling[direction].scale, state.scale)
+            assert torch.equal(loaded.scaling[direction].amax_history, state.amax_history)

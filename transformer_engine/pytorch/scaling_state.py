@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +43,11 @@ class ScalingState:
 
     def __deepcopy__(self, memo: object) -> ScalingState:
         # Attribute by attribute, the views would become tensors of their own.
-        length, count = self.amax_history.shape
-        copy = ScalingState(self.direction, count, length, self.scale.device)
-        copy.replace(self.scale.clone(), self.amax_history.clone())
-        return copy
+        return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Among whose members it is, its module finds out at its next call.
+        return _state_of, (self.direction, self.scale, self.amax_history)
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Take over other tensors (loading, another device, another length)."""
@@ -67,6 +69,13 @@ class ScalingState:
         if kept:
             history[length - kept :] = old[old.shape[0] - kept :]
         self.replace(self.scale, history)
+
+
+def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:
+    length, count = amax_history.shape
+    state = ScalingState(direction, count, length, scale.device)
+    state.replace(scale, amax_history)
+    return state
 
 
 class ScalingMembers:
