@@ -109,8 +109,8 @@ def test_what_if_with_delayed_scaling_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_recipes_of_other_gpus_are_errors_at_load(tmp_path: Path) -> None:
-    for stat in ("mxfp8_mse", "mxfp8_underflows%", "underflow"):
+def test_unknown_statistics_are_errors_at_load(tmp_path: Path) -> None:
+    for stat in ("nvfp4_mse", "current_scaling_mse", "underflow"):
         with pytest.raises(ValueError, match=stat), debugging(tmp_path, fp8_stats(stats=[stat])):
             pass
 

@@ -23,6 +23,7 @@ RECIPES = {
 MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
 CASTS = ["underflows%", "overflows%", "mse", "scale_inv_min", "fp8_current_scaling_underflows%"]
 CASTS += ["mse_columnwise", "fp8_block_scaling_mse", "fp8_block_scaling_mse_columnwise"]
+CASTS += ["mxfp8_mse"]
 SIX = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 STEPS, MICROBATCHES = 3, 2
 

@@ -14,7 +14,7 @@ from transformer_engine.debug.statistics.session import collector
 from transformer_engine.debug.statistics.subscription import Source, Subscription
 
 STATISTICS = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
-RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling")
+RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling", "mxfp8")
 _NAMES = {
     f"{recipe}{'_' * bool(recipe)}{statistic}{direction}": (recipe, statistic, bool(direction))
     for recipe in ("", *RECIPES)
@@ -41,6 +41,8 @@ class LogFp8TensorStats(Scheduled):
             fp8_current_scaling_: as if the tensor were cast with current scaling
             fp8_block_scaling_: as if it were cast by Float8BlockScaling(): to E4M3, weights in
                 128 x 128 blocks and others in 1 x 128
+            mxfp8_: as if it were cast to MXFP8: to E4M3, runs of 32 with scales of powers of two
+                (scale_inv is the scale itself, not its exponent; runs of zeros have none)
             fp8_delayed_scaling_: where that is the recipe in use
         tensors / tensors_struct: activation, gradient, weight
         freq, start_step, end_step, start_end_list: when; default: in every step

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.debug.statistics.mx import cast_to_mx
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import (
     E4M3,
@@ -35,6 +36,8 @@ RECIPES = {
     Scaling.CURRENT: "fp8_current_scaling",
     Scaling.BLOCKS: "fp8_block_scaling",
 }
+
+MX = "mxfp8"  # what-if alone
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,7 @@ class Scales:
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
-        inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes))
+        inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
         _merge(row, torch.stack([*found, *_range(inverses)]), active)
 
@@ -124,27 +127,25 @@ class Scales:
 
 @dataclass(frozen=True)
 class BlockCast:
-    """A matrix, maybe seen transposed, beside its codes, whose blocks have scales."""
+    """A matrix, maybe seen transposed, beside its codes and the inverse scale of each element."""
 
     x: torch.Tensor
-    matrix: Fp8Matrix
+    codes: torch.Tensor
+    inverses: torch.Tensor
+    element: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
         """Merge what the cast did into a casts row; the fields are those of `CastMoments`."""
-        rows, cols = self.x.shape  # codes may have rows or columns of zeros behind these
-        matrix = self.matrix
-        codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
-        inverses = _inverses(matrix, rows, cols)
-        values = codes.contiguous().view(TORCH_FP8[element_of(matrix.format)]).float()
-        largest = torch.finfo(TORCH_FP8[element_of(matrix.format)]).max
+        values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
+        largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses
         x = self.x.float()
         found = [
-            inverses.new_full((), float(self.numel)),
-            ((x != 0) & (codes & 0x7F == 0)).sum(dtype=torch.float64),
-            (x.abs() > largest * inverses.float()).sum(dtype=torch.float64),
-            (x.double() - (values * inverses.float()).double()).square().sum(),
+            row.new_full((), float(self.numel)),
+            ((x != 0) & (self.codes & 0x7F == 0)).sum(dtype=torch.float64),
+            (x.abs() > largest.clamp(max=torch.finfo(torch.float32).max)).sum(dtype=torch.float64),
+            (x.double() - (values * self.inverses).double()).square().sum(),
         ]
-        _merge(row, torch.stack([*found, *_range(inverses)]), active)
+        _merge(row, torch.stack([*found, *_range(self.inverses.double())]), active)
 
     @property
     def numel(self) -> int:
@@ -157,12 +158,12 @@ def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
 
 
 def _inverses(matrix: Fp8Matrix, rows: int, cols: int) -> torch.Tensor:
-    """The inverse scales of the first elements, float64: one, or that of each element."""
+    """The inverse scales of the first elements, fp32: one, or that of each element."""
     if not block_dimensions(matrix.format):
-        return matrix.scales[:1].double()
+        return matrix.scales[:1]
     one = torch.ones((), dtype=TORCH_FP8[element_of(matrix.format)]).view(torch.uint8)
     ones = torch.full_like(matrix.codes.view(_matrix_shape(matrix.codes)), int(one))
-    return dequantize(ones, matrix.format, matrix.scales, torch.float32)[:rows, :cols].double()
+    return dequantize(ones, matrix.format, matrix.scales, torch.float32)[:rows, :cols]
 
 
 def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,6 +204,8 @@ def cast(
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
         if source.recipe == RECIPES[Scaling.BLOCKS]:
             return _cast_in_blocks(x, source, tensor)
+        if source.recipe == MX:
+            return _cast_to_mx(x, source)
         return _cast_again(x, source, quantizer, current, f"layer {layer}, tensor {tensor}")
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
@@ -230,8 +233,15 @@ def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
 
 
 def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:
+    flat = _seen_along(x, source)
+    rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
+    codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
+    return BlockCast(flat, codes, _inverses(matrix, rows, cols), element_of(matrix.format))
+
+
+def _seen_along(x: torch.Tensor, source: Source) -> torch.Tensor:
     flat = x.view(rows_of(x), x.shape[-1])
-    return BlockCast(flat.t() if source.columnwise else flat, matrix)
+    return flat.t() if source.columnwise else flat
 
 
 def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
@@ -242,6 +252,12 @@ def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
     matrix = made.columnwise if source.columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
     return _block_cast(x, matrix, source)
+
+
+def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
+    """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
+    flat = _seen_along(x, source)
+    return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
 def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:
