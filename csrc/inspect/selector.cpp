@@ -32,7 +32,8 @@ std::optional<int> layer_number(std::string_view layer) {
       ++begin;
       continue;
     }
-    if (!layer.substr(0, begin).ends_with("fc")) {
+    const std::string_view before = layer.substr(0, begin);
+    if (!before.ends_with("fc") && !before.ends_with("gemm_")) {
       int value = 0;
       const auto parsed = std::from_chars(layer.data() + begin, layer.data() + end, value);
       if (number || parsed.ec != std::errc()) return std::nullopt;

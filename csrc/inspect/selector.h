@@ -33,8 +33,8 @@ struct Selector {
 
   // Exact names decide alone where there are any; else the regular expression; else types and
   // numbers, both where both are given. A selector with none of them matches nothing. The number of
-  // a layer is the only run of digits in its name that does not follow "fc"; a layer without one,
-  // or with several, has no number.
+  // a layer is the only run of digits in its name that does not follow "fc" or "gemm_"; a
+  // layer without one, or with several, has no number.
   bool matches(std::string_view layer, const RegexSearch& regex) const;
 };
 

@@ -6,6 +6,7 @@ namespace te::inspect {
 namespace {
 
 constexpr size_t kLongestWord = 64;  // longer ones are no misspelt names
+constexpr size_t kMostListed = 16;
 
 char lower(char c) { return 'A' <= c && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
@@ -51,9 +52,11 @@ std::optional<std::string> nearest(std::string_view word,
 std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word) {
   std::string text = candidates.empty() ? "expected nothing" : "expected ";
   if (candidates.size() > 1) text += "one of ";
-  for (const std::string& candidate : candidates) {
-    if (&candidate != &candidates.front()) text += ", ";
-    text += candidate;
+  for (size_t i = 0; i < std::min(candidates.size(), kMostListed); ++i) {
+    text.append(i > 0 ? ", " : "").append(candidates[i]);
+  }
+  if (candidates.size() > kMostListed) {
+    text.append(" and ").append(std::to_string(candidates.size() - kMostListed)).append(" more");
   }
   text.append(", got '").append(word.substr(0, kLongestWord)).append("'");
   if (const auto suggestion = nearest(word, candidates)) {

@@ -62,6 +62,7 @@ TEST(Selector, NumbersOfLayers) {
   EXPECT_TRUE(numbered("model.layers.12.layernorm_mlp.fc2", {10, 20}));
   EXPECT_FALSE(numbered("model.layers.12.layernorm_mlp.fc2", {2, 2}));
   EXPECT_FALSE(numbered("model.layernorm_mlp.fc12", {0, 100})) << "fc12 has no layer number";
+  EXPECT_TRUE(numbered("model.layers.3.experts.gemm_5", {3, 3})) << "a part of a GroupedLinear";
   EXPECT_FALSE(numbered("model.2.layers.3", {0, 100})) << "two numbers are none";
   EXPECT_FALSE(numbered("model.99999999999999999999", {0, 100}));
   EXPECT_TRUE(numbered("model.2.layers.3", {0, Selector::kEveryNumber}));

@@ -18,7 +18,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     The layer of a mixture of experts: tokens are sorted by expert, and each expert has a weight of
     its own. Part i is a `Linear` in everything: FP8, its statistics in the debugger (under the name
-    `<name>.<i>`), rows padded within.
+    `<name>.gemm_<i>`), rows padded within.
 
     Args:
         num_gemms: number of parts.
@@ -73,7 +73,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 out_features,
                 bias,
                 return_bias=return_bias,
-                name=f"{self.name}.{i}",
+                name=f"{self.name}.gemm_{i}",
                 **arguments,
             )
             for i in range(num_gemms)
@@ -89,7 +89,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def name(self, name: str) -> None:
         self._name = name
         for i, part in enumerate(self._parts):
-            part.name = f"{name}.{i}"
+            part.name = f"{name}.gemm_{i}"
 
     @property
     def scaling(self) -> dict[str, ScalingState]:

@@ -1,0 +1,23 @@
+#include "inspect/suggest.h"
+
+#include <gtest/gtest.h>
+
+namespace te::inspect {
+namespace {
+
+TEST(Suggest, ListsWhatIsExpected) {
+  EXPECT_EQ(expected_one_of({}, "x"), "expected nothing, got 'x'");
+  EXPECT_EQ(expected_one_of({"min"}, "x"), "expected min, got 'x'");
+  EXPECT_EQ(expected_one_of({"min", "max"}, "mix"),
+            "expected one of min, max, got 'mix'; did you mean 'min'?");
+}
+
+TEST(Suggest, ListsTheFirstOfManyAndSuggestsAnyOfThem) {
+  std::vector<std::string> many;
+  for (char c = 'a'; c <= 'z'; ++c) many.push_back(std::string(8, c));
+  EXPECT_TRUE(expected_one_of(many, "zzzzzzzy")
+                  .ends_with("pppppppp and 10 more, got 'zzzzzzzy'; did you mean 'zzzzzzzz'?"));
+}
+
+}  // namespace
+}  // namespace te::inspect
