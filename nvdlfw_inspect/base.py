@@ -102,8 +102,44 @@ def parsed_by_engine(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def choose_entry(config: Mapping[str, Any], what: str, name: Any) -> dict[str, Any] | None:
+    """Return what a configuration says for one tensor or gemm; None where it names another.
+
+    Args:
+        config: With a list `{what}s`, or `{what}s_struct` with keys of its own for each, which
+            stand above the outer ones.
+        what: "tensor" or "gemm".
+        name: Of the tensor or gemm.
+
+    Raises:
+        ValueError: It has neither.
+
+    Example:
+        >>> struct = [{"tensor": "weight", "freq": 2}]
+        >>> choose_entry({"freq": 1, "tensors_struct": struct}, "tensor", "weight")
+        {'freq': 2, 'tensor': 'weight'}
+    """
+    plain, struct = f"{what}s", f"{what}s_struct"
+    outer = {key: value for key, value in config.items() if key not in (plain, struct)}
+    if config.get(struct) is not None:
+        return next(({**outer, **entry} for entry in config[struct] if entry[what] == name), None)
+    if config.get(plain) is None:
+        raise ValueError(
+            f"[parse_config_and_api] expected {plain} or {struct} in the configuration, got "
+            f"{sorted(config)}"
+        )
+    names = config[plain]
+    return {**outer, what: name} if name in ([names] if isinstance(names, str) else names) else None
+
+
 class BaseConfigAPIMapper(ABC):
     """Base of classes that read their own configuration."""
+
+    def _process_tensor_config(
+        self, config: Mapping[str, Any], api_tensor_name: str
+    ) -> dict[str, Any] | None:
+        """Return what a configuration says for a tensor, as `choose_entry` does."""
+        return choose_entry(config, "tensor", api_tensor_name)
 
     @abstractmethod
     def parse_config_and_api(
@@ -128,6 +164,7 @@ class BaseNamespaceAPI(ABC):
     """
 
     name = ""
+    _default_api_impl: Any = None  # an object with the calls that are made where no feature acts
 
     def __getattr__(self, api_name: str) -> Callable[..., Any]:
         if api_name.startswith("_"):
@@ -186,7 +223,8 @@ class BaseNamespaceAPI(ABC):
         """Call an api of those features of a layer that `routing_condition` lets through.
 
         Returns:
-            What they returned; {} where none acts.
+            What they returned; where none acts, what `_default_api_impl` returns, if it has the
+            call, else {}.
 
         Raises:
             RuntimeError: Several act, and may not.
@@ -205,6 +243,9 @@ class BaseNamespaceAPI(ABC):
             self.output_assertions_hook(api_name, outputs[-1], **kwargs)
         if len(outputs) > 1:
             return self.handle_multi_feature_output(api_name, outputs, chosen, **kwargs)
+        default = getattr(self._default_api_impl, api_name, None)
+        if not outputs and default is not None:
+            return default({}, layer_name, **kwargs)
         return outputs[0] if outputs else {}
 
     def _chosen(

@@ -141,6 +141,19 @@ def get_logger() -> FileLogger:
     return FileLogger(manager.root_log_dir, manager._session)
 
 
+def custom_assert(condition: bool, message: str, level: int = logging.ERROR) -> None:
+    """Check something in a feature of your own: log what is wrong, and raise.
+
+    Raises:
+        AssertionError: The condition does not hold. Out of a feature's method it surfaces as a
+            RuntimeError that names the call.
+    """
+    if condition:
+        return
+    get_logger().log_message(message, level)
+    raise AssertionError(message)
+
+
 def print_rank_0(*messages: object) -> None:
     """Print on the first rank, each part followed by a space."""
     if get_distributed_rank() == 0:

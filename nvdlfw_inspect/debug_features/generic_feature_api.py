@@ -18,15 +18,17 @@ class GenericConfigAPIMapper(BaseConfigAPIMapper):
     def parse_config_and_api(
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a configuration covers the tensor `tensor_name`, and what it says for it."""
-        outer = {
-            k: v for k, v in config.items() if k not in ("enabled", "tensors", "tensors_struct")
-        }
-        name = kwargs.get("tensor_name")
-        for item in config.get("tensors_struct", ()):
-            if item["tensor"] == name:
-                return True, {**outer, **item}
-        named = config.get("tensors", ())
-        if name in ([named] if isinstance(named, str) else named):
-            return True, {**outer, "tensor": name}
-        return False, None
+        """Say whether a configuration covers a call, and what it says for it.
+
+        Args:
+            config: As written, `enabled` included.
+            kwargs: `tensor_parsing` and `tensor_name`.
+
+        Raises:
+            ValueError: It names no tensors, though the call carries one.
+        """
+        written = {k: v for k, v in config.items() if k != "enabled"}
+        if not kwargs.get("tensor_parsing"):
+            return True, written
+        found = self._process_tensor_config(written, kwargs["tensor_name"])
+        return found is not None, found

@@ -11,7 +11,7 @@ import pytest
 from inspect_logs import section
 
 import nvdlfw_inspect.api as debug_api
-from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI, FeatureConfig
+from nvdlfw_inspect.base import BaseConfigAPIMapper, FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method, namespace_data
 
 Initialize = Callable[..., Any]
@@ -348,24 +348,3 @@ def test_a_feature_without_a_parser_gets_what_is_written(initialize: Initialize)
     weight = manager.call("ns", "look", layer_name="fc1", tensor_name="weight")
     assert weight == {"tensors": ["weight"], "more": {"a": [1, None]}}
     assert manager.call("ns", "look", layer_name="fc1", tensor_name="activation") is None
-
-
-def test_a_namespace_of_its_own(initialize: Initialize) -> None:
-    @Registry.register_namespace_api(namespace="own")
-    class Own(BaseNamespaceAPI):
-        def routing_condition(
-            self, api_name: str, config: dict, layer_name: str, feature_obj: Any, **kwargs: Any
-        ) -> Any:
-            return config["enabled"] and kwargs["depth"] > 1, {"level": config["level"]}
-
-    @Registry.register_feature(namespace="own")
-    class Mine:
-        @api_method
-        def look(self, config: dict, layer_name: str, depth: int) -> Any:
-            return config, depth
-
-    initialize({"s": section("Mine", namespace="own", level=3)})
-    assert debug_api.own.look("fc1", depth=2) == ({"level": 3}, 2)
-    assert debug_api.own.look("fc1", depth=1) == {}
-    assert debug_api.own.look("qkv", depth=2) == {}
-    Registry.data.pop("own").api = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvdlfw_inspect import api as inspect_api
-from nvdlfw_inspect.base import BaseConfigAPIMapper, parsed_by_engine
+from nvdlfw_inspect.base import BaseConfigAPIMapper, choose_entry, parsed_by_engine
 from nvdlfw_inspect.namespaces import Namespace
 from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.names import NAMESPACE
@@ -56,27 +56,10 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         if not config.get("enabled", True):
             return False, None
         if kwargs.get("gemm_parsing") and found is not None:
-            found = _chosen(found, "gemm", kwargs.get("gemm"))
+            found = choose_entry(found, "gemm", kwargs.get("gemm"))
         if kwargs.get("tensor_parsing") and found is not None:
-            found = _chosen(found, "tensor", kwargs.get("tensor_name"))
+            found = choose_entry(found, "tensor", kwargs.get("tensor_name"))
         return found is not None, found
-
-
-def _chosen(config: dict[str, Any], what: str, name: Any) -> dict[str, Any] | None:
-    """The configuration of one gemm or tensor; None where it is not meant."""
-    struct, plain = config.get(f"{what}s_struct"), config.get(f"{what}s")
-    outer = {k: v for k, v in config.items() if k not in (f"{what}s_struct", f"{what}s")}
-    if struct is not None:
-        for entry in struct:
-            if entry[what] == name:
-                return {**outer, **entry}
-        return None
-    if plain is None:
-        raise ValueError(
-            f"[parse_config_and_api] expected {what}s or {what}s_struct in the configuration, got "
-            f"{sorted(config)}"
-        )
-    return {**outer, what: name} if name in ([plain] if isinstance(plain, str) else plain) else None
 
 
 class TEDefaultFeatures:

@@ -1,0 +1,141 @@
+"""What programs build on: their own namespaces, classes that read configurations, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_logs import messages, section
+
+import nvdlfw_inspect.api as debug_api
+from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
+from nvdlfw_inspect.debug_features.generic_feature_api import GenericConfigAPIMapper
+from nvdlfw_inspect.logging import custom_assert
+from nvdlfw_inspect.registry import Registry, api_method
+
+Initialize = Callable[..., Any]
+
+
+class Defaults:
+    """What happens where no feature acts."""
+
+    def look(self, config: dict, layer_name: str, depth: int) -> Any:
+        return config, layer_name, depth
+
+
+@pytest.fixture
+def own() -> Iterator[type]:
+    """A namespace whose features act from a depth of 2 on."""
+
+    @Registry.register_namespace_api(namespace="own")
+    class Own(BaseNamespaceAPI):
+        def __init__(self) -> None:
+            BaseNamespaceAPI.__init__(self)
+            self._default_api_impl = Defaults()
+
+        def routing_condition(
+            self, api_name: str, config: dict, layer_name: str, feature_obj: Any, **kwargs: Any
+        ) -> Any:
+            return config["enabled"] and kwargs["depth"] > 1, {"level": config["level"]}
+
+    @Registry.register_feature(namespace="own")
+    class Mine:
+        @api_method
+        def look(self, config: dict, layer_name: str, depth: int) -> Any:
+            return config, depth
+
+        @api_method
+        def listen(self, config: dict, layer_name: str, depth: int) -> Any:
+            return config, depth
+
+    yield Own
+    Registry.data.pop("own").api = None
+
+
+@pytest.mark.usefixtures("own")
+def test_a_namespace_of_its_own(initialize: Initialize) -> None:
+    initialize({"s": section("Mine", namespace="own", level=3)})
+    assert debug_api.own.look("fc1", depth=2) == debug_api.own.listen("fc1", depth=2)
+    assert debug_api.own.look("fc1", depth=2) == ({"level": 3}, 2)
+    assert debug_api.own.look("fc1", depth=1) == ({}, "fc1", 1), "the default"
+    assert debug_api.own.look("qkv", depth=2) == ({}, "qkv", 2)
+    assert debug_api.own.listen("fc1", depth=1) == {}, "there is no default"
+
+
+STRUCT = [{"tensor": "weight", "freq": 5}, {"tensor": "weight", "freq": 6}]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tensors": ["weight", "output"], "freq": 2}, {"tensor": "weight", "freq": 2}),
+        ({"tensors": "weight"}, {"tensor": "weight"}),
+        ({"tensors": "weights"}, None),
+        ({"tensors_struct": STRUCT, "freq": 2, "a": 1}, {"tensor": "weight", "freq": 5, "a": 1}),
+        ({"tensors_struct": STRUCT, "tensors": ["weight"]}, {"tensor": "weight", "freq": 5}),
+        ({"tensors_struct": [{"tensor": "output"}], "tensors": ["weight"]}, None),
+    ],
+)
+def test_what_a_configuration_says_for_a_tensor(config: dict, said: dict | None) -> None:
+    class Mine(BaseConfigAPIMapper):
+        def parse_config_and_api(self, config: dict, **kwargs: Any) -> Any:
+            found = self._process_tensor_config(config, kwargs["tensor_name"])
+            return found is not None, found
+
+    call = {"tensor_parsing": True, "tensor_name": "weight"}
+    written = {"enabled": True, **config}
+    with_enabled = None if said is None else {"enabled": True, **said}
+    assert Mine().parse_config_and_api(written, **call) == (said is not None, with_enabled)
+    assert GenericConfigAPIMapper().parse_config_and_api(written, **call) == (
+        said is not None,
+        said,
+    )
+    assert GenericConfigAPIMapper().parse_config_and_api(written) == (True, config)
+
+
+def test_a_configuration_that_names_no_tensors() -> None:
+    with pytest.raises(ValueError, match=r"expected tensors or tensors_struct .* got \['freq'\]"):
+        GenericConfigAPIMapper().parse_config_and_api(
+            {"freq": 3}, tensor_parsing=True, tensor_name="weight"
+        )
+
+
+def test_gemms_are_chosen_before_tensors() -> None:
+    pytest.importorskip("torch")
+    from transformer_engine.debug.features.api import TEConfigAPIMapper  # noqa: PLC0415
+
+    def parse(config: dict, gemm: str) -> Any:
+        return TEConfigAPIMapper().parse_config_and_api(
+            {"enabled": True, **config},
+            gemm_parsing=True,
+            gemm=gemm,
+            tensor_parsing=True,
+            tensor_name="weight",
+        )
+
+    inner = {"gemm": "dgrad", "tensors_struct": [{"tensor": "weight", "margin": 2}]}
+    config = {"margin": 1, "tensors": ["weight"], "gemms_struct": [{"gemm": "fprop"}, inner]}
+    assert parse(config, "fprop") == (True, {"gemm": "fprop", "tensor": "weight", "margin": 1})
+    assert parse(config, "dgrad") == (True, {"gemm": "dgrad", "tensor": "weight", "margin": 2})
+    assert parse(config, "wgrad") == (False, None)
+    with pytest.raises(ValueError, match="expected gemms or gemms_struct"):
+        parse({"tensors": ["weight"]}, "fprop")
+
+
+def test_checks_of_features_are_logged_and_name_the_call(
+    initialize: Initialize, tmp_path: Path
+) -> None:
+    @Registry.register_feature(namespace="ns")
+    class Mine:
+        @api_method
+        def look(self, tensor: int) -> int:
+            custom_assert(tensor > 0, "expected a tensor")
+            return tensor
+
+    initialize({"s": section("Mine")})
+    assert debug_api.ns.look(layer_name="fc1", tensor=3) == 3
+    with pytest.raises(RuntimeError, match=r"AssertionError: expected a tensor .*layer fc1"):
+        debug_api.ns.look(layer_name="fc1", tensor=0)
+    assert messages(tmp_path)[-1] == "ERROR - expected a tensor"
