@@ -42,9 +42,3 @@ def batch() -> torch.Tensor:
 def everything(model: nn.Module) -> list[torch.Tensor]:
     states = [s for m in model.modules() for s in getattr(m, "scaling", {}).values()]
     return [*model.parameters(), *(t for s in states for t in (s.scale, s.amax_history))]
-
-
-def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(a, b), f"tensor {i} differs"

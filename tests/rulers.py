@@ -1,5 +1,7 @@
 """How tests compare results: bit for bit, or within a stated bound."""
 
+from collections.abc import Sequence
+
 import torch
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,6 +22,12 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> None:
             f"{int(different.sum())} of {actual.numel()} elements differ, first at {first}:"
             f" {actual[first].item()} instead of {expected[first].item()}"
         )
+
+
+def assert_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """As many tensors, each equal to its own."""
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, b), f"tensor {i} differs"
 
 
 def assert_codes_close(actual: torch.Tensor, expected: torch.Tensor, share: float = 1e-3) -> None:

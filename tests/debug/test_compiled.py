@@ -3,9 +3,9 @@
 import pytest
 import torch
 from debug.fake_manager import session
-from debug.test_hooks import RECIPES, HighPrecision, Modifier, build
+from debug.hook_cases import HighPrecision, Modifier, build
+from precisions import scope
 
-import transformer_engine.pytorch as te
 from transformer_engine.debug import inspector
 
 
@@ -13,7 +13,7 @@ def compiled(module):
     traced = torch.compile(module, backend="aot_eager", fullgraph=True)
 
     def step(x):
-        with te.fp8_autocast(fp8_recipe=RECIPES["current"]):
+        with scope("current"):
             return traced(x)
 
     return step

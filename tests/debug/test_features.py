@@ -3,7 +3,9 @@
 import pytest
 import torch
 from debug.fake_manager import session
-from debug.test_hooks import MODULES, RECIPES, assert_equal, build, train
+from debug.hook_cases import MODULES, build, train
+from precisions import RECIPES, scope
+from rulers import assert_equal
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -63,7 +65,7 @@ def test_fake_quant_of_operands(device: str, recipe: str) -> None:
     dy = torch.randn(16, 48, dtype=torch.bfloat16, device=device)
     te.gemm_report(reset=True)
     with session(("layer", FakeQuant(), {**E4M3, "tensors": OPERANDS})):
-        with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+        with scope(recipe):
             y = module(x)
         y.backward(dy)
     assert te.gemm_report().total("bf16") == 3

@@ -5,15 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from debug.fake_manager import session
-from debug.test_hooks import (
-    MODULES,
-    HighPrecision,
-    Modifier,
-    Recorder,
-    assert_equal,
-    train,
-)
+from debug.hook_cases import MODULES, HighPrecision, Modifier, Recorder, train
 from debug_session import debugging, logged, section
+from rulers import assert_equal
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te

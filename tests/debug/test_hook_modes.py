@@ -3,7 +3,9 @@
 import pytest
 import torch
 from debug.fake_manager import session
-from debug.test_hooks import RECIPES, HighPrecision, Modifier, Recorder, assert_equal, build, train
+from debug.hook_cases import HighPrecision, Modifier, Recorder, build, train
+from precisions import RECIPES, scope
+from rulers import assert_equal
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
@@ -78,7 +80,7 @@ def test_cached_weights_are_written_again(recipe: str, make) -> None:
     config = {"tensors": ["weight", "activation"], "gemms": ["fprop"]}
 
     def call(first: bool) -> torch.Tensor:
-        with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+        with scope(recipe):
             return module(x, is_first_microbatch=first)
 
     with session(("layer", modifier, config)) as s, torch.no_grad():
@@ -143,7 +145,7 @@ def test_recomputation_is_seen_once_and_modified_again(recipe: str, reentrant: b
         x = batch(16, 32).requires_grad_()
 
         def call(inp: torch.Tensor) -> torch.Tensor:
-            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+            with scope(recipe):
                 return module(inp)
 
         with session(("layer", recorder, {}), ("fc2", modifier, {"tensors": ["activation"]})):
@@ -200,7 +202,7 @@ def test_frozen_weight(recipe: str) -> None:
         module.weight.requires_grad_(False)
         x = torch.linspace(-2, 2, 16 * 32).view(16, 32).bfloat16().requires_grad_()
         with session((pattern, recorder, {})):
-            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+            with scope(recipe):
                 y = module(x)
             y.backward(torch.ones_like(y))
         results.append([y, x.grad, module.bias.grad])
@@ -231,7 +233,7 @@ def test_weight_gradient_is_seen_and_changed_before_it_is_accumulated(recipe: st
         module.weight.main_grad = torch.ones(48, 32)
         x = torch.linspace(-2, 2, 16 * 32).view(16, 32).bfloat16()
         with session(("layer", feature, config)):
-            with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+            with scope(recipe):
                 y = module(x)
             y.backward(torch.ones_like(y))
         return module.weight.main_grad

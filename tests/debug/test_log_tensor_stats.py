@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from debug_session import debugging, inspect, logged, section
+from precisions import RECIPES, scope
 from statistics_reference import ALL, assert_statistics, reference
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 KINDS = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 
@@ -138,13 +138,6 @@ def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
         inspect("fc1", "weight", torch.zeros(4, dtype=torch.uint8))
 
 
-RECIPES = {
-    "high precision": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-}
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [32, 21])
 def test_the_six_tensors_of_a_linear(tmp_path: Path, device: str, recipe: str, rows: int) -> None:
@@ -153,7 +146,7 @@ def test_the_six_tensors_of_a_linear(tmp_path: Path, device: str, recipe: str, r
     with debugging(tmp_path, everything()):
         for _ in range(2):
             x = torch.randn(rows, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
-            with te.fp8_autocast(enabled=recipe != "high precision", fp8_recipe=RECIPES[recipe]):
+            with scope(recipe):
                 y = layer(x)
             upstream = torch.randn_like(y)
             layer.weight.grad = None
@@ -176,7 +169,7 @@ def test_a_norm_in_front_gives_its_output(tmp_path: Path, device: str, recipe: s
     )
     with debugging(tmp_path, everything(tensors=["activation"])):
         x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-        with te.fp8_autocast(enabled=recipe != "high precision", fp8_recipe=RECIPES[recipe]):
+        with scope(recipe):
             y, normed = layer(x)
         y.sum().backward()
         debug_api.step()

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug.test_hooks import RECIPES, assert_equal, build, train
+from debug.hook_cases import build, train
+from precisions import RECIPES
+from rulers import assert_equal
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te

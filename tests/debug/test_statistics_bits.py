@@ -5,21 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from debug_session import debugging, logged, section
+from precisions import RECIPES, scope
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-)
 
-RECIPES = {
-    "bf16": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-    "blocks": Float8BlockScaling(),
-}
 MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
 CASTS = ["underflows%", "overflows%", "mse", "scale_inv_min", "fp8_current_scaling_underflows%"]
 CASTS += ["mse_columnwise", "fp8_block_scaling_mse", "fp8_block_scaling_mse_columnwise"]
@@ -47,7 +37,7 @@ def train(device: str, recipe: str, step=lambda: None) -> list[bytes]:
     for _ in range(STEPS):
         for index in range(MICROBATCHES):
             x = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16)
-            with te.fp8_autocast(enabled=recipe != "bf16", fp8_recipe=RECIPES[recipe]):
+            with scope(recipe):
                 y = model(x, is_first_microbatch=index == 0)
             loss = y.float().square().mean()
             loss.backward()
@@ -65,7 +55,7 @@ def test_a_run_with_every_statistic_is_the_same_run(
 ) -> None:
     plain = train(device, recipe)
     sections = [section("LogTensorStats", tensors=SIX, stats=MOMENTS)]
-    if recipe != "bf16":
+    if recipe != "high precision":
         sections.append(section("LogFp8TensorStats", tensors=SIX[:3], stats=CASTS))
     with debugging(tmp_path, *sections):
         inspected = train(device, recipe, debug_api.step)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from debug.fake_manager import session
-from debug.test_hooks import RECIPES, build, train
-
-import transformer_engine.pytorch as te
+from debug.hook_cases import build, train
+from precisions import RECIPES, scope
 
 
 def round_mantissa(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -47,7 +46,7 @@ def test_emulated_precision(device: str, recipe: str) -> None:
     dy = torch.randn(16, 48, dtype=torch.bfloat16, device=device)
     config = {"bits": 2, "tensors": ["activation", "weight", "gradient"]}
     with session(("layer", RoundMantissa(), config)):
-        with te.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe]):
+        with scope(recipe):
             y = module(x)
         y.backward(dy)
     rx, rw, rdy = (round_mantissa(t.detach(), 2).float() for t in (x, module.weight, dy))

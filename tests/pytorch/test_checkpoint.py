@@ -4,18 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, NONE, RECIPES, Wrap, assert_equal, scope
+from checkpoint_helpers import MODES, NONE, Wrap
+from precisions import RECIPES, scope
+from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.autocast import autocast_stack
-
-
-@pytest.fixture(autouse=True)
-def _fresh_stack():
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 class Model(nn.Module):

@@ -2,19 +2,14 @@
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, NONE, RECIPES, Wrap, assert_equal, scope
+from checkpoint_helpers import MODES, NONE, Wrap
+from precisions import scope
+from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.autocast import autocast_stack
-
-
-@pytest.fixture(autouse=True)
-def _fresh_stack():
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -28,7 +23,7 @@ def test_keyword_arguments(reentrant: bool) -> None:
     found = []
     for wrap in (lambda f, *args, **kw: f(*args, **kw), te.checkpoint):
         more = {"use_reentrant": reentrant} if wrap is te.checkpoint else {}
-        with te.fp8_autocast(fp8_recipe=RECIPES["current"]):
+        with scope("current"):
             y, _ = wrap(function, x, parts={"a": a, "b": [b]}, scale=2.0, **more)
         y.square().sum().backward()
         found.append([t.grad for t in (x, a, b, layer.weight)])

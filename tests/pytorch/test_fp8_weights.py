@@ -9,7 +9,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.tensor import Float8Tensor
 
@@ -32,11 +31,6 @@ MODULES = {
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "MultiheadAttention": 2}
 # Each module with each recipe on the stages, and half of them replayed.
 CASES = [(m, r, replayed) for m in MODULES for r in RECIPES for replayed in (True, False)]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_scopes():
-    autocast_stack().reset()
 
 
 def made(name: str, device: str, recipe: str | None = None, **more) -> torch.nn.Module:

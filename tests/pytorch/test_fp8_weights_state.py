@@ -14,17 +14,11 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.extra_state import MAGIC
 from transformer_engine.pytorch.scaling_state import FORWARD
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_scopes():
-    autocast_stack().reset()
 
 
 def fp8(make=lambda **kw: te.Linear(32, 48, **kw), **more) -> nn.Module:

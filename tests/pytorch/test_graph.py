@@ -7,20 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from debug_session import debugging, logged, section
-from graph_helpers import RECIPES, STEPS, assert_equal, batch, everything, layer, scope
+from graph_helpers import RECIPES, STEPS, batch, everything, layer, scope
+from rulers import assert_equal
 from torch import nn
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.autocast import autocast_stack
 
 
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 def training_step(model: nn.Module, recipe: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:

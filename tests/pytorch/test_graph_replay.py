@@ -5,17 +5,17 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from checkpoint_helpers import assert_equal, scope
+from precisions import RECIPES, scope
+from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import graphed
 from transformer_engine.pytorch.autocast import OUTSIDE, Scope, autocast_stack
 from transformer_engine.pytorch.graph import _Order, _replaced
 from transformer_engine.pytorch.graphed import Graphed, Settings, Subject, untouched
 
-DELAYED = DelayedScaling(amax_history_len=3)
+DELAYED = RECIPES["delayed"]
 
 
 class Graph:
@@ -64,9 +64,6 @@ def _emulated(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(graphed, "capturing", capturing)
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 def graphs(functions, samples, recipe=None, order=None, cached: bool = False) -> list[Graphed]:

@@ -12,26 +12,22 @@ from graph_helpers import (
     HIDDEN,
     RECIPES,
     STEPS,
-    assert_equal,
     batch,
     everything,
     layer,
     scope,
 )
+from rulers import assert_equal
 from torch import nn
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.autocast import autocast_stack
 
 
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 def run_model(model, recipe: str, parts, cached: bool = False) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
@@ -45,9 +46,6 @@ class Memory:
 @pytest.fixture(autouse=True)
 def _all_sizes(monkeypatch):
     monkeypatch.setattr(module, "LEAST_ELEMENTS", 16)
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 def model(layers: int, device: str = "cpu") -> nn.ModuleList:
@@ -77,12 +75,6 @@ def train(layers: nn.ModuleList, wrap, steps: int = 3, fp8: bool = True) -> list
 
 def plain(layers: int, **more) -> list[torch.Tensor]:
     return train(model(layers), te.get_cpu_offload_context(enabled=False), **more)
-
-
-def assert_equal(actual, expected) -> None:
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("fp8", [True, False])

@@ -1,28 +1,16 @@
 """Replays of chains: the same bits as running stage by stage; what may not be recorded is not."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
+from precisions import RECIPES, scope
 from rulers import assert_bitwise
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-)
 from transformer_engine.pytorch import tape
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.chain import Chain
 
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-    "blocks": Float8BlockScaling(),
-}
 MODULES = {
     "Linear": lambda **kw: te.Linear(32, 48, **kw),
     "Linear, no bias": lambda **kw: te.Linear(32, 48, bias=False, **kw),
@@ -39,20 +27,10 @@ pairs = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_scopes():
-    autocast_stack().reset()
-
-
 @pytest.fixture
 def by_stages(monkeypatch):
     """A switch: no chain replays any more."""
     return lambda: monkeypatch.setattr(Chain, "replayed", lambda *_: None)
-
-
-def scope(recipe):
-    made = RECIPES[recipe]
-    return nullcontext() if made is None else te.fp8_autocast(enabled=True, fp8_recipe=made)
 
 
 def results(module, recipe, device, **call):

@@ -18,13 +18,6 @@ from transformer_engine.pytorch.scaling_state import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _fresh_stack():
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
-
-
 def linear(device: str, **kwargs) -> te.Linear:
     return te.Linear(32, 16, device=device, params_dtype=torch.float32, **kwargs)
 

@@ -1,0 +1,23 @@
+"""The precisions that tests go through."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+
+RECIPES = {
+    "high precision": None,
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+}
+
+
+def scope(precision: str, **more: object) -> AbstractContextManager:
+    """An autocast with the recipe; none around high precision."""
+    recipe = RECIPES[precision]
+    return nullcontext() if recipe is None else te.fp8_autocast(fp8_recipe=recipe, **more)
