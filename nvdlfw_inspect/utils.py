@@ -16,7 +16,7 @@ _Class = TypeVar("_Class", bound=type)
 
 def _distributed() -> Any:
     """`torch.distributed`, if a process group runs; a program without torch has none."""
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:  # not imported, or blocked
         return None
     distributed = importlib.import_module("torch.distributed")
     running = distributed.is_available() and distributed.is_initialized()

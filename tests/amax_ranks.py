@@ -1,4 +1,4 @@
-"""What each rank of test_amax_reduction runs, in a module that a spawned process can import."""
+"""What each rank of distributed/test_amax_reduction runs."""
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ def _scales(rank: int, recipe: DelayedScaling, group: dist.ProcessGroup) -> tupl
     return layer.scaling[FORWARD].scale[0].item(), layer.scaling[BACKWARD].scale[0].item()
 
 
-def run_rank(rank: int, store: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def scales_of_a_group(rank: int) -> list[tuple[float, float]]:
+    """With amaxes of the group, and with the rank's own."""
     group = dist.new_group([0, 1])
     recipes = [DelayedScaling(amax_history_len=4, reduce_amax=reduce) for reduce in (True, False)]
-    torch.save([_scales(rank, recipe, group) for recipe in recipes], f"{results}.{rank}")
-    dist.destroy_process_group()
+    return [_scales(rank, recipe, group) for recipe in recipes]

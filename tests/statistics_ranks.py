@@ -1,7 +1,5 @@
-"""What each rank of test_statistics_reduction runs, where a spawned process can import it."""
+"""What each rank of distributed/test_statistics_reduction runs."""
 
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -150,33 +148,13 @@ def a_session_with_different_layers(rank: int, folder: Path) -> Outcome:
 
 
 SESSIONS = (a_session, a_session_with_different_layers)
-SCENARIOS: dict[str, Callable[[int], Outcome]] = {
-    run.__name__: run
-    for run in (
-        unequal_micro_batches,
-        a_rank_without_tensors,
-        layers_in_another_order,
-        weights,
-        steps_between,
-        layers_that_come_later,
-        different_layers,
-        different_layers_later,
-    )
-}
-
-
-def run_rank(rank: int, store: str, results: str) -> None:
-    """All scenarios in turn."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=20),
-    )
-    torch.set_num_threads(1)
-    outcomes = {name: run(rank) for name, run in SCENARIOS.items()}
-    for session in SESSIONS:
-        outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
-    torch.save(outcomes, f"{results}.{rank}")
-    dist.destroy_process_group()
+SCENARIOS = (
+    unequal_micro_batches,
+    a_rank_without_tensors,
+    layers_in_another_order,
+    weights,
+    steps_between,
+    layers_that_come_later,
+    different_layers,
+    different_layers_later,
+)

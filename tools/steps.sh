@@ -74,9 +74,12 @@ step_cuda_build() {
 step_build() { tools/bootstrap.sh; }
 
 # Against the package as it is installed: -P keeps the source tree off the path, here and in the processes that tests start.
+# A process for each processor: tests are many and small.
 step_python_tests() {
   tools/bootstrap.sh
-  PYTHONSAFEPATH=1 "$py" -P -m pytest
+  local parallel=()
+  ! "$py" -P -c 'import xdist' 2>/dev/null || parallel=(-n "$(nproc)" --maxprocesses 8 --dist worksteal)
+  PYTHONSAFEPATH=1 "$py" -P -m pytest "${parallel[@]}"
 }
 
 run_step() { # runs one step in a subshell of its own, so that `set -e` holds inside it

@@ -1,17 +1,7 @@
-"""Statistics over the ranks of a group: two processes over gloo, on the CPU."""
+"""Statistics over the ranks of a group."""
 
-import pytest
-import torch
-import torch.multiprocessing as mp
-from statistics_ranks import parts_of, run_rank
+from statistics_ranks import parts_of
 from statistics_reference import assert_statistics, reference
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (str(folder / "store"), str(folder / "result")), nprocs=2)
-    return [torch.load(folder / f"result.{rank}") for rank in range(2)]
 
 
 def _both(outcomes, scenario: str):

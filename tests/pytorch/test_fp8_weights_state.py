@@ -198,10 +198,8 @@ def test_safetensors_round_trip(tmp_path: Path) -> None:
     train(one, "delayed")
     safetensors.save_file(one.state_dict(), tmp_path / "model.safetensors")
     two.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
-    for (key, value), again in zip(
-        one.state_dict().items(), two.state_dict().values(), strict=True
-    ):
-        assert_bitwise(again, value), key
+    for value, again in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+        assert_bitwise(again, value)
     safetensors.save_model(one, str(tmp_path / "whole.safetensors"))
     safetensors.load_model(two, str(tmp_path / "whole.safetensors"))
 

@@ -236,14 +236,8 @@ def test_extra_state_round_trip_is_exact_and_needs_no_pickle(device: str) -> Non
 
 def test_extra_state_of_others() -> None:
     layer = linear("cpu")
-    assert layer.state_dict()["_extra_state"].numel() == 0
-    layer.set_extra_state(None)
-    layer.set_extra_state(torch.empty(0, dtype=torch.uint8))
     with pytest.warns(UserWarning, match="ignoring the _extra_state of another package"):
         layer.set_extra_state(torch.arange(64, dtype=torch.uint8))
-    state = linear_with_state().get_extra_state()
-    with pytest.raises(ValueError, match="bytes of FP8 state"):
-        layer.set_extra_state(state[:-4])
 
 
 def test_extra_state_may_be_missing() -> None:

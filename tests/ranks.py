@@ -1,0 +1,33 @@
+"""Two processes over gloo, on the CPU, for all tests of ranks: each start takes seconds."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import amax_ranks
+import checkpoint_ranks
+import statistics_ranks
+import torch
+import torch.distributed as dist
+
+SCENARIOS = (
+    amax_ranks.scales_of_a_group,
+    checkpoint_ranks.kept_parts,
+    *statistics_ranks.SCENARIOS,
+)
+
+
+def run_rank(rank: int, store: str, results: str) -> None:
+    """Save what every scenario gives on this rank, by name."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=20),
+    )
+    torch.set_num_threads(1)
+    outcomes = {run.__name__: run(rank) for run in SCENARIOS}
+    for session in statistics_ranks.SESSIONS:
+        outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
+    torch.save(outcomes, f"{results}.{rank}")
+    dist.destroy_process_group()
