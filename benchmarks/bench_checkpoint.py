@@ -10,7 +10,7 @@ from collections.abc import Callable
 import contenders
 import torch
 from contenders import Size, our_layer, precision, random
-from harness import Report, require_gpu, time_gpu_each
+from harness import Report, over, peak_mib, require_gpu, time_gpu_each
 from torch import nn
 
 import transformer_engine.pytorch as te
@@ -48,15 +48,6 @@ def step(
     return run
 
 
-def peak_mib(run: Callable[[], None]) -> int:
-    """Of a step, over what is there between steps."""
-    run()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return int((torch.cuda.max_memory_allocated() - before) / 2**20)
-
-
 def measure(report: Report, size: Size, judge: bool) -> None:
     layers = nn.ModuleList(our_layer(size) for _ in range(LAYERS))
     x = random(size.batch, size.sequence, size.hidden)
@@ -64,12 +55,9 @@ def measure(report: Report, size: Size, judge: bool) -> None:
         steps = {mode: step(layers, x, name, how) for mode, how in MODES.items()}
         peaks = {mode: peak_mib(run) for mode, run in steps.items()}
         times = time_gpu_each(steps, repeats=20, warmup=5, cold=False)
-        plain = times["none"].median_us
         for mode, timing in times.items():
             row = {"op": f"{LAYERS} layers {size}", "case": f"{name}, {mode}"}
-            row |= {"ms": round(timing.median_us / 1e3, 3), "peak_mib": peaks[mode]}
-            row["ratio"] = round(timing.median_us / plain, 3)
-            row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+            row |= {"peak_mib": peaks[mode], **over(timing, times["none"].median_us)}
             if judge and mode != "none":
                 row.update(bar=BAR, better="lower")
             report.row(**row)

@@ -11,7 +11,7 @@ from typing import Any
 import contenders
 import torch
 from contenders import Size, our_layer, random, step
-from harness import Report, require_gpu, time_gpu_each
+from harness import Report, over, require_gpu, time_gpu_each
 from torch import nn
 
 import transformer_engine.pytorch as te
@@ -36,9 +36,7 @@ def compare(
     times = time_gpu_each(contestants, repeats=30, warmup=8)
     base = next(iter(times.values())).median_us
     for name, timing in times.items():
-        row: dict[str, Any] = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 4)}
-        row["ratio"] = round(timing.median_us / base, 3)
-        row["p10_us"], row["p90_us"] = round(timing.p10_us, 1), round(timing.p90_us, 1)
+        row = {"op": op, "case": name, **over(timing, base)}
         report.row(**row, **(more if name != next(iter(times)) else {}))
 
 

@@ -12,7 +12,7 @@ import contenders
 import torch
 import torch.nn.functional as F
 from contenders import FACTORY, PlainLayer, Size, our_layer, precision, random, step
-from harness import Report, require_gpu, time_gpu_each
+from harness import Report, over, require_gpu, time_gpu_each
 from torch import nn
 
 SIZE = Size(hidden=768, ffn=3072, heads=12, sequence=1024, batch=8)
@@ -54,11 +54,8 @@ def training_step(
 
 def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge: bool) -> None:
     times = time_gpu_each(steps, repeats=30, warmup=10)
-    plain = times["torch"].median_us
     for name, timing in times.items():
-        row = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 3)}
-        row["ratio"] = round(timing.median_us / plain, 3)
-        row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+        row = {"op": op, "case": name, **over(timing, times["torch"].median_us)}
         if judge and name in BARS:
             row.update(bar=BARS[name], better="lower")
         report.row(**row)

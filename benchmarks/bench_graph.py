@@ -12,25 +12,11 @@ import contenders
 import torch
 from bench_gpt import GPT, SIZE, VOCABULARY, training_step
 from contenders import PlainLayer, our_layer, random, step
-from harness import Report, require_gpu, time_gpu_each
+from harness import Report, captured, over, require_gpu, time_gpu_each
 from torch.profiler import ProfilerActivity, profile
 
 BAR, IDLE_BAR = 0.68, 0.03
 REPLAYS = 10
-
-
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The same as one graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        run()
-    return graph.replay
 
 
 def idle(replay: Callable[[], None]) -> float:
@@ -58,9 +44,7 @@ def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge
     graphs = {f"{name}, captured": captured(run) for name, run in steps.items()}
     times = time_gpu_each({"torch": steps["torch"], **graphs}, repeats=30, warmup=10, cold=False)
     for name, timing in times.items():
-        row = {"op": op, "case": name, "ms": round(timing.median_us / 1e3, 3)}
-        row["ratio"] = round(timing.median_us / times["torch"].median_us, 3)
-        row["p10_us"], row["p90_us"] = round(timing.p10_us), round(timing.p90_us)
+        row = {"op": op, "case": name, **over(timing, times["torch"].median_us)}
         if judge and name in graphs and not name.startswith("torch"):
             row.update(bar=BAR, better="lower")
         report.row(**row)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from contenders import Size, our_layer, precision, random
-from harness import Report, Timing, require_gpu, time_gpu, time_gpu_each
+from harness import Report, Timing, peak_mib, require_gpu, time_gpu, time_gpu_each
 from torch import nn
 
 from transformer_engine.pytorch.offload import CudaCopies, Offload
@@ -99,17 +99,6 @@ def measure_copies(report: Report, sizes: list[int]) -> tuple[float, float]:
         )
         found.append(times["ours"].median_us)
     return found[0], found[1]
-
-
-def peak_mib(run: Callable[[], None]) -> int:
-    """Of a step, over what is there between steps."""
-    run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return int((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
 def main() -> None:

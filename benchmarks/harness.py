@@ -91,9 +91,8 @@ def time_gpu(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = Tr
     return time_gpu_each({"": call}, repeats=repeats, warmup=warmup, cold=cold)[""]
 
 
-def time_graph(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = True) -> Timing:
-    """GPU time of one replay of the call captured as a CUDA graph: no host time is in it."""
-    require_gpu()
+def captured(call: Call) -> Call:
+    """The replay of the call as a CUDA graph."""
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -103,7 +102,24 @@ def time_graph(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         call()
-    return time_gpu(graph.replay, repeats=repeats, warmup=warmup, cold=cold)
+    return graph.replay
+
+
+def time_graph(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = True) -> Timing:
+    """GPU time of one replay of the call captured as a CUDA graph: no host time is in it."""
+    require_gpu()
+    return time_gpu(captured(call), repeats=repeats, warmup=warmup, cold=cold)
+
+
+def peak_mib(step: Call) -> int:
+    """Memory that a step takes at its peak, over what is there between steps."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return int((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
 def time_host_each(
@@ -155,6 +171,16 @@ def of_copy(timing: Timing, nbytes: int) -> dict[str, float]:
         "tb_per_s": round(nbytes / timing.median_us * 1e-6, 3),
         "copy_us": round(copy, 2),
         "ratio": round(copy / timing.median_us, 3),
+    }
+
+
+def over(timing: Timing, yardstick_us: float) -> dict[str, float]:
+    """Row fields of a step: milliseconds, and the ratio to what it is measured by."""
+    return {
+        "ms": round(timing.median_us / 1e3, 4),
+        "ratio": round(timing.median_us / yardstick_us, 3),
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
     }
 
 

@@ -37,8 +37,11 @@ def test_without_a_gpu_the_message_is_clear():
 def test_timings():
     timing = harness.Timing.of([float(i) for i in range(101)])
     assert (timing.min_us, timing.p10_us, timing.median_us, timing.p90_us) == (0, 10, 50, 90)
-    both = harness.time_host_each({"a": lambda: None, "b": lambda: sum(range(1000))}, loops=5)
-    assert 0 < both["a"].median_us < both["b"].median_us
+    called = []
+    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
+    both = harness.time_host_each(contenders, loops=2, calls=3, warmup=1)
+    assert "".join(called) == "ab" + "aaabbb" * 2, "in turns"
+    assert both.keys() == contenders.keys() and both["a"].median_us > 0
 
 
 @pytest.mark.gpu
