@@ -100,17 +100,6 @@ def test_more_than_2_to_the_31_elements():
     assert amax(x).item() == 2.0
 
 
-def test_as_library_operators(device):
-    x = torch.randn(40, device=device)
-    checks = {
-        torch.ops.te.amax: (x,),
-        torch.ops.te.current_scales: (x, fp8.E5M2, True, 0.0),
-        torch.ops.te.scales_from_amax: (torch.ones(1, device=device), fp8.E4M3, False, 0.0),
-    }
-    for operator, args in checks.items():
-        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize(
     ("error", "message", "changed"),
     [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from pytorch.cases import fake_cudnn
+from pytorch.cases.attention_factors import FACTORS, HAND_PICKED
 from pytorch.cases.attention_matrix import check, pairwise
-from pytorch.test_attention_matrix import FACTORS, HAND_PICKED
 from torch._subclasses import FakeTensorMode
 
 from transformer_engine.pytorch.attention import choice, core

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+import attention_reference as reference
 import pytest
-import reference_attention as reference
 import torch
 
 import transformer_engine.pytorch as te

@@ -1,7 +1,7 @@
 """DotProductAttention: overrides, formats, scale, slopes; the matrix has the rest."""
 
+import attention_reference as reference
 import pytest
-import reference_attention as reference
 import torch
 from pytorch.cases.attention import BACKENDS, cu_seqlens
 from pytorch.cases.attention import module as make_module

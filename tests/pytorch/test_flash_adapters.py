@@ -5,8 +5,8 @@ import torch
 from pytorch.cases import fake_flash_attn
 from pytorch.cases.attention import module as make_module
 from pytorch.cases.attention import qkv as make_qkv
+from pytorch.cases.attention_factors import FACTORS, HAND_PICKED
 from pytorch.cases.attention_matrix import HEADS, check, pairwise
-from pytorch.test_attention_matrix import FACTORS, HAND_PICKED
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention import attention_backends, choice, core

@@ -4,9 +4,9 @@ import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
+import attention_reference
 import fp8_attention_reference as definition
 import pytest
-import reference_attention
 import torch
 from fp8_attention_reference import GRAD_OUT, GRAD_PRODUCT, GRAD_QKV, OUT, QKV, SOFTMAX
 from fp8_reference import E4M3, E5M2, decode, encode
@@ -93,7 +93,7 @@ def inputs_of(case, device):
     if case.bias:
         arguments["core_attention_bias_type"] = "post_scale_bias"
         arguments["core_attention_bias"] = torch.randn(1, HEADS, LENGTH, case.keys, device=device)
-    seen = reference_attention.seen_keys(
+    seen = attention_reference.seen_keys(
         case.mask_type, case.window, LENGTH, case.keys, case.lengths, arbitrary
     )
     return x, arguments, seen

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference_layer import assert_near, relative_error
+from layer_reference import assert_near, relative_error
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (

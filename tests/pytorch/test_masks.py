@@ -1,7 +1,7 @@
 """Masks: every type, window and alignment against the definition, query by query."""
 
+import attention_reference as reference
 import pytest
-import reference_attention as reference
 import torch
 
 from transformer_engine.pytorch.attention.masks import (

@@ -240,18 +240,6 @@ def test_cast_merges_and_follows_its_flag(device):
 # ---- As operators ----
 
 
-def test_as_library_operators(device):
-    x = torch.randn(40, 16, device=device)
-    codes, scales = (t.to(device) for t in cast(x.cpu(), fp8.E4M3, 1.0))
-    tests = ("test_faketensor",)
-    torch.library.opcheck(torch.ops.te.moments, (x, empty_moments(device)), test_utils=tests)
-    torch.library.opcheck(
-        torch.ops.te.cast_moments,
-        (x, codes, scales, fp8.E4M3, empty_cast_moments(device)),
-        test_utils=tests,
-    )
-
-
 def test_compilers_keep_the_calls(device):
     """In forward and in backward, though nothing reads what they return."""
     forward, backward = empty_moments(device), empty_moments(device)

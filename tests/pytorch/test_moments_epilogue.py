@@ -193,6 +193,5 @@ def test_as_library_operators(device):
     t = inputs(device, (32, 48))
     row = empty_moments(device)
     args = (t.x, E4M3, t.scale, None, None, True, False, None, row)
-    torch.library.opcheck(torch.ops.te.quantize, args, test_utils=("test_faketensor",))
     torch.ops.te.quantize(*args)
     assert_row(row, t.x)

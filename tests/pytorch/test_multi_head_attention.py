@@ -1,10 +1,10 @@
 """MultiheadAttention against the definition; parameter layouts, returns, names, errors."""
 
+import attention_reference
+import layer_reference as reference
 import pytest
-import reference_attention
-import reference_layer as reference
 import torch
-from reference_layer import (
+from layer_reference import (
     Heads,
     Norm,
     assert_near,
@@ -105,7 +105,7 @@ def test_rotary(device, qkv_format, pair):
     x = torch.randn(BATCH, LENGTH, HIDDEN)
     given = swapped(x, qkv_format).to(device)
     out = module(given, rotary_pos_emb=(angles, angles) if pair else angles)
-    seen = reference_attention.seen_keys("causal", None, LENGTH, LENGTH, [(0, 0)] * BATCH)
+    seen = attention_reference.seen_keys("causal", None, LENGTH, LENGTH, [(0, 0)] * BATCH)
     expected, _ = reference.multi_head(
         reference.parameters_of(module),
         x.double(),
@@ -145,7 +145,7 @@ def test_arguments_reach_the_core(device):
         core_attention_bias=bias,
         checkpoint_core_attention=True,
     )
-    seen = reference_attention.seen_keys(
+    seen = attention_reference.seen_keys(
         "arbitrary", (2, 2), LENGTH, LENGTH, [(0, 0)] * BATCH, hidden.cpu()
     )
     expected, _ = reference.multi_head(

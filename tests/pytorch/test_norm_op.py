@@ -190,23 +190,6 @@ def test_compiled(device, kind):
     assert amaxes[0] == amaxes[1] > 0
 
 
-def test_library_ops_are_well_formed(device):
-    case = Case(LAYER_NORM, (8, 16), (BF16, F32, BF16), device)
-    scale, amax = torch.ones(1, device=device), None  # amaxes are written unannounced (adr 3)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.te.norm_forward,
-        (case.x, case.gamma, case.beta, LAYER_NORM, 1e-5, False, BF16, 5, scale, amax, True, True),
-        test_utils=checks,
-    )
-    *_, mean, rstd = case.forward(BF16)
-    torch.library.opcheck(
-        torch.ops.te.norm_backward,
-        (case.dy, case.x, case.gamma, mean, rstd, LAYER_NORM, False),
-        test_utils=checks,
-    )
-
-
 @pytest.mark.gpu
 @KINDS
 @pytest.mark.parametrize("shape", [(64, 1024), (20, 72)], ids=str)

@@ -230,11 +230,6 @@ def test_as_library_operator(device):
     assert_bitwise(got[0], expected[0])
     assert_bitwise(got[1], expected[1])
     assert got[2].dtype == torch.bool
-    torch.library.opcheck(
-        torch.ops.te.quantize_blocks,
-        (x, format, True, 0.0, True, True, torch.float32),
-        test_utils=("test_schema", "test_faketensor"),
-    )
 
 
 @pytest.mark.parametrize(

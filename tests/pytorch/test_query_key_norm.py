@@ -1,10 +1,10 @@
 """Norms of the heads of queries and keys, against their definition in float64."""
 
+import attention_reference
+import layer_reference as reference
 import pytest
-import reference_attention
-import reference_layer as reference
 import torch
-from reference_layer import Heads, Norm, assert_same_gradients, bound_of, relative_error
+from layer_reference import Heads, Norm, assert_same_gradients, bound_of, relative_error
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.modules.l2norm import L2Normalization
@@ -62,7 +62,7 @@ def expected_of(module, kind, parameters, x, memory=None, angles=None, before=Fa
         elif angles is not None:
             query, key = reference.turned(query, angles), reference.turned(key, angles)
     seen = torch.ones(len(x), 1, query.shape[1], key.shape[1], dtype=torch.bool)
-    context = reference_attention.attention(query, key, value, seen)
+    context = attention_reference.attention(query, key, value, seen)
     return reference.linear(context.flatten(2), below(parameters, "proj"))
 
 

@@ -2,13 +2,13 @@
 
 import math
 
+import attention_reference as reference
 import pytest
-import reference_attention as reference
 import torch
+from layer_reference import relative_error
 from pytorch.cases.attention import cu_seqlens
 from pytorch.cases.attention import module as make_module
 from pytorch.cases.attention import qkv as make_qkv
-from reference_layer import relative_error
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import attention_backends

@@ -1,10 +1,10 @@
 """TransformerLayer against the definition; data flow, dropout, drop path, names, errors."""
 
+import attention_reference
+import layer_reference as reference
 import pytest
-import reference_attention
-import reference_layer as reference
 import torch
-from reference_layer import (
+from layer_reference import (
     Heads,
     Layer,
     Norm,
@@ -75,7 +75,7 @@ def described(case):
 
 
 def seen_of(mask_type="causal", queries=LENGTH, keys=LENGTH):
-    return reference_attention.seen_keys(mask_type, None, queries, keys, [(0, 0)] * BATCH)
+    return attention_reference.seen_keys(mask_type, None, queries, keys, [(0, 0)] * BATCH)
 
 
 def swapped(x, case):
@@ -133,7 +133,7 @@ def test_positions_and_biases_reach_attention(device):
         reference.parameters_of(layer),
         x.double(),
         described({}),
-        reference_attention.seen_keys("no_mask", (1, 1), LENGTH, LENGTH, [(0, 0)] * BATCH),
+        attention_reference.seen_keys("no_mask", (1, 1), LENGTH, LENGTH, [(0, 0)] * BATCH),
         angles=angles[:, 0, 0].cpu(),
         post_bias=bias,
     )

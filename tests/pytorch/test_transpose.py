@@ -36,14 +36,6 @@ def test_keeps_the_dtype(device):
     assert transpose(codes).dtype == torch.float8_e4m3fn
 
 
-def test_as_library_operator(device):
-    codes = codes_of((32, 48)).to(device)
-    assert_bitwise(torch.ops.te.transpose(codes), transpose(codes))
-    torch.library.opcheck(
-        torch.ops.te.transpose, (codes,), test_utils=("test_schema", "test_faketensor")
-    )
-
-
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     codes = torch.zeros(2**19 + 64, 4096, dtype=torch.uint8, device="cuda")

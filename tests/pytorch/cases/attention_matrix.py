@@ -4,7 +4,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-import reference_attention as reference
+import attention_reference as reference
 import torch
 from pytorch.cases.attention import cu_seqlens
 from torch.nn.functional import pad

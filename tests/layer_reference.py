@@ -5,7 +5,7 @@ Parameters come as a mapping from the names of the state dict to float64 tensors
 
 from dataclasses import dataclass
 
-import reference_attention
+import attention_reference
 import torch
 from torch.nn.functional import gelu, relu, silu
 
@@ -117,7 +117,7 @@ def multi_head(parameters, x, seen, heads, how, encoder_output=None, angles=None
         key, value = key_value(linear(encoder_output, below(parameters, "key_value")), heads)
     if angles is not None:
         query, key = turned(query, angles), turned(key, angles)
-    context = reference_attention.attention(query, key, value, seen, post_bias=post_bias)
+    context = attention_reference.attention(query, key, value, seen, post_bias=post_bias)
     return linear(context.flatten(2), below(parameters, "proj")), normed
 
 

@@ -1,0 +1,87 @@
+"""Every operator that compilers see: its schema and its shapes without a kernel are the truth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fp8_reference as fp8
+import pytest
+import torch
+
+from transformer_engine.pytorch.dtypes import block_format
+from transformer_engine.pytorch.kernels.delayed_scaling import gather_amax  # noqa: F401 - registers
+from transformer_engine.pytorch.kernels.moments import EMPTY_CAST_MOMENTS, EMPTY_MOMENTS
+
+F32, BF16 = torch.float32, torch.bfloat16
+ROWS, COLS = 32, 48
+Arguments = tuple[Any, ...]
+# What rows of moments get is announced to nobody: nothing reads them before the step ends.
+WRITE_UNANNOUNCED = {"moments", "cast_moments"}
+ON_GPUS_ALONE = {"attention_forward", "attention_backward"}  # shapes: test_cudnn_adapter
+
+
+def plain(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(shape or (ROWS, COLS)).to(dtype)
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return fp8.encode(plain(*shape), fp8.E4M3, 1.0)
+
+
+def row(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def table(device: str) -> torch.Tensor:
+    """Of one module's history and scales, which live as long as the test."""
+    history, scale = torch.ones(4, 3, device=device), torch.ones(3, device=device)
+    found = torch.tensor([[history.data_ptr(), scale.data_ptr(), 4, 3]], device=device)
+    found.kept = history, scale
+    return found
+
+
+ONE, PAIR, SEED = torch.ones(1), torch.ones(2), torch.tensor([12345])
+FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
+FP8_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3)
+BLOCKS = block_format(fp8.E4M3, 1)
+CASES: dict[str, Callable[[], Arguments]] = {
+    "activation_backward": lambda: (plain(), plain(), 0, True, *FP8_OUTPUT, False, False, 0.0, F32),
+    "activation_forward": lambda: (plain(), 0, True, *FP8_OUTPUT),
+    "amax": lambda: (plain(),),
+    "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS)),
+    "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
+    "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0),
+    "dequantize": lambda: (codes(), fp8.E4M3, PAIR, BF16),
+    "dropout_add_backward": lambda: (plain(), SEED, 0.5, BF16, F32),
+    "dropout_add_forward": lambda: (plain(), plain(COLS), plain(), SEED, 0.5),
+    "gather_amax": lambda: ("table", 3),
+    "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR),
+    "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS)),
+    "gemm_quantized": lambda: (codes(), codes(16, COLS), fp8.E4M3, PAIR, ONE.clone(), *FP8_PAIR),
+    "moments": lambda: (plain(), row(EMPTY_MOMENTS)),
+    "norm_backward": lambda: (plain(), plain(), plain(COLS), plain(ROWS), plain(ROWS), 0, False),
+    "norm_forward": lambda: (plain(), plain(COLS), plain(COLS), 0, 1e-5, False, BF16, *FP8_OUTPUT),
+    "quantize": lambda: (plain(), fp8.E4M3, ONE, None, None, True, True, F32),
+    "quantize_blocks": lambda: (plain(), BLOCKS, True, 0.0, True, True, F32),
+    "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False),
+    "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
+    "settled": lambda: (ONE,),
+    "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
+    "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5),
+    "transpose": lambda: (codes(),),
+}
+
+
+def test_every_operator_is_here() -> None:
+    schemas = torch._C._jit_get_all_schemas()
+    known = {schema.name.removeprefix("te::") for schema in schemas if schema.name[:4] == "te::"}
+    assert known == CASES.keys() | ON_GPUS_ALONE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schema_and_shapes(name: str, device: str) -> None:
+    arguments = [table(device) if a == "table" else a for a in CASES[name]()]
+    moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    checks = (
+        ["test_faketensor"] if name in WRITE_UNANNOUNCED else ["test_schema", "test_faketensor"]
+    )
+    torch.library.opcheck(getattr(torch.ops.te, name), tuple(moved), test_utils=checks)
