@@ -249,6 +249,21 @@ def test_micro_batches_and_gradients_in_place(recipe, device):
     assert_bitwise(twin.weight.main_grad, eager.weight.main_grad)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_tokens_that_must_be_padded(recipe, device):
+    """What a stage saves for backward is no view of a longer tensor."""
+    autocast_stack().reset()
+    torch._dynamo.reset()
+    case = Case("LayerNormMLP", BF16, recipe, False, False, True)
+    eager = build(case.kind, case.dtype, device)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(5, HIDDEN, dtype=BF16, device=device)
+        results = [case.step(module, x, True) for module in (compiled, eager)]
+        (bitwise if torch.device(device).type == "cpu" else near)(*results)
+
+
 def test_warnings_break_no_graph(device):
     """A layer that FP8 cannot take, and weights kept in FP8 where nothing runs in it."""
     autocast_stack().reset()

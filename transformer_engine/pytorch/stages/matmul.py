@@ -213,6 +213,8 @@ class Matmul(Stage):
         if padding:
             assert isinstance(x, torch.Tensor)
             y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+            if plan.compiling and plan.recording:  # autograd functions in graphs save no views
+                y = y.clone()
         if plan.wrapped:
             y = plan.quantizers.output.result(y)
         if not plan.recording:
