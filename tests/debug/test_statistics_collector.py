@@ -8,6 +8,10 @@ from statistics_reference import ALL, assert_statistics, reference
 from statistics_session import Every, FakeManager, Session, moments_of
 
 from transformer_engine.debug.statistics.buffer import CHUNK
+from transformer_engine.debug.statistics.rows import Kind
+from transformer_engine.debug.statistics.subscription import Source, Subscription
+from transformer_engine.pytorch.dtypes import E4M3
+from transformer_engine.pytorch.operands import Fp8Matrix
 
 
 def _session(**layers) -> Session:
@@ -172,6 +176,22 @@ def test_captured_rows_follow_the_flag(device: str) -> None:
         session.step()
     values = {i: v["l1_norm"] for (i, _, _), v in session.logged().items()}
     assert values == {0: 2.0, 2: 6.0, 4: 10.0}
+
+
+def test_a_captured_graph_goes_on_knowing_nothing_but_scales(device: str) -> None:
+    """Of a weight that is kept in FP8: a replay runs no Python that could say so again."""
+    stats = [Subscription(name, Source(Kind.CASTS), name) for name in ("mse", "scale_inv_max")]
+    session = _session(layer=stats)
+    tensor = session.collector.tensor("layer", "weight", torch.device(device))
+    codes = torch.full((16, 16), 56, dtype=torch.uint8, device=device)
+    scales = torch.tensor([0.5, 2.0], device=device)
+    tensor.feed_kept(Fp8Matrix(codes, scales, E4M3), torch.bfloat16, None, captured=True)
+    (slot,) = tensor.slots.values()
+    written = slot.row.clone()
+    for _ in range(2):
+        session.step()
+        slot.row.copy_(written)  # a replay
+    assert list(session.logged().values()) == [{"scale_inv_max": 0.5}] * 2
 
 
 @pytest.mark.gpu

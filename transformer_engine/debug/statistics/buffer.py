@@ -19,10 +19,21 @@ class Slot:
 
     `position` counts the slots of the buffer. Before each iteration it is decided what is read off
     the row: `asks`, pairs of a name in the logs and a statistic. `fed` says that this iteration
-    handed the row out; `scales_only` that it was fed with nothing but scales.
+    handed the row out; `scales_only` that it was fed with nothing but scales, and
+    `always_scales` that a captured graph goes on doing so.
     """
 
-    __slots__ = ("active", "asks", "fed", "kind", "numel", "position", "row", "scales_only")
+    __slots__ = (
+        "active",
+        "always_scales",
+        "asks",
+        "fed",
+        "kind",
+        "numel",
+        "position",
+        "row",
+        "scales_only",
+    )
 
     def __init__(self, position: int, kind: Kind, row: torch.Tensor, active: torch.Tensor) -> None:
         self.position = position
@@ -31,7 +42,7 @@ class Slot:
         self.active = active
         self.asks: Asks = ()
         self.fed = False
-        self.scales_only = False
+        self.scales_only = self.always_scales = False
         self.numel = 0  # of a weight; zero where feeds accumulate
 
     @property
@@ -67,6 +78,7 @@ class DeviceBuffer:
         self._chunks: list[_Chunk] = []
         self._flags: list[bool] = []
 
+    @torch.inference_mode(mode=False)  # rows are written to outside of it too
     def slot(self, kind: Kind) -> Slot:
         """A new slot with an empty row.
 

@@ -74,7 +74,7 @@ class TensorStatistics:
     def _clear(self) -> None:
         self.due = False
         for slot in self.slots.values():
-            slot.asks, slot.fed, slot.scales_only = (), False, False
+            slot.asks, slot.fed, slot.scales_only = (), False, slot.always_scales
 
     def ended(self) -> tuple[Reading, ...]:
         """What is to be read off the rows of the iteration that ends."""
@@ -172,6 +172,7 @@ class TensorStatistics:
                 continue
             if isinstance(found, feeds.Scales):
                 slot.scales_only = True
+                slot.always_scales |= captured
             row, active = self._rows(slot, found.numel, captured)
             if row is not None:
                 found.into(row[:CAST_MOMENTS_FIELDS], active)

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.kernels.norm import (
 )
 from transformer_engine.pytorch.operands import Demand, Operands
 from transformer_engine.pytorch.stages.base import (
+    FusedArguments,
     Parameters,
     Result,
     Run,
@@ -81,21 +82,34 @@ class Norm(Stage):
         gamma, beta = parameters
         assert gamma is not None
         fused = fused_arguments(wants)
-        y, codes, transposed, scales, mean, rstd = norm_forward(
-            x,
-            gamma,
-            beta,
-            self.kind,
-            plan.epsilon,
-            self.zero_centered,
-            plan.dtype if fused.plain or self.tap == "output" else None,
-            *fused[1:],
-        )
+        apart = None
+        if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
+            # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
+            # place for whoever only looks.
+            apart = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
+            fused = fused._replace(plain=False, moments=None, active=None)
+        plain = plan.dtype if fused.plain or self.tap == "output" else None
+        y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
+        if apart is not None:
+            y = self._call(x, gamma, beta, plan, plan.dtype, apart)[0]
         value = fused_result(wants, y, codes, transposed, scales)
         tensors = (x, gamma, mean, rstd) if plan.recording else ()
         # Without a tap nothing holds the plain result once it is cast.
         tap = None if self.tap is None else x if self.tap == "input" else y
         return value, Saved(tensors, None, tap)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: _Plan,
+        dtype: torch.dtype | None,
+        fused: FusedArguments,
+    ) -> tuple[torch.Tensor | None, ...]:
+        return norm_forward(
+            x, gamma, beta, self.kind, plan.epsilon, self.zero_centered, dtype, *fused[1:]
+        )
 
     def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
         """In fp32, as it is computed."""
