@@ -90,6 +90,11 @@ class DebugManager:
         return self._session.epoch
 
     @property
+    def has_features(self) -> bool:
+        """Whether the configuration enables any, for whichever layers."""
+        return bool(self._config.plans([]))
+
+    @property
     def iteration(self) -> int:
         """How often `step()` was called, on top of what the counter was set to."""
         return self._session.iteration

@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.pytorch.dtypes import block_format
 from transformer_engine.pytorch.kernels.delayed_scaling import gather_amax  # noqa: F401 - registers
+from transformer_engine.pytorch.kernels.inspector import show_to_inspector  # noqa: F401
 from transformer_engine.pytorch.kernels.moments import EMPTY_CAST_MOMENTS, EMPTY_MOMENTS
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -65,6 +66,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False),
     "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
     "settled": lambda: (ONE,),
+    "show_to_inspector": lambda: (plain(), codes(), PAIR, fp8.E4M3, None, None, -1, "a tensor"),
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5),
     "transpose": lambda: (codes(),),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from transformer_engine.debug.calls import FeatureCalls
+from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.plans import (
     LayerPlan,
     Plan,
@@ -18,8 +19,9 @@ from transformer_engine.debug.plans import (
     feature_that_needs_python,
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
+from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch.capture import capturing
-from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Quantizer
+from transformer_engine.pytorch.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.stages.base import Run
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _ITERATIONS = 1 << 40
 _SESSIONS = itertools.count(1)
+_NAMES = itertools.count(1)
 
 
 class StatisticsProvider(Protocol):
@@ -37,6 +40,9 @@ class StatisticsProvider(Protocol):
     """
 
     in_captured_graphs: bool
+
+    def tensor(self, layer: str, tensor: str, device: torch.device) -> Any:
+        """The `TensorStatistics` of a tensor; None where no statistic looks at it."""
 
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any]
@@ -77,6 +83,9 @@ class Inspector:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
+        self.name = f"session {next(_NAMES)}"
+        self.selects = bool(getattr(manager, "has_features", True))
+        self.feeds: dict[str, compiled.Feed] = {}  # of compiled graphs
         self._plans_logged: dict[tuple[str, str, str], Plan] = {}
         self._begin_session()
 
@@ -161,10 +170,10 @@ class Inspector:
             )
             if quantizer is not None:
                 changed[name] = quantizer
-                self._log_statistics(plan.layer, tensor)
+                self.log_statistics(plan.layer, tensor.tensor.name, tensor.statistics)
             if next_iteration is not None:
                 following.append(next_iteration)
-        return _with(quantizers, changed)
+        return quantizers.replaced(changed)
 
     def _wrapped(
         self,
@@ -186,7 +195,7 @@ class Inspector:
                 calls = self._calls(module, plan, tensor, again)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, run.dtype)
                 modifies |= about.is_operand and tensor.modifies
-            gemms = _with(normal, changed)
+            gemms = normal.replaced(changed)
             gemms.fp8 = normal.fp8 or modifies  # tokens are padded where a feature may make FP8
             quantizers.append(gemms)
         result = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
@@ -222,13 +231,21 @@ class Inspector:
                 text = f"Tensor: {tensor}, gemm {gemm} - {how.value}"
                 self.manager.log_message(text, plan.layer)
 
-    def _log_statistics(self, layer: str, tensor: TensorPlan) -> None:
-        """One line for every feature, when it first takes statistics of a tensor."""
-        for routed in tensor.statistics:
+    def log_statistics(self, layer: str, tensor: str, features: Sequence[Any]) -> list[Any]:
+        """One line for every feature, when it first takes statistics of a tensor.
+
+        Returns:
+            Those that are not due yet.
+        """
+        later = []
+        for routed in features:
             if routed.schedule is None or routed.schedule.due(self.iteration):
                 call = getattr(routed.feature, "logged_call", "inspect_tensor")
-                text = f"Feature={routed.name}, API={call}: {tensor.tensor.name}"
+                text = f"Feature={routed.name}, API={call}: {tensor}"
                 self.manager.log_message(text, layer, once=(text, layer))
+            else:
+                later.append(routed)
+        return later
 
     def discard(self) -> None:
         """Forget the statistics of this iteration so far: they were about samples."""
@@ -248,6 +265,56 @@ class Inspector:
                 )
         return None
 
+    def in_graph(
+        self,
+        layers: Sequence[str],
+        quantizers: Sequence[GemmQuantizers],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Sequence[GemmQuantizers]:
+        """The quantizers of these layers, for a graph that is being traced. This is traced too.
+
+        Raises:
+            RuntimeError: a feature that needs Python is selected for one of them.
+        """
+        if not self.selects:  # names would be conditions of the graph
+            return quantizers
+        return [
+            compiled.traced(name, own, device, dtype, self.name)
+            for name, own in zip(layers, quantizers, strict=True)
+        ]
+
+    def enter_graph(self, layer: str, fp8: bool) -> None:
+        """A layer is being compiled.
+
+        Raises:
+            RuntimeError: a feature that needs Python is selected for it.
+        """
+        # What is exported runs without a session. (torch < 2.7 does not say.)
+        exporting = getattr(torch.compiler, "is_exporting", bool)()
+        reason = self.refusal((layer,), "a compiled graph", captured=not exporting)
+        if reason is not None:
+            raise RuntimeError(reason)
+        if self._statistics is not None:
+            self._log(Planner(self.manager, layer, fp8, self.iteration, True).plan())
+
+    def statistics_of(
+        self, layer: str, tensor: str, device: torch.device
+    ) -> tuple[Any, Sequence[Any]]:
+        """The `TensorStatistics` of a tensor, None if none are ever due, and their features."""
+        features = self.manager.route(NAMESPACE, layer, "inspect_tensor_enabled", tensor)
+        provider = self._statistics
+        if not features or provider is None:
+            return None, ()
+        return provider.tensor(layer, tensor, device), features
+
+    def shown(
+        self, feed: str, x: torch.Tensor | None, rowwise: compiled.Parts, columnwise: compiled.Parts
+    ) -> None:
+        """A compiled graph runs; arguments as of `kernels.inspector.show_to_inspector`."""
+        if feed in self.feeds:
+            self.feeds[feed].take(x, rowwise, columnwise)
+
     def _captured(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
         """What a graph that is being captured does in all iterations in which it is replayed."""
         reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture", captured=True)
@@ -264,17 +331,3 @@ def _wrapping(
     if plan.tensor.is_operand:
         return InspectedQuantizer(inner, plan, calls, dtype)
     return InspectedResult(inner, plan, calls)
-
-
-def _with(quantizers: GemmQuantizers, changed: dict[str, Quantizer]) -> GemmQuantizers:
-    """The same quantizers, or a copy in which some are replaced."""
-    names = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
-    changed = {n: q for n, q in changed.items() if q is not getattr(quantizers, n)}
-    if not changed:
-        return quantizers
-    own = {name: getattr(quantizers, name) for name in names}
-    copy = GemmQuantizers(**{**own, **changed})
-    copy.fp8 = quantizers.fp8
-    copy.fast_accumulation = quantizers.fast_accumulation
-    copy.wrapped = quantizers.wrapped or any(q is not IDENTITY for q in changed.values())
-    return copy

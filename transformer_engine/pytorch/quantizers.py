@@ -8,7 +8,7 @@ that go with it. The identity quantizer leaves a tensor as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from enum import Enum
 
 import torch
@@ -318,6 +318,9 @@ def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
 
 
+SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
+
+
 class GemmQuantizers:
     """The six quantizers of one Matmul: three before its GEMMs, three after them.
 
@@ -359,6 +362,18 @@ class GemmQuantizers:
         self.native = all(type(quantizer) in _NATIVE for quantizer in six)
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
+
+    def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
+        """The same, or a copy in which those of some names are others that look at its GEMMs."""
+        own = {name: getattr(self, name) for name in SIX}
+        changed = {name: q for name, q in changed.items() if q is not own[name]}
+        if not changed:
+            return self
+        copy = GemmQuantizers(**{**own, **changed})
+        copy.fp8 = self.fp8
+        copy.fast_accumulation = self.fast_accumulation
+        copy.wrapped = self.wrapped or any(q is not IDENTITY for q in changed.values())
+        return copy
 
     def repeating(self, scales: torch.Tensor | None) -> GemmQuantizers:
         """Those of a forward that repeats another; gradients are there for the first time.

@@ -160,10 +160,7 @@ class TransformerEngineBaseModule(ScaledModule):
         if _is_autocast_enabled(device.type):
             autocast_dtype = torch.get_autocast_dtype(device.type)
         if _is_compiling():
-            run = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
-            if _STACK.inspector is not None:  # a session is a new object, so this is traced again
-                _check_compiled(self.chain.gemm_names, _STACK.inspector.session)
-            return run
+            return self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
         scope = _STACK.scope.number
         key = (scope, x.dtype, autocast_dtype, needs, device, first_microbatch, rehearses)
         found = self._runs.get(key)
@@ -202,6 +199,10 @@ class TransformerEngineBaseModule(ScaledModule):
         quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
         if scope.enabled or (scope.calibrating and not exporting()):
             quantizers = self._quantizers_in(scope, any(needs), x.device)
+        if _is_compiling() and _STACK.inspector is not None:
+            # A session is a new object, so this is traced again.
+            layers = self.chain.gemm_names
+            quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
         run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
         run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, Float8Tensor))
         fp8_weights.check(self, scope.recipe, scope.enabled)
@@ -321,14 +322,6 @@ class TransformerEngineBaseModule(ScaledModule):
         """Sizes, what else tells layers apart, and the layer's name."""
         shown = (*self._shown, "name")
         return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
-
-
-@torch.compiler.assume_constant_result
-def _check_compiled(layers: tuple[str, ...], session: int) -> None:
-    """Refuse to trace layers that a session of the debugger must enter in every call."""
-    reason = autocast_stack().inspector.refusal(layers, "a compiled graph")
-    if reason is not None:
-        raise RuntimeError(reason)
 
 
 def refuse_parallelism(argument: str, group: Any) -> None:

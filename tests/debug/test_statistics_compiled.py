@@ -1,0 +1,299 @@
+"""Built-in statistics of compiled layers: values of eager mode, and no result changes."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from debug.test_statistics_bits import SIX
+from debug_session import Config, debugging, logged, section
+from precisions import scope
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+
+MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
+MOMENTS += [{"max_blockwise_dynamic_range": {"block_size": 8}}]
+CASTS = ["underflows%", "overflows%", "mse", "scale_inv_max", "fp8_current_scaling_underflows%"]
+COLUMNS = ["mse_columnwise", "fp8_block_scaling_mse_columnwise"]
+MODULES = {"Linear": te.Linear, "LayerNormLinear": te.LayerNormLinear, "MLP": te.LayerNormMLP}
+Wrap = Callable[..., Any]  # torch.compile, or nothing
+
+
+def build(kind: str, device: str, **more: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    options = {"device": device, "params_dtype": torch.bfloat16, "name": "layer", **more}
+    return MODULES[kind](32, 64, **options)
+
+
+def batch(module: torch.nn.Module, seed: int, tokens: int = 16) -> torch.Tensor:
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(seed))
+    return x.to(next(module.parameters()).device, torch.bfloat16).requires_grad_()
+
+
+class Case(NamedTuple):
+    """A run of a few steps; `mode` says what is special about it."""
+
+    kind: str
+    recipe: str
+    mode: str = "training"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+    @property
+    def sections(self) -> list[Config]:
+        """Every statistic; moments in every second iteration."""
+        found = [section("LogTensorStats", tensors=SIX, stats=MOMENTS, freq=2)]
+        if self.recipe != "high precision":
+            stats = CASTS if self.mode == "inference" else CASTS + COLUMNS
+            found.append(section("LogFp8TensorStats", tensors=SIX[:3], stats=stats))
+        return found
+
+    def run(self, device: str, wrap: Wrap, step: Callable[[], None]) -> list[torch.Tensor]:
+        """Outputs and gradients of three steps."""
+        with te.quantized_model_init(enabled=self.mode == "fp8 weights"):
+            module = build(self.kind, device)
+        call = self._call(module, wrap)
+        seen = []
+        for index in range(3):
+            for part in range(2 if self.mode == "micro-batches" else 1):
+                first = {"is_first_microbatch": part == 0} if self.mode == "micro-batches" else {}
+                tokens = {"dynamic": 16 + 8 * index, "padded": 21}.get(self.mode, 16)
+                x = batch(module, 10 * index + part, tokens)
+                y = call(x, **first)
+                seen.append(y.detach())
+                if y.requires_grad:
+                    y.float().square().mean().backward()
+                    seen.append(x.grad)
+            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            module.zero_grad()
+            step()
+        return seen
+
+    def _call(self, module: torch.nn.Module, wrap: Wrap) -> Callable[..., torch.Tensor]:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            with scope(self.recipe):
+                return module(x)
+
+        if self.mode == "inside":
+            return wrap(inside)
+        function: Any = module
+        if self.mode == "checkpoint":
+            function = lambda x: checkpoint(module, x, use_reentrant=False)  # noqa: E731
+        compiled = wrap(function, **({"dynamic": True} if self.mode == "dynamic" else {}))
+
+        def outside(x: torch.Tensor, **more: Any) -> torch.Tensor:
+            with scope(self.recipe), torch.set_grad_enabled(self.mode != "inference"):
+                return compiled(x, **more)
+
+        if self.mode == "around":  # a checkpoint around compiled code
+            return lambda x: checkpoint(outside, x, use_reentrant=False)
+        return outside
+
+
+CASES = (
+    Case("Linear", "high precision"),
+    Case("LayerNormLinear", "delayed"),
+    Case("MLP", "current"),
+    Case("Linear", "blocks"),
+    Case("LayerNormLinear", "delayed", "inference"),
+    Case("MLP", "high precision", "inference"),
+    Case("Linear", "delayed", "inside"),
+    Case("MLP", "current", "padded"),
+    Case("Linear", "high precision", "dynamic"),
+    Case("Linear", "delayed", "micro-batches"),
+    Case("LayerNormLinear", "current", "fp8 weights"),
+    Case("MLP", "high precision", "checkpoint"),
+    Case("LayerNormLinear", "current", "checkpoint"),
+    Case("LayerNormLinear", "current", "around"),
+)
+
+
+def compare(case: Case, folder: Path, device: str, backend: str) -> None:
+    plain = case.run(device, lambda function, **_: function, lambda: None)
+    logs = []
+    for name in ("eager", "compiled"):
+        torch._dynamo.reset()
+
+        def wrap(function: Any, compiled: bool = name == "compiled", **more: Any) -> Any:
+            if not compiled:
+                return function
+            return torch.compile(function, backend=backend, fullgraph=True, **more)
+
+        with debugging(folder / name, *case.sections):
+            seen = case.run(device, wrap, debug_api.step)
+        if backend == "aot_eager":  # another compiler rounds what it fuses elsewhere
+            assert all(map(torch.equal, seen, plain))
+        logs.append(logged(folder / name))
+    eager, compiled = logs
+    assert repr(compiled) == repr(eager)  # NaN too
+    assert {iteration for iteration, _, _ in eager} >= {0, 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*Skipping stats collection")  # of what is kept in FP8
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_are_those_of_eager_mode(case: Case, tmp_path: Path, device: str) -> None:
+    compare(case, tmp_path, device, "aot_eager")
+
+
+def test_inductor_keeps_the_operators(tmp_path: Path, device: str) -> None:
+    compare(Case("Linear", "high precision"), tmp_path, device, "inductor")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["high precision", "current"])
+def test_cuda_graphs_of_a_compiler(tmp_path: Path, recipe: str) -> None:
+    """They are replayed without Python, so the device knows what is due."""
+    case, logs = Case("LayerNormLinear", recipe), []
+    for name in ("eager", "compiled"):
+        torch._dynamo.reset()
+        module = call = build("LayerNormLinear", "cuda")
+        if name == "compiled":
+            call = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+        with debugging(tmp_path / name, *case.sections):
+            for index in range(9):
+                for part in range(2):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    with scope(recipe):
+                        y = call(batch(module, 10 * index + part))
+                    y.float().square().mean().backward()
+                module.zero_grad()
+                debug_api.step()
+        logs.append(logged(tmp_path / name))
+    eager, compiled = logs
+    assert set(compiled) == set(eager)
+    for key, values in eager.items():
+        assert compiled[key] == pytest.approx(values, rel=1e-9, nan_ok=True)
+
+
+ONE = section("LogTensorStats", tensors=["activation", "gradient"], stats=["max"])
+
+
+def test_sessions_come_and_go(tmp_path: Path) -> None:
+    """Each is compiled for once, whenever the layer was; its steps are not."""
+    torch._dynamo.reset()
+    module = build("LayerNormLinear", "cpu")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    x = batch(module, 0)
+    compiled(x)
+    for session, graphs in (("first", 2), ("second", 3)):
+        with debugging(tmp_path / session, ONE):
+            for _ in range(3):
+                compiled(x).sum().backward()
+                debug_api.step()
+        assert counter.frame_count == graphs
+        assert sorted(logged(tmp_path / session)) == [
+            (i, "layer", tensor) for i in range(3) for tensor in ("activation", "gradient")
+        ]
+        compiled(x)
+        assert counter.frame_count == graphs  # without a session, the first graph serves again
+
+
+@pytest.mark.filterwarnings("ignore:.*selects no layer")
+def test_a_backward_after_its_session_is_of_no_session(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    module = build("Linear", "cpu")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with debugging(tmp_path / "first", ONE):
+        y, z = compiled(batch(module, 0)), compiled(batch(module, 0))
+        debug_api.step()
+    y.sum().backward()
+    with debugging(tmp_path / "second", ONE):
+        z.sum().backward()
+        debug_api.step()
+    assert list(logged(tmp_path / "first")) == [(0, "layer", "activation")]
+    assert not (tmp_path / "second" / "statistics_rank-0.jsonl").read_text()
+
+
+def test_sessions_without_features_compile_nothing_anew(tmp_path: Path) -> None:
+    """Layers of one shape go on sharing a graph: their names are no condition of it."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layers = [build("Linear", "cpu", name=f"layer{i}") for i in range(10)]
+    for layer in layers:
+        layer.compile(backend=counter, fullgraph=True)
+    for session in range(3):
+        with debugging(tmp_path / str(session)):
+            for layer in layers:
+                layer(batch(layer, 0))
+                debug_api.step()
+    assert counter.frame_count == 1
+
+
+def test_a_renamed_layer_is_another_layer(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    module = build("Linear", "cpu")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with debugging(tmp_path, ONE):
+        compiled(batch(module, 0))
+        module.name = "other"
+        compiled(batch(module, 0))
+        debug_api.step()
+    assert {layer for _, layer, _ in logged(tmp_path)} == {"layer", "other"}
+
+
+def test_inference_mode(tmp_path: Path, device: str) -> None:
+    """What is made inside of it is written to outside of it."""
+    torch._dynamo.reset()
+    module = build("LayerNormLinear", device)
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        with debugging(tmp_path, ONE):
+            for _ in range(2):
+                with torch.inference_mode():
+                    call(batch(module, 0))
+                debug_api.step()
+        assert len(logged(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("feature", "body"),
+    [
+        ("FakeQuant", {"tensors": ["activation"], "gemms": ["fprop"], "quant_format": "FP8E4M3"}),
+        ("DisableFP8Layer", {}),
+        ("DumpTensors", {"tensors": ["activation"], "high_precision_tensor": True}),
+    ],
+)
+def test_other_features_are_refused(tmp_path: Path, feature: str, body: dict[str, Any]) -> None:
+    """Beside statistics too."""
+    torch._dynamo.reset()
+    module = build("Linear", "cpu")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    message = rf"in a compiled graph, got feature {feature} on layer layer"
+    with (
+        debugging(tmp_path, ONE, section(feature, **body)),
+        pytest.raises(Exception, match=message),
+    ):
+        compiled(batch(module, 0))
+
+
+def test_an_exported_layer_is_refused(tmp_path: Path) -> None:
+    """It would run where there is no session."""
+    module = build("Linear", "cpu")
+    message = "in a compiled graph, got feature LogTensorStats on layer layer"
+    with debugging(tmp_path, ONE), pytest.raises(Exception, match=message):
+        torch.export.export(module, (batch(module, 0),))
+
+
+def test_messages_come_once(tmp_path: Path) -> None:
+    """What eager mode says about statistics, compiled layers say too."""
+    torch._dynamo.reset()
+    module = build("Linear", "cpu")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    config = section("LogFp8TensorStats", tensors=["activation"], stats=["mse"], start_step=1)
+    with debugging(tmp_path, config), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            compiled(batch(module, 0))
+            debug_api.step()
+    text = [str(w.message) for w in caught if "Skipping stats collection" in str(w.message)]
+    assert len(text) == 1 and "layer layer, tensor activation" in text[0]
+    (log,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
+    lines = log.read_text()
+    assert lines.count("Feature=LogFp8TensorStats, API=inspect_tensor: activation") == 1
+    assert lines.count("Tensor: activation, gemm fprop - High precision") == 1

@@ -1,0 +1,208 @@
+"""Statistics in compiled graphs: operators that look when they run.
+
+A graph is traced once and runs in many iterations, so it holds an operator for every tensor of
+which the configuration's text says that statistics may ever be due. The operator knows its tensor
+by a name; what is due is decided when it runs, as in eager mode. Inside a CUDA graph capture that
+is left to the device, see `buffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from transformer_engine.debug.names import TENSORS
+from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.kernels.inspector import show_to_inspector
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.quantizers import (
+    IDENTITY,
+    Fp8Quantizer,
+    GemmQuantizers,
+    Quantizer,
+    Scaling,
+    WrappingQuantizer,
+)
+from transformer_engine.pytorch.regions import graph_task
+
+Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes, scales, format
+_OF_FORWARD = ("activation", "weight", "output")
+
+
+class Feed:
+    """What an operator of a graph does with one tensor.
+
+    Args:
+        statistics: of the tensor.
+        features: routed to it, statistics all.
+        quantizer: has the scaling and the format of the one that casts the tensor in the graph.
+        dtype: of activations.
+    """
+
+    def __init__(
+        self,
+        statistics: TensorStatistics,
+        features: Iterable[Any],
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+    ) -> None:
+        self._statistics = statistics
+        self._quantizer = quantizer
+        self._dtype = dtype
+        self._silent = list(features)  # not in the log so far
+        self._of_forward = statistics.tensor in _OF_FORWARD
+
+    def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
+        """The statistics that are due; arguments as of `kernels.inspector.show_to_inspector`."""
+        if self._of_forward and graph_task() != -1:
+            return  # in a backward: this forward is computed again
+        statistics, captured = self._statistics, capturing()
+        if not (statistics.due or captured):
+            return
+        if self._silent:
+            log = autocast_stack().inspector.log_statistics
+            self._silent = log(statistics.layer, statistics.tensor, self._silent)
+        rows, columns = _matrix(*rowwise), _matrix(*columnwise)
+        if x is not None:
+            statistics.feed(x, rows, columns, self._quantizer, captured)
+        elif rows is not None:
+            statistics.feed_kept(rows, self._dtype, self._quantizer, captured)
+
+
+def _matrix(
+    codes: torch.Tensor | None, scales: torch.Tensor | None, format: int
+) -> Fp8Matrix | None:
+    return None if codes is None or scales is None else Fp8Matrix(codes, scales, format)
+
+
+def _parts(side: Side | None) -> Parts:
+    if isinstance(side, Fp8Matrix):
+        return side.codes, side.scales, side.format
+    return None, None, -1
+
+
+class TracedStatistics(WrappingQuantizer):
+    """Does what `inner` does, and puts an operator beside it. No bit of any result changes.
+
+    Args:
+        inner: the tensor's quantizer; the identity for results of GEMMs.
+        feed: name of the tensor's `Feed`.
+    """
+
+    replaces = False
+
+    def __init__(self, inner: Quantizer, feed: str) -> None:
+        self.inner = inner
+        self.feed = feed
+        self.scaling = inner.scaling
+        self.format = inner.format
+
+    @property
+    def cache_key(self) -> Hashable:
+        """Cached weights are those of the wrapped quantizer."""
+        return self.inner.cache_key
+
+    def inner_demand(self, demand: Demand) -> Demand:
+        """All of it."""
+        return Demand(self.inner, demand.rowwise, demand.columnwise, demand.bias_grad)
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Cast, and look."""
+        return self.finish(x, self.inner.operands(x, self.inner_demand(demand)), demand)
+
+    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+        """The same; statistics leave the padding out."""
+        return self.finish(x, self.inner.padded(x, padding, self.inner_demand(demand)), demand)
+
+    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+        """The same."""
+        return self.finish(x, self.inner.refreshed(x, self.inner_demand(demand), cached), demand)
+
+    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+        """The weight as it is."""
+        self._look(None, weight, None)
+        return self.inner.kept(weight, self.inner_demand(demand), dtype)
+
+    def finish(
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+    ) -> Operands:
+        """After a kernel that made the plain tensor too."""
+        operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
+        self._look(x, operands.rowwise, operands.columnwise)
+        return operands
+
+    def note(self, x: torch.Tensor) -> None:
+        """`x` goes by without a cast."""
+        self.inner.note(x)
+        self._look(x, None, None)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of a GEMM goes by."""
+        x = self.inner.result(x)
+        self._look(x, None, None)
+        return x
+
+    def _look(self, x: torch.Tensor | None, rowwise: Side | None, columnwise: Side | None) -> None:
+        show_to_inspector(x, *_parts(rowwise), *_parts(columnwise), self.feed)
+
+    def __repr__(self) -> str:
+        return f"TracedStatistics({self.inner!r}, {self.feed})"
+
+
+def traced(
+    layer: str, quantizers: GemmQuantizers, device: torch.device, dtype: torch.dtype, session: str
+) -> GemmQuantizers:
+    """The quantizers of a layer for a graph that is being traced.
+
+    Args:
+        layer: its name.
+        quantizers: that it would have without a session.
+        device: of its tensors.
+        dtype: of activations.
+        session: names the one that runs; another one needs another graph.
+
+    Raises:
+        RuntimeError: a feature that needs Python is selected for the layer.
+    """
+    _enter(layer, quantizers.fp8, session)
+    wrapped: dict[str, Quantizer] = {}
+    for tensor in TENSORS:
+        inner: Quantizer = getattr(quantizers, tensor.quantizer)
+        kind = (inner.scaling, inner.format)
+        feed = _feed(layer, tensor.name, device, dtype, *kind, session)
+        wrapped[tensor.quantizer] = TracedStatistics(inner, feed) if feed else inner
+    return quantizers.replaced(wrapped)
+
+
+@torch.compiler.assume_constant_result
+def _enter(layer: str, fp8: bool, session: str) -> None:
+    autocast_stack().inspector.enter_graph(layer, fp8)
+
+
+@torch.compiler.assume_constant_result
+def _feed(
+    layer: str,
+    tensor: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    format: int,
+    session: str,
+) -> str:
+    """The name of a feed; empty where no statistic is ever due."""
+    inspector = autocast_stack().inspector
+    statistics, features = inspector.statistics_of(layer, tensor, device)
+    if statistics is None:
+        return ""
+    quantizer: Quantizer = IDENTITY
+    if scaling is not Scaling.NONE:
+        quantizer = Fp8Quantizer(format)
+        quantizer.scaling = scaling
+    name = f"{layer}, {tensor}, {device}, {dtype}, {scaling.value} {format}, {session}"
+    if name not in inspector.feeds:
+        inspector.feeds[name] = Feed(statistics, features, quantizer, dtype)
+    return name

@@ -1,0 +1,46 @@
+"""An operator that shows a tensor to the debugger's session, for graphs that are compiled."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.kernels.library import library_op
+
+
+@library_op(
+    "show_to_inspector(Tensor? x, Tensor? row_codes, Tensor? row_scales, int row_format,"
+    " Tensor? column_codes, Tensor? column_scales, int column_format, str feed) -> ()"
+)
+def show_to_inspector(
+    x: torch.Tensor | None,
+    row_codes: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    row_format: int,
+    column_codes: torch.Tensor | None,
+    column_scales: torch.Tensor | None,
+    column_format: int,
+    feed: str,
+    *,
+    launch: bool = True,
+) -> None:
+    """Let the session look at a tensor and at its casts, if it wants to when this runs.
+
+    Args:
+        x: in high precision, any shape and strides; None for a weight that is kept in FP8.
+        row_codes: uint8, what a GEMM takes along rows; None where that is no FP8.
+        row_scales: of these codes.
+        row_format: value of `DType`.
+        column_codes: what a GEMM takes along columns, transposed.
+        column_scales: of these codes.
+        column_format: value of `DType`.
+        feed: what the session calls the tensor; to another session it means nothing.
+    """
+    inspector = autocast_stack().inspector
+    if launch and inspector is not None:
+        rowwise = (row_codes, row_scales, row_format)
+        inspector.shown(feed, x, rowwise, (column_codes, column_scales, column_format))
+
+
+# It returns nothing and writes what no graph sees: compilers must keep the calls.
+torch.fx.node.has_side_effect(torch.ops.te.show_to_inspector.default)
