@@ -9,22 +9,26 @@ import torch
 from nvdlfw_inspect.base import Choice, FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.configuration import TENSORS, Modifying, delivered
+from transformer_engine.debug.mx import fake_quantize_to_mx
+from transformer_engine.debug.names import OPERANDS
 from transformer_engine.debug.scaling import fake_quantize
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 
 FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2, "E4M3": E4M3, "E5M2": E5M2}
+MX_FORMATS = {"MXFP8E4M3": E4M3, "MXFP8E5M2": E5M2}
 
 
 @Registry.register_feature(namespace="transformer_engine")
 class FakeQuant(Modifying):
-    """Round tensors to what FP8 can hold, with a scale per tensor, and run GEMMs in high precision.
+    """Round tensors to what FP8 can hold, and run their GEMMs in high precision.
 
-    The GEMMs that are named run in high precision, whatever the recipe.
+    A tensor has one scale; in MXFP8, each run of 32 values that a GEMM sums has its own, a power
+    of two. The GEMMs that are named run in high precision, whatever the recipe.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
         tensors / tensors_struct: activation, gradient, weight, output, wgrad, dgrad
-        quant_format: FP8E4M3 or FP8E5M2 (also written E4M3, E5M2)
+        quant_format: FP8E4M3 or FP8E5M2 (also written E4M3, E5M2), MXFP8E4M3 or MXFP8E5M2
         margin: int, default 0: scale = fp8_max / (amax * 2^margin)
 
     Example:
@@ -44,7 +48,7 @@ class FakeQuant(Modifying):
     """
 
     CONFIG: ClassVar = FeatureConfig(
-        keys={"quant_format": Choice(*FORMATS, required=True), "margin": "int"},
+        keys={"quant_format": Choice(*FORMATS, *MX_FORMATS, required=True), "margin": "int"},
         tensors=TENSORS,
         gemms=True,
         aliases=("FakeQuantFp8",),
@@ -71,6 +75,12 @@ class FakeQuant(Modifying):
     ) -> torch.Tensor | None:
         """Round; into `out` where it is given."""
         self.log_call(layer_name, gemm, tensor_name)
-        format = FORMATS[str(config["quant_format"]).upper()]
+        name, margin = str(config["quant_format"]).upper(), config.get("margin") or 0
         wanted = dtype or (tensor.dtype if out is None else out.dtype)
-        return delivered(fake_quantize(tensor, format, config.get("margin") or 0, wanted), out)
+        if name in MX_FORMATS:
+            operand = OPERANDS.get(tensor_name)
+            columnwise = operand is not None and operand.columnwise == gemm
+            made = fake_quantize_to_mx(tensor, MX_FORMATS[name], margin, columnwise, wanted)
+        else:
+            made = fake_quantize(tensor, FORMATS[name], margin, wanted)
+        return delivered(made, out)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.debug.statistics.mx import cast_to_mx
+from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import (
     E4M3,
@@ -233,15 +233,10 @@ def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
 
 
 def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:
-    flat = _seen_along(x, source)
+    flat = seen_along(x, source.columnwise)
     rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
     codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
     return BlockCast(flat, codes, _inverses(matrix, rows, cols), element_of(matrix.format))
-
-
-def _seen_along(x: torch.Tensor, source: Source) -> torch.Tensor:
-    flat = x.view(rows_of(x), x.shape[-1])
-    return flat.t() if source.columnwise else flat
 
 
 def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
@@ -256,7 +251,7 @@ def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
 
 def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
     """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
-    flat = _seen_along(x, source)
+    flat = seen_along(x, source.columnwise)
     return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 

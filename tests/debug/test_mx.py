@@ -1,4 +1,4 @@
-"""What-if casts to MXFP8, against a definition that goes run by run."""
+"""Casts to MXFP8, what-if and fake, against a definition that goes run by run."""
 
 import math
 from pathlib import Path
@@ -11,29 +11,32 @@ from rulers import assert_bitwise
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.debug.statistics.mx import cast_to_mx
+from transformer_engine.debug.features.fake_quant import FakeQuant
+from transformer_engine.debug.mx import cast_to_mx
 
 STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
 
 
-def exponent_of(amax: float) -> int:
-    """The least e with 2^e >= amax / 448, as far as E8M0 has it."""
-    if math.isinf(amax):
+def exponent_of(share: float) -> int:
+    """The least e with 2^e >= amax / largest, as far as E8M0 has it."""
+    if math.isinf(share):
         return 127
     e = -127
-    while e < 127 and math.ldexp(1.0, e) < amax / 448:
+    while e < 127 and math.ldexp(1.0, e) < share:
         e += 1
     return e
 
 
-def by_definition(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_definition(
+    x: torch.Tensor, format: int = fp8.E4M3, margin: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, and inverse scales by element; zero where a run has nothing but zeros and NaN."""
     codes, inverses = [], []
     for row in x:
         for run in row.split(32):
             amax = fp8.amax(run)
-            inverse = math.ldexp(1.0, exponent_of(amax))
-            codes.append(fp8.encode(run, fp8.E4M3, 1 / inverse))
+            inverse = math.ldexp(1.0, exponent_of(amax * 2.0**margin / fp8.LARGEST[format]))
+            codes.append(fp8.encode(run, format, 1 / inverse))
             inverses.append(torch.full(run.shape, inverse if amax else 0.0))
     return torch.cat(codes).view(x.shape), torch.cat(inverses).view(x.shape)
 
@@ -105,3 +108,32 @@ def test_statistics_of_both_directions(precision: str, tmp_path: Path, device: s
     assert logged(tmp_path)[0, "fc1", "activation"] == pytest.approx(expected, rel=1e-6)
     assert expected["mxfp8_underflows%"] > 0.1
     assert expected["mxfp8_scale_inv_min"] < expected["mxfp8_scale_inv_max"]
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2])
+@pytest.mark.parametrize(
+    ("tensor", "gemm", "columnwise"),
+    [
+        ("activation", "fprop", False),
+        ("activation", "wgrad", True),
+        ("weight", "dgrad", True),
+        ("output", "fprop", False),
+    ],
+)
+def test_fake_quant_rounds_along_the_sums_of_a_gemm(
+    tensor: str, gemm: str, columnwise: bool, format: int, margin: int, device: str
+) -> None:
+    x = fp8.awkward((3, 20, 40), torch.bfloat16, finite=True)
+    matrix = x.view(60, 40)
+    matrix = matrix.t() if columnwise else matrix
+    codes, inverses = by_definition(matrix, format, margin)
+    values = fp8.decode(codes, format) * inverses
+    expected = (values.t() if columnwise else values).reshape(x.shape).bfloat16()
+    name = {fp8.E4M3: "MXFP8E4M3", fp8.E5M2: "MXFP8E5M2"}[format]
+    config = {"quant_format": name, "margin": margin}
+    made = FakeQuant().modify_tensor(config, "l", gemm, tensor, x.to(device))
+    assert_bitwise(made, expected)
+    out = torch.empty_like(made)
+    assert FakeQuant().modify_tensor(config, "l", gemm, tensor, x.to(device), out=out) is None
+    assert_bitwise(out, expected)
