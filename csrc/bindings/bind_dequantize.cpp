@@ -19,17 +19,21 @@ void dequantize_into(const TensorView& codes, int format, const TensorView& scal
              bridge::current_stream(codes.device));
 }
 
-void transpose_into(const TensorView& x, const TensorView& out) {
-  transpose({.x = x, .out = out}, bridge::current_stream(x.device));
+void transpose_into(const TensorView& x, const TensorView& out, const TensorView& scales,
+                    const TensorView& out_scales) {
+  transpose({.x = x, .out = out, .scales = scales, .out_scales = out_scales},
+            bridge::current_stream(x.device));
 }
 
 }  // namespace
 
 void bind_dequantize(pybind11::module_& m) {
   using pybind11::arg;
+  using pybind11::none;
   m.def("dequantize", recorded<&dequantize_into>, arg("codes"), arg("format"), arg("scales"),
         arg("x"));
-  m.def("transpose", recorded<&transpose_into>, arg("x"), arg("out"));
+  m.def("transpose", recorded<&transpose_into>, arg("x"), arg("out"), arg("scales") = none(),
+        arg("out_scales") = none());
 }
 
 }  // namespace te::bindings

@@ -11,13 +11,27 @@ namespace {
 
 using Tile = CodeTile<kTile, kTile>;
 
+static_assert(kTile == kScaleBlock);
+
 struct TransposeTiles {
   const uint8_t* x;
   int64_t rows;
   int cols;
   TileWalk walk;
   uint8_t* out;
+  const float* scales;  // of tiles
+  float* out_scales;
+  ScaleGrid grid, out_grid;
 };
+
+// Threads of the last tile of a column clear the padding behind it.
+__device__ __forceinline__ void transpose_scale(const TransposeTiles& args, TilePlace at) {
+  const int i = static_cast<int>(threadIdx.x);
+  const bool last = at.row == args.grid.rows - 1;
+  if (i == 0 || (last && i < 4 && at.row + i < args.out_grid.cols))
+    args.out_scales[at.col * args.out_grid.cols + at.row + i] =
+        i == 0 ? args.scales[at.row * args.grid.cols + at.col] : 0.0f;
+}
 
 template <bool kWide>
 __device__ __forceinline__ uint2 load_row(const uint8_t* x, const TileBlock& block, int i) {
@@ -30,12 +44,13 @@ __device__ __forceinline__ uint2 load_row(const uint8_t* x, const TileBlock& blo
   return {words[0], words[1]};
 }
 
-template <bool kWide>
+template <bool kWide, bool kScales>
 __global__ void __launch_bounds__(kTileThreads) transpose_kernel(const TransposeTiles args) {
   __shared__ alignas(16) uint8_t memory[Tile::kBytes];
   const Tile tile(memory);
   const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
   if (!args.walk.has(at)) return;
+  if constexpr (kScales) transpose_scale(args, at);
   const TileBlock block(at, args.rows, args.cols);
   CodeBlock codes;
 #pragma unroll
@@ -58,10 +73,16 @@ void transpose(const TransposeArgs& args, Stream stream) {
                              .rows = x.rows(),
                              .cols = static_cast<int>(x.cols()),
                              .walk = walk,
-                             .out = args.out.ptr<uint8_t>()};
+                             .out = args.out.ptr<uint8_t>(),
+                             .scales = args.scales.ptr<float>(),
+                             .out_scales = args.out_scales.ptr<float>(),
+                             .grid = scale_grid(ScaleBlocks::Squares, x.rows(), x.cols()),
+                             .out_grid = scale_grid(ScaleBlocks::Squares, x.cols(), x.rows())};
   const dim3 grid(static_cast<unsigned>(walk.grid_x()), static_cast<unsigned>(walk.grid_y()));
   dispatch_bool(x.cols() % 8 == 0 && is_aligned(x.data, 8), [&](auto wide) {
-    transpose_kernel<wide()><<<grid, kTileThreads, 0, stream_of(stream)>>>(tiles);
+    dispatch_bool(static_cast<bool>(args.scales), [&](auto scales) {
+      transpose_kernel<wide(), scales()><<<grid, kTileThreads, 0, stream_of(stream)>>>(tiles);
+    });
   });
   check_launch("transpose");
 }

@@ -15,6 +15,11 @@ void transpose(const TransposeArgs& args, Stream stream) {
   check::same_device(out, x, kOp, "the output");
   require(out.rows() == x.cols() && out.cols() == x.rows(), Kind::Value, kOp, "expected ", x.cols(),
           " x ", x.rows(), " elements for the output, got shape ", ShapeOf{out});
+  if (args.scales || args.out_scales) {
+    const auto blocks = ScaleBlocks::Squares;
+    check::block_scales(args.scales, blocks, x.rows(), x.cols(), x, kOp, "scales");
+    check::block_scales(args.out_scales, blocks, x.cols(), x.rows(), x, kOp, "the output's scales");
+  }
   on_device(
       x, [&] { cpu::transpose(args); }, [&] { cuda::transpose(args, stream); });
 }

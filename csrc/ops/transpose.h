@@ -1,13 +1,17 @@
-// transpose: out[j, i] = x[i, j] for one-byte codes; x is read as [rows, cols].
+// transpose: out[j, i] = x[i, j] for one-byte codes; x is read as [rows, cols]. The inverse scales
+// of 128 x 128 blocks may follow their codes.
 #pragma once
 
+#include "core/scale_blocks.h"
 #include "core/tensor_view.h"
 
 namespace te {
 
 struct TransposeArgs {
-  TensorView x;    // [..., cols], one-byte elements, contiguous
-  TensorView out;  // [cols, rows]
+  TensorView x;           // [..., cols], one-byte elements, contiguous
+  TensorView out;         // [cols, rows]
+  TensorView scales;      // fp32, of x: see core/scale_blocks.h, Squares; may be absent
+  TensorView out_scales;  // fp32, of out, with `scales`; what rounding up adds is zero
 };
 
 void transpose(const TransposeArgs& args, Stream stream);

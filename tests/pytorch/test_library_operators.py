@@ -70,6 +70,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5),
     "transpose": lambda: (codes(),),
+    "transpose_blocks": lambda: (codes(), torch.ones(1, 4)),
 }
 
 

@@ -1,11 +1,12 @@
-"""transpose of one-byte codes."""
+"""transpose of one-byte codes, and of the scales of their blocks."""
 
 import pytest
 import torch
 from rulers import assert_bitwise
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.transpose import transpose
+from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.kernels.transpose import transpose, transpose_blocks
 
 SHAPES = [(256, 256), (1, 1), (1, 300), (300, 1), (17, 16), (130, 264), (129, 1040), (33, 65)]
 SHAPES += [(0, 5), (5, 0), (2, 3, 48)]
@@ -29,6 +30,21 @@ def test_alignment(device, shape, offset):
     codes = codes_of((shape[0] * shape[1] + offset,))
     got = transpose(codes.to(device)[offset:].view(shape))
     assert_bitwise(got, codes[offset:].view(shape).T.contiguous())
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 1040), (700, 300)], ids=str)
+def test_scales_of_blocks_change_place(device, shape):
+    codes = codes_of(shape)
+    matrix = codes.flatten(0, -2) if codes.ndim > 2 else codes
+    blocks = [-(-size // 128) for size in matrix.shape]
+    scales = torch.full(block_scale_shape(*matrix.shape, 2), torch.nan)
+    scales[:, : blocks[1]] = torch.rand(blocks)
+    got, got_scales = transpose_blocks(codes.to(device), scales.to(device))
+    assert_bitwise(got, matrix.T.contiguous())
+    expected = torch.zeros(block_scale_shape(*matrix.T.shape, 2))
+    expected[:, : blocks[0]] = scales[:, : blocks[1]].T
+    assert_bitwise(got_scales, expected)
 
 
 def test_keeps_the_dtype(device):
@@ -56,6 +72,12 @@ def test_more_than_2_to_the_31_elements():
             ValueError,
             r"8 x 4 elements for the output, got shape \(4, 8\)",
             {"out": codes_of((4, 8))},
+        ),
+        (ValueError, "a tensor for scales, got none", {"out_scales": torch.ones(1, 4)}),
+        (
+            ValueError,
+            r"shape \(1, 4\) for the output's scales",
+            {"scales": torch.ones(1, 4), "out_scales": torch.ones(1, 1)},
         ),
     ],
 )

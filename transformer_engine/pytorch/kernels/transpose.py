@@ -1,4 +1,4 @@
-"""Transpose of one-byte codes."""
+"""Transpose of one-byte codes, and of the scales of their blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
@@ -16,3 +17,21 @@ def transpose(codes: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     if launch:
         _C.transpose(codes, out)
     return out
+
+
+@library_op("transpose_blocks(Tensor codes, Tensor scales) -> (Tensor, Tensor)")
+def transpose_blocks(
+    codes: torch.Tensor, scales: torch.Tensor, *, launch: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`transpose`, and the inverse scales of 128 x 128 blocks where the transpose has them.
+
+    Args:
+        codes: `[..., cols]`.
+        scales: fp32, see `quantize_blocks.block_scale_shape`.
+    """
+    rows, cols = rows_of(codes), codes.shape[-1]
+    out = codes.new_empty((cols, rows))
+    out_scales = scales.new_empty(block_scale_shape(cols, rows, 2))
+    if launch:
+        _C.transpose(codes, out, scales, out_scales)
+    return out, out_scales
