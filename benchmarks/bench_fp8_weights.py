@@ -20,7 +20,7 @@ LARGE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=4)
 SHORT = Size(hidden=4096, ffn=16384, heads=32, sequence=512, batch=1)
 SMALL = Size(hidden=768, ffn=3072, heads=12, sequence=1024, batch=8)
 SIZES = (LARGE, SHORT, SMALL)
-RECIPES = ("fp8 delayed", "fp8 current")
+RECIPES = ("fp8 delayed", "fp8 current", "fp8 blocks")
 LARGEST_SHARE = 0.56
 
 

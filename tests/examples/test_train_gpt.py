@@ -139,9 +139,10 @@ def test_killed_and_resumed_run_equals_uninterrupted_run() -> None:
     assert_same_run("whole.pt", "parts.pt")
 
 
-def test_fp8_weights_with_masters_change_no_loss(device: str) -> None:
-    """Current scaling casts the fp32 weight anew in every step; here the optimizer does."""
-    options = ["--recipe", "current", "--sample", "0"]
+@pytest.mark.parametrize("recipe", ["current", "blocks"])
+def test_fp8_weights_with_masters_change_no_loss(recipe: str, device: str) -> None:
+    """These recipes cast the fp32 weight anew in every step; here the optimizer does."""
+    options = ["--recipe", recipe, "--sample", "0"]
     for name, weights in (("cast.pt", []), ("kept.pt", ["--fp8-weights"])):
         run(*options, *weights, "--checkpoint", name, device=device)
     cast, kept = (torch.load(name, weights_only=True) for name in ("cast.pt", "kept.pt"))

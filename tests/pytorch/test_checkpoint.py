@@ -76,8 +76,9 @@ def test_equal_to_a_run_without(recipe: str, mode: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_kept_in_fp8(mode: str, device: str) -> None:
-    with te.quantized_model_init():
+@pytest.mark.parametrize("recipe", ["delayed", "blocks"])
+def test_weights_kept_in_fp8(mode: str, recipe: str, device: str) -> None:
+    with te.quantized_model_init(recipe=RECIPES[recipe]):
         layer = te.LayerNormMLP(32, 64, device=device, params_dtype=torch.float32)
     found = []
     for wrap in (NONE, MODES[mode]):
@@ -87,7 +88,7 @@ def test_weights_kept_in_fp8(mode: str, device: str) -> None:
         for i in range(2):
             x = torch.linspace(-1 - i, 1, 512, device=device).view(16, 32).requires_grad_()
             layer.zero_grad()
-            with scope("delayed"):
+            with scope(recipe):
                 wrap(layer, x).square().sum().backward()
         found.append([x.grad, *everything(layer)])
     assert_equal(found[1], found[0])

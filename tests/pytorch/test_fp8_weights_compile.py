@@ -4,17 +4,28 @@ import copy
 
 import pytest
 import torch
+from fp8_kinds import KINDS, NAMES
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.autocast import autocast_stack
 
-RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+}
 MODULES = {
     "LayerNormLinear": lambda **kw: te.LayerNormLinear(32, 48, **kw),
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(32, 64, **kw),
+    "Linear": lambda **kw: te.Linear(32, 144, **kw),
 }
+kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +36,7 @@ def _fresh():
 
 @pytest.mark.parametrize(("name", "recipe"), list(zip(MODULES, RECIPES, strict=True)))
 def test_training_equals_eager(name: str, recipe: str, device: str) -> None:
-    with te.fp8_model_init():
+    with te.fp8_model_init(recipe=RECIPES[recipe]):
         eager = MODULES[name](device=device)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
@@ -47,8 +58,9 @@ def test_training_equals_eager(name: str, recipe: str, device: str) -> None:
         assert_bitwise(ours, theirs)
 
 
-def test_layers_of_other_names_share_a_graph(device: str) -> None:
-    with te.fp8_model_init():
+@kinds
+def test_layers_of_other_names_share_a_graph(kind: type, device: str) -> None:
+    with te.fp8_model_init(recipe=KINDS[kind]):
         layers = [te.Linear(32, 32, device=device, name=f"layer{i}") for i in range(2)]
     weights = [layer.weight for layer in layers]
     graphs = torch._dynamo.testing.CompileCounter()
@@ -64,17 +76,19 @@ def test_layers_of_other_names_share_a_graph(device: str) -> None:
     assert graphs.frame_count == 1
 
 
-def test_inference_inside_one_graph(device: str) -> None:
-    with te.fp8_model_init():
+@kinds
+def test_inference_inside_one_graph(kind: type, device: str) -> None:
+    recipe = KINDS[kind] or RECIPES["current"]
+    with te.fp8_model_init(recipe=recipe):
         layer = te.LayerNormMLP(32, 64, device=device)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(x: torch.Tensor) -> torch.Tensor:
-        with te.fp8_autocast(fp8_recipe=RECIPES["current"]):
+        with te.fp8_autocast(fp8_recipe=recipe):
             return layer(x)
 
     x = torch.randn(16, 32, device=device)
-    with torch.no_grad(), te.fp8_autocast(fp8_recipe=RECIPES["current"]):
+    with torch.no_grad(), te.fp8_autocast(fp8_recipe=recipe):
         expected = layer(x)
     with torch.no_grad():
         assert_bitwise(run(x), expected)

@@ -9,32 +9,52 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_kinds import KINDS, NAMES, codes, scales
 from rulers import assert_bitwise
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.extra_state import MAGIC
 from transformer_engine.pytorch.scaling_state import FORWARD
-from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 
-RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+    "blocks of any scale": Float8BlockScaling(use_f32_scales=True),
+}
+kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
-def fp8(make=lambda **kw: te.Linear(32, 48, **kw), **more) -> nn.Module:
-    with te.fp8_model_init():
+def fp8(make=lambda **kw: te.Linear(32, 48, **kw), recipe=None, **more) -> nn.Module:
+    with te.fp8_model_init(recipe=recipe):
         return make(**more)
 
 
-def with_codes(weight: Float8Tensor, codes: torch.Tensor, scale: float) -> None:
-    scales = torch.tensor([1 / scale, scale], device=weight.device)
-    scales[0] = 1 / scales[1]
-    weight.data = weight.detach().with_codes(codes.to(weight.device), scales)
+def with_codes(weight: QuantizedTensor, own: torch.Tensor, scale: float) -> None:
+    pair = torch.tensor([1 / scale, scale], device=weight.device)
+    pair[0] = 1 / pair[1]
+    if isinstance(weight, Float8BlockwiseQTensor):
+        known = [
+            own.to(weight.device),
+            pair[0].expand(1, 4) * torch.tensor([[1.0, 0, 0, 0]]).to(pair),
+        ]
+    else:
+        known = [own.to(weight.device), pair]
+    others = [None] * (len(weight.parts) - 2)
+    weight.data = weight.detach().with_parts([*known, *others])
 
 
 def train(module: nn.Module, recipe: str, steps: int = 2) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    x = torch.randn(16, 2, 32, device=next(module.parameters()).device)
+    first = next(p for p in module.parameters() if p.ndim == 2)
+    x = torch.randn(16, 2, first.shape[1], device=first.device)
     for _ in range(steps):
         with te.fp8_autocast(fp8_recipe=RECIPES[recipe]):
             module(x).square().mean().backward()
@@ -42,30 +62,41 @@ def train(module: nn.Module, recipe: str, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
+@kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_is_restored(dtype: torch.dtype, device: str) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+def test_every_code_is_restored(
+    dtype: torch.dtype, kind: type[QuantizedTensor], device: str
+) -> None:
+    own = torch.arange(256, dtype=torch.uint8).view(16, 16)
     one, two = (
-        fp8(lambda **kw: te.Linear(16, 16, params_dtype=dtype, **kw), device=device) for _ in "ab"
+        fp8(
+            lambda **kw: te.Linear(16, 16, params_dtype=dtype, **kw),
+            recipe=KINDS[kind],
+            device=device,
+        )
+        for _ in "ab"
     )
-    scales = [1.0, 2.0**-20, 2.0**90, *torch.logspace(-6, 6, 60).tolist()]
-    for scale in scales:
-        with_codes(one.weight, codes, scale)
+    for scale in [1.0, 2.0**-20, 2.0**90, *torch.logspace(-6, 6, 60).tolist()]:
+        with_codes(one.weight, own, scale)
         state = one.state_dict()
         assert type(state["weight"]) is torch.Tensor and state["weight"].dtype is dtype
         assert_bitwise(state["weight"], one.weight.dequantize())
         two.load_state_dict(state)
-        restored = two.weight._data.cpu()
+        restored = codes(two.weight).cpu()
         assert restored[15, 15] == 0x7F  # the other NaN: casts give one of them
         restored[15, 15] = 0xFF
-        assert_bitwise(restored, codes)
-        assert_bitwise(two.weight._scale_inv, one.weight._scale_inv)
+        assert_bitwise(restored, own)
+        assert_bitwise(scales(two.weight), scales(one.weight))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_restores_weights_and_scaling(recipe: str, assign: bool, device: str) -> None:
-    one, two = (fp8(lambda **kw: te.TransformerLayer(32, 64, 2, **kw), device=device) for _ in "ab")
+    size, kind = (160, RECIPES[recipe]) if "blocks" in recipe else (32, None)
+    one, two = (
+        fp8(lambda **kw: te.TransformerLayer(size, 2 * size, 2, **kw), recipe=kind, device=device)
+        for _ in "ab"
+    )
     train(one, recipe)
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
@@ -74,9 +105,9 @@ def test_loading_restores_weights_and_scaling(recipe: str, assign: bool, device:
     pairs = list(zip(one.named_parameters(), two.parameters(), strict=True))
     for (name, ours), theirs in pairs:
         assert type(ours) is type(theirs) and theirs.requires_grad, name
-        if isinstance(ours, Float8Tensor):
-            assert_bitwise(theirs._data, ours._data)
-            assert_bitwise(theirs._scale_inv, ours._scale_inv)
+        if isinstance(ours, QuantizedTensor):
+            assert_bitwise(codes(theirs), codes(ours))
+            assert_bitwise(scales(theirs), scales(ours))
         else:
             assert_bitwise(theirs, ours)
     again = two.state_dict()
@@ -91,6 +122,20 @@ def test_loading_restores_weights_and_scaling(recipe: str, assign: bool, device:
         assert torch.equal(ours, theirs), name
 
 
+def test_scales_of_blocks_would_not_come_back_by_themselves(device: str) -> None:
+    """A largest value that was rounded down to 224 has room for twice the scale."""
+    layers = [fp8(recipe=RECIPES["blocks"], device=device) for _ in "abc"]
+    with torch.no_grad():
+        layers[0].weight.copy_(torch.full((48, 32), 225.0))
+    state = layers[0].state_dict()
+    layers[1].load_state_dict(state)
+    assert_bitwise(codes(layers[1].weight), codes(layers[0].weight))
+    del state["_extra_state"]
+    layers[2].load_state_dict(state)
+    assert scales(layers[2].weight)[0, 0] == scales(layers[0].weight)[0, 0] / 2
+    assert_bitwise(layers[2].weight.dequantize(), layers[0].weight.dequantize())
+
+
 def test_from_high_precision_and_back(device: str) -> None:
     plain = te.LayerNormMLP(32, 64, device=device)
     kept = fp8(lambda **kw: te.LayerNormMLP(32, 64, **kw), device=device)
@@ -102,15 +147,23 @@ def test_from_high_precision_and_back(device: str) -> None:
     back.load_state_dict(kept.state_dict())
     assert type(back.fc1_weight) is nn.Parameter
     assert_bitwise(back.fc1_weight, kept.fc1_weight.dequantize())
+    in_blocks = fp8(
+        lambda **kw: te.LayerNormMLP(32, 64, **kw), recipe=RECIPES["blocks"], device=device
+    )
+    in_blocks.load_state_dict(kept.state_dict())  # the one kind from the other
+    torch.testing.assert_close(
+        in_blocks.fc1_weight.dequantize(), kept.fc1_weight.dequantize(), rtol=0.07, atol=1e-4
+    )
     # Its FP8 casts begin with the scales that the weights had.
     forward = back.scaling[FORWARD].scale
     assert forward[1].item() == kept.fc1_weight._scale_inv[1].item()
     assert forward[4].item() == kept.fc2_weight._scale_inv[1].item()
 
 
-def test_plain_torch_layers_load(device: str) -> None:
+@kinds
+def test_plain_torch_layers_load(kind: type[QuantizedTensor], device: str) -> None:
     torch_linear = nn.Linear(32, 48, device=device)
-    kept = fp8(device=device)
+    kept = fp8(recipe=KINDS[kind], device=device)
     kept.load_state_dict(torch_linear.state_dict())
     torch.testing.assert_close(kept.weight.dequantize(), torch_linear.weight, rtol=0.07, atol=1e-4)
     torch_linear.load_state_dict(
@@ -119,18 +172,20 @@ def test_plain_torch_layers_load(device: str) -> None:
     assert_bitwise(torch_linear.weight, kept.weight.dequantize())
 
 
-def test_weights_load_into_meta_modules(device: str) -> None:
-    source = fp8(device=device)
-    target = fp8(device="meta")
+@kinds
+def test_weights_load_into_meta_modules(kind: type[QuantizedTensor], device: str) -> None:
+    source = fp8(recipe=KINDS[kind], device=device)
+    target = fp8(recipe=KINDS[kind], device="meta")
     target.load_state_dict(source.state_dict(), assign=True)
-    assert isinstance(target.weight, Float8Tensor) and target.weight.device.type == device
-    assert_bitwise(target.weight._data, source.weight._data)
+    assert isinstance(target.weight, kind) and target.weight.device.type == device
+    assert_bitwise(codes(target.weight), codes(source.weight))
     with torch.no_grad():
         target.weight.mul_(2)
 
 
-def test_modules_on_meta_have_a_state_dict() -> None:
-    state = fp8(device="meta").state_dict()
+@kinds
+def test_modules_on_meta_have_a_state_dict(kind: type[QuantizedTensor]) -> None:
+    state = fp8(recipe=KINDS[kind], device="meta").state_dict()
     assert type(state["weight"]) is torch.Tensor and state["weight"].is_meta
     assert state["weight"].dtype is torch.float32 and state["_extra_state"].numel() == 0
 
@@ -138,16 +193,16 @@ def test_modules_on_meta_have_a_state_dict() -> None:
 @pytest.mark.parametrize("format", [te.DType.kFloat8E4M3, te.DType.kFloat8E5M2])
 def test_parameters_that_users_made(format: te.DType, device: str) -> None:
     values = torch.randn(48, 32, device=device)
-    codes = te.Float8CurrentScalingQuantizer(format)(values)
+    made = te.Float8CurrentScalingQuantizer(format)(values)
     layer, twin = te.Linear(32, 48, device=device), fp8(device=device)
-    for scale_inv in (codes._scale_inv, codes._scale_inv[:1]):
-        own = Float8Tensor(codes.shape, codes.dtype, codes._data.clone(), scale_inv.clone(), format)
+    for scale_inv in (made._scale_inv, made._scale_inv[:1]):
+        own = Float8Tensor(made.shape, made.dtype, made._data.clone(), scale_inv.clone(), format)
         layer.weight = nn.Parameter(own)
         train(layer, "current", steps=0)
         state = layer.state_dict()
         twin.load_state_dict(state)
         torch.testing.assert_close(twin.weight.dequantize(), own.dequantize(), rtol=0.07, atol=1e-3)
-        layer.weight = nn.Parameter(own.with_codes(codes._data.clone(), scale_inv.clone()))
+        layer.weight = nn.Parameter(own.with_parts([made._data.clone(), scale_inv.clone()]))
         layer.weight._quantizer = te.Float8CurrentScalingQuantizer(format)
         train(layer, "current", steps=1)
         layer.load_state_dict(state)
@@ -156,8 +211,11 @@ def test_parameters_that_users_made(format: te.DType, device: str) -> None:
         )
 
 
-def test_a_scale_that_cannot_hold_the_values_is_replaced(device: str) -> None:
-    source, target = fp8(device=device), fp8(device=device)
+@kinds
+def test_a_scale_that_cannot_hold_the_values_is_replaced(
+    kind: type[QuantizedTensor], device: str
+) -> None:
+    source, target = (fp8(recipe=KINDS[kind], device=device) for _ in "ab")
     state = source.state_dict()
     state["weight"] = 100 * state["weight"]  # edited, say by merging an adapter
     target.load_state_dict(state)
@@ -165,15 +223,30 @@ def test_a_scale_that_cannot_hold_the_values_is_replaced(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scales", [(0.0, 0.0), (-1.0, -1.0), (torch.nan, torch.nan), (0.0, torch.inf), (7.0, 1.0)]
+    "pair", [(0.0, 0.0), (-1.0, -1.0), (torch.nan, torch.nan), (0.0, torch.inf), (7.0, 1.0)]
 )
-def test_a_scale_that_is_none_is_replaced(scales: tuple[float, float]) -> None:
+def test_a_scale_that_is_none_is_replaced(pair: tuple[float, float]) -> None:
     layer = fp8(device="cpu")
-    state, codes = layer.state_dict(), layer.weight._data.clone()
-    state["_extra_state"][-8:] = torch.tensor(scales).view(torch.uint8)
+    state, before = layer.state_dict(), layer.weight._data.clone()
+    state["_extra_state"][-8:] = torch.tensor(pair).view(torch.uint8)
     layer.load_state_dict(state)
-    assert_bitwise(layer.weight._data, codes)
+    assert_bitwise(layer.weight._data, before)
     torch.testing.assert_close(layer.weight.dequantize(), state["weight"])
+
+
+@pytest.mark.parametrize("inverse", [0.0, -1.0, torch.nan, torch.inf, 2.0**-140, 1e-6])
+def test_blocks_whose_scale_is_none_get_another(inverse: float) -> None:
+    """Each for itself."""
+    layer = fp8(lambda **kw: te.Linear(160, 48, **kw), recipe=RECIPES["blocks"], device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(torch.full((48, 160), 225.0))
+    state, before = layer.state_dict(), scales(layer.weight).clone()
+    state["_extra_state"][-16:-12] = torch.tensor([inverse]).view(torch.uint8)  # of the first
+    layer.load_state_dict(state)
+    assert_bitwise(layer.weight.dequantize(), state["weight"])
+    expected = before.clone()
+    expected[0, 0] /= 2  # see above
+    assert_bitwise(scales(layer.weight), expected)
 
 
 def test_state_dict_does_not_alias_and_keep_vars_gives_parameters() -> None:
@@ -192,10 +265,18 @@ def test_mismatched_shapes_are_named() -> None:
         layer.load_state_dict(state.state_dict())
 
 
-def test_safetensors_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "blocks"])
+def test_safetensors_round_trip(recipe: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    one, two = (fp8(lambda **kw: te.TransformerLayer(32, 64, 2, **kw), device="cpu") for _ in "ab")
-    train(one, "delayed")
+    one, two = (
+        fp8(
+            lambda **kw: te.TransformerLayer(32, 64, 2, **kw),
+            recipe=RECIPES[recipe],
+            device="cpu",
+        )
+        for _ in "ab"
+    )
+    train(one, recipe)
     safetensors.save_file(one.state_dict(), tmp_path / "model.safetensors")
     two.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
     for value, again in zip(one.state_dict().values(), two.state_dict().values(), strict=True):

@@ -353,6 +353,14 @@ def test_weights_kept_in_fp8(recipe):
     assert casts == (0 if recipe is None else 4)  # two inputs, two weights
 
 
+@pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
+def test_weights_kept_in_blocks():
+    """Outside of autocast: a graph of dequantised values."""
+    with te.fp8_model_init(recipe=Float8BlockScaling()):
+        model = te.Linear(160, 272, device="cpu").requires_grad_(False)
+    check(model, (torch.randn(2, 8, 160),), (torch.randn(3, 4, 160),), None)
+
+
 def test_scales_of_blocks_are_refused():
     module = te.Linear(32, 16, device="cpu", name="fresh")
     message = error_of(module, (torch.randn(4, 32),), Float8BlockScaling())

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side, transposed
 from transformer_engine.pytorch.quantizers import (
     IDENTITY,
     BlockQuantizer,
@@ -110,7 +110,7 @@ class InspectedQuantizer(WrappingQuantizer):
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
         inner, columnwise = self.inner_demand(demand), None
         if inner.columnwise:
-            columnwise = Fp8Matrix(transpose(weight.codes), weight.scales, weight.format)
+            columnwise = transposed(weight)
         cast = Operands(weight if inner.rowwise else None, columnwise)
         return self._finish(x, cast, demand, 0, kept=weight)
 

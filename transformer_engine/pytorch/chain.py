@@ -176,7 +176,7 @@ def _unpacked(
     """Weights kept in FP8 as what they consist of, behind everything else."""
     weights: list[Any] = [inputs[i] for i in kept]
     others = [None if i in kept else t for i, t in enumerate(inputs)]
-    return (*others, *(t for w in weights for t in (w._data, w._scale_inv)))
+    return (*others, *(t for w in weights for t in w.parts))
 
 
 def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, ...] | None:

@@ -16,12 +16,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.dtypes import TORCH_FP8
+from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions, element_of
+from transformer_engine.pytorch.operands import Fp8Matrix
 from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.scaling_state import ScalingState
-    from transformer_engine.pytorch.tensor import Float8Tensor
 
 _STACK = autocast_stack()
 _VALUES = {  # of every code
@@ -140,22 +141,33 @@ def cast_there_and_back(
     return x
 
 
-def kept_values(weight: Float8Tensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
+def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
     """The values of a weight that is kept in FP8.
 
     Args:
         weight: looked up in a table, because ONNX cannot reinterpret bytes.
-        fp8: its GEMM is one in FP8: fp32 values behind a cast that changes none of them.
+        fp8: its GEMM is one in FP8: fp32 values behind a cast that changes none of them. There is
+            one scale then, because `Float8BlockScaling` is not exported.
         dtype: of activations, what is returned otherwise.
         layer: for errors.
     """
     if weight.requires_grad:  # torch.export takes no parameter apart that does
         refuse(weight.label, "call model.requires_grad_(False) first", layer)
-    format = int(weight._fp8_dtype)
-    table = torch.tensor(_VALUES[format], device=weight.device)
-    inverse = weight._scale_inv[:1].reshape(())
-    values = table[weight._data.long()] * inverse
+    matrix = rowwise_of(weight)
+    assert matrix is not None
+    format = element_of(matrix.format)
+    table = torch.tensor(_VALUES[format], device=matrix.codes.device)
+    in_blocks = block_dimensions(matrix.format) > 0
+    inverse = _of_each_value(matrix) if in_blocks else matrix.scales[:1].reshape(())
+    values = table[matrix.codes.long()] * inverse
     return _quantize_dequantize(values, inverse, format) if fp8 else values.to(dtype)
+
+
+def _of_each_value(matrix: Fp8Matrix) -> torch.Tensor:
+    """The inverse scales of 128 x 128 blocks, repeated for their values."""
+    rows, cols = matrix.codes.shape
+    of_rows = matrix.scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
 
 
 def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

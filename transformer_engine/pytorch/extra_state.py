@@ -2,8 +2,9 @@
 
 Layout, little endian: the magic bytes, then int32 {forward columns, backward columns, history
 length}, then fp32 scale and amax history of forward and of backward (all counts are 0 without
-delayed scaling), then fp32 {1/scale, scale} of every weight that is kept in FP8, in the order of
-the module's parameters. Nothing to say: an empty tensor.
+delayed scaling), then the scales of every weight that is kept in FP8, in the order of the module's
+parameters: fp32 {1/scale, scale}, or the inverse scales of its blocks. Nothing to say: an empty
+tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
 
     Args:
         scaling: of the two directions; empty without delayed scaling.
-        weights: fp32 `[2]` of every weight that is kept in FP8.
+        weights: fp32 scales of every weight that is kept in FP8.
     """
     if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8)
@@ -76,14 +77,14 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
     return states
 
 
-def weight_scales(state: Any, count: int, layer: str) -> torch.Tensor | None:
-    """fp32 `[count, 2]` of the weights that were kept in FP8; None where there is no such state."""
+def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
+    """fp32 scales, so many of each weight that was kept in FP8; None where the state has others."""
     raw = _bytes_of(state)
     if raw is None or not _is_ours(raw):
         return None
     (forward, backward, length), values = _contents(raw, layer)
     scales = values[(forward + backward) * (1 + length) :]
-    return scales.view(count, 2) if scales.numel() == 2 * count else None
+    return scales.split(list(sizes)) if scales.numel() == sum(sizes) else None
 
 
 def _bytes_of(state: Any) -> torch.Tensor | None:

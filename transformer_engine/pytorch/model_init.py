@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 
-from transformer_engine.common.recipe import Recipe
+from transformer_engine.common.recipe import Float8BlockScaling, Recipe
 from transformer_engine.pytorch.autocast import autocast_stack
 
 
@@ -27,6 +27,20 @@ class ModelInit:
 _IN_HIGH_PRECISION = ModelInit()
 
 
+def _check(recipe: Recipe) -> None:
+    in_blocks = isinstance(recipe, Float8BlockScaling)
+    if not (recipe.float8_per_tensor_scaling() or in_blocks):
+        raise ValueError(
+            "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or "
+            f"Float8BlockScaling, got {recipe!r}"
+        )
+    if in_blocks and recipe.w_block_scaling_dim != 2:  # type: ignore[attr-defined]
+        raise ValueError(
+            "[quantized_model_init] expected w_block_scaling_dim=2, got 1: blocks of 1 x 128 "
+            "values have no transpose, which the backward takes of a weight that is kept in FP8"
+        )
+
+
 def model_init() -> ModelInit:
     """What holds for modules that are made now."""
     scopes = autocast_stack().model_inits
@@ -36,21 +50,22 @@ def model_init() -> ModelInit:
 class quantized_model_init(ContextDecorator):
     """Modules made inside keep the weights of their GEMMs in FP8, without a copy in high precision.
 
-    Parameters are `Float8Tensor`s under the dtype that they would have had. Optimizers of torch
-    step them in place. Biases and norms stay as they are, as do weights with sizes that FP8 cannot
-    take. Outside of `autocast` such weights are dequantised for every call.
+    Parameters are `Float8Tensor`s, or `Float8BlockwiseQTensor`s for `Float8BlockScaling`, under the
+    dtype that they would have had. Optimizers of torch step them in place. Biases and norms stay as
+    they are, as do weights with sizes that FP8 cannot take. Outside of `autocast` such weights are
+    dequantised for every call.
 
     Args:
         enabled: False makes modules as usual.
-        recipe: `DelayedScaling` or `Float8CurrentScaling`, the only one that may then use these
-            weights; None allows both. It says how scales are rounded and with what margin; they
-            always come from the values that are written.
+        recipe: `DelayedScaling`, `Float8CurrentScaling` or `Float8BlockScaling`, the only one that
+            may then use these weights; None allows the first two. It says how scales are rounded
+            and with what margin; they always come from the values that are written.
         preserve_high_precision_init_val: keep the values before quantisation on the CPU, for
             optimizers with master weights: `parameter.get_high_precision_init_val()` until
             `parameter.clear_high_precision_init_val()`.
 
     Raises:
-        ValueError: another recipe.
+        ValueError: another recipe, or one with other blocks of weights than 128 x 128.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -66,11 +81,8 @@ class quantized_model_init(ContextDecorator):
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if enabled and recipe is not None and not recipe.float8_per_tensor_scaling():
-            raise ValueError(
-                "[quantized_model_init] expected recipe to be DelayedScaling or "
-                f"Float8CurrentScaling, got {recipe!r}"
-            )
+        if enabled and recipe is not None:
+            _check(recipe)
         self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
 
     def __enter__(self) -> None:

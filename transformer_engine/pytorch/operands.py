@@ -16,6 +16,9 @@ from typing import TypeAlias
 
 import torch
 
+from transformer_engine.pytorch.dtypes import block_dimensions
+from transformer_engine.pytorch.kernels.transpose import transpose, transpose_blocks
+
 
 class Fp8Matrix:
     """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format.
@@ -33,6 +36,14 @@ class Fp8Matrix:
 
 
 Side: TypeAlias = torch.Tensor | Fp8Matrix
+
+
+def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
+    """The transpose of codes with one scale, or with scales of 128 x 128 blocks."""
+    if not block_dimensions(matrix.format):
+        return Fp8Matrix(transpose(matrix.codes), matrix.scales, matrix.format)
+    codes, scales = transpose_blocks(matrix.codes, matrix.scales)
+    return Fp8Matrix(codes, scales, matrix.format)
 
 
 def scale_pair(scales: torch.Tensor) -> torch.Tensor:

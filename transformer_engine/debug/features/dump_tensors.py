@@ -14,12 +14,8 @@ from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from nvdlfw_inspect.utils import get_distributed_rank
 from transformer_engine.debug.features.configuration import TENSORS, Scheduled
-from transformer_engine.pytorch.dtypes import FP8_NAMES, block_dimensions
-from transformer_engine.pytorch.tensor import (
-    Float8BlockwiseQTensor,
-    Float8Tensor,
-    QuantizedTensor,
-)
+from transformer_engine.pytorch.dtypes import FP8_NAMES, block_dimensions, element_of
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -134,23 +130,13 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(side: torch.Tensor | None, name: str) -> dict[str, Any] | None:
-    if isinstance(side, Float8BlockwiseQTensor):
-        matrix = side.side(name != "rowwise")
-        return (
-            None
-            if matrix is None
-            else {
-                "codes": _on_host(matrix.codes),
-                "scale_inv": _on_host(matrix.scales),
-                "format": FP8_NAMES[int(side._fp8_dtype)],
-                "block_dimensions": block_dimensions(matrix.format),
-            }
-        )
-    if not isinstance(side, Float8Tensor):
+    matrix = side.side(name != "rowwise") if isinstance(side, QuantizedTensor) else None
+    if matrix is None:
         return None
-    codes = side._data if name == "rowwise" else side.transposed_codes()
+    dimensions = block_dimensions(matrix.format)
     return {
-        "codes": _on_host(codes),
-        "scale_inv": _on_host(side._scale_inv.flatten()[:1]),
-        "format": FP8_NAMES[int(side._fp8_dtype)],
+        "codes": _on_host(matrix.codes),
+        "scale_inv": _on_host(matrix.scales if dimensions else matrix.scales.flatten()[:1]),
+        "format": FP8_NAMES[element_of(matrix.format)],
+        **({"block_dimensions": dimensions} if dimensions else {}),
     }

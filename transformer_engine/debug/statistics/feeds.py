@@ -27,8 +27,6 @@ from transformer_engine.pytorch.quantizers import (
     Fp8Quantizer,
     Scaling,
 )
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 RECIPES = {
@@ -224,12 +222,7 @@ def cast(
 def _matrix(side: Any, columnwise: bool) -> Fp8Matrix | None:
     if isinstance(side, Fp8Matrix):
         return side
-    if isinstance(side, Float8BlockwiseQTensor):
-        return side.side(columnwise)
-    if isinstance(side, Float8Tensor):
-        codes = side.transposed_codes() if columnwise else side._data.contiguous()
-        return Fp8Matrix(codes, side._scale_inv, int(side._fp8_dtype))
-    return None
+    return side.side(columnwise) if isinstance(side, QuantizedTensor) else None
 
 
 def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast:

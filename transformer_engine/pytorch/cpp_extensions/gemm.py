@@ -8,8 +8,6 @@ import torch
 
 from transformer_engine.pytorch.dtypes import block_dimensions
 from transformer_engine.pytorch.kernels import gemm as kernel
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["general_gemm"]
@@ -124,16 +122,12 @@ class _Factor:
         self.transposed = transposed and not self.fp8
         self.data = x
         self.kind = type(x).__name__
-        if isinstance(x, Float8Tensor):
-            self.data = x.transposed_codes() if transposed else x._data
-            self.scales, self.format = x._scale_inv, int(x._fp8_dtype)
-        elif isinstance(x, Float8BlockwiseQTensor):
+        if isinstance(x, QuantizedTensor):
             side = x.side(columnwise=transposed)
             if side is None:
                 missing = "column" if transposed else "row"
                 raise ValueError(
-                    f"[general_gemm] expected {missing}-wise data in a Float8BlockwiseQTensor, "
-                    "got none"
+                    f"[general_gemm] expected {missing}-wise data in a {self.kind}, got none"
                 )
             self.data, self.scales, self.format = side.codes, side.scales, side.format
 

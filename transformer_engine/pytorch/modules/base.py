@@ -29,7 +29,7 @@ from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuant
 from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.stages.base import Parameters, Run
 from transformer_engine.pytorch.stages.matmul import Matmul
-from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_RUNS = 64
 _STACK = autocast_stack()
@@ -204,7 +204,7 @@ class TransformerEngineBaseModule(ScaledModule):
             layers = self.chain.gemm_names
             quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
         run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
-        run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, Float8Tensor))
+        run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor))
         fp8_weights.check(self, scope.recipe, scope.enabled)
         self.chain.plan(run)
         return run
@@ -304,7 +304,7 @@ class TransformerEngineBaseModule(ScaledModule):
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
         autocast_stack().flush()
         scaling, weights = self.scaling, fp8_weights.scales_of(self)
-        if scaling and len(weights) == self.gemm_count:
+        if scaling and [w.numel() for w in weights] == [2] * self.gemm_count:
             scaling = with_weight_scales(scaling, weights)
         return extra_state.pack(scaling, weights)
 

@@ -9,21 +9,17 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch import extra_state
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION
-from transformer_engine.pytorch.kernels.amax import amax
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, block_dimensions
 from transformer_engine.pytorch.model_init import ModelInit
-from transformer_engine.pytorch.operands import Demand
 from transformer_engine.pytorch.quantization import FEATURE_ALIGNMENT
-from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-
-_LARGEST = 448.0
-_ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
 
 
 class InitialValue:
@@ -46,13 +42,7 @@ def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
     fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
     if not fits:
         return nn.Parameter(values)
-    quantizer = WeightQuantizer.of(init.recipe, label)
-    codes = torch.empty_like(values, dtype=torch.uint8)
-    scales = values.new_empty(2, dtype=torch.float32)
-    weight = Float8Tensor(
-        values.shape, values.dtype, codes, scales, quantizer.format, quantizer=quantizer
-    )
-    parameter = nn.Parameter(weight)
+    parameter = nn.Parameter(WeightQuantizer.of(init.recipe, label).unwritten(values))
     if not values.is_meta:
         start(parameter, values, init)
     return parameter
@@ -68,10 +58,10 @@ def start(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
         parameter.clear_high_precision_init_val = kept.clear
 
 
-def fp8_weights(module: nn.Module) -> dict[str, Float8Tensor]:
+def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
     """A module's own FP8 parameters by name, in order."""
     own = module._parameters.items()
-    return {name: p for name, p in own if isinstance(p, Float8Tensor)}  # type: ignore[misc]
+    return {name: p for name, p in own if isinstance(p, QuantizedTensor)}  # type: ignore[misc]
 
 
 def rename(module: nn.Module, layer: str) -> None:
@@ -82,7 +72,7 @@ def rename(module: nn.Module, layer: str) -> None:
 
 
 def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
-    """`nn.Module._apply`: codes move, the nominal dtype changes, the scale stays.
+    """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay.
 
     Args:
         module: its FP8 parameters are changed and stay the same objects.
@@ -101,24 +91,18 @@ def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> N
         _apply_to(weight, function)
 
 
-def _apply_to(weight: Float8Tensor, function: Apply) -> None:
+def _apply_to(weight: QuantizedTensor, function: Apply) -> None:
     probe = function(torch.empty(0, dtype=weight.dtype, device=weight.device))
     if probe.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"[quantized_model_init] expected float32, float16 or bfloat16 as the dtype of "
             f"{weight.label}, got {probe.dtype}"
         )
-    codes = function(weight._data)
-    if weight._scale_inv.is_meta:
-        scales = torch.empty(2, dtype=torch.float32, device=codes.device)
-    else:
-        scales = weight._scale_inv.to(codes.device)
-    if probe.dtype is weight.dtype and codes.device == weight.device:
-        weight._data, weight._scale_inv = codes, scales
+    parts = [None if part is None else _moved(part, function, probe) for part in weight.parts]
+    if probe.dtype is weight.dtype and probe.device == weight.device:
+        weight.adopt(parts)
         return
-    moved = Float8Tensor(
-        weight.shape, probe.dtype, codes, scales, weight._fp8_dtype, quantizer=weight._quantizer
-    )
+    moved = weight.assembled(weight.shape, parts, {**weight.facts, "dtype": probe.dtype})
     grad, weight.grad = weight.grad, None
     other = nn.Parameter(moved, weight.requires_grad)
     vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
@@ -132,6 +116,13 @@ def _apply_to(weight: Float8Tensor, function: Apply) -> None:
     weight.grad = None if grad is None else function(grad)
 
 
+def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Tensor:
+    """Codes go where the function puts them; scales stay in fp32 whatever it does to dtypes."""
+    if not part.is_floating_point():
+        return function(part)
+    return torch.empty_like(part, device=probe.device) if part.is_meta else part.to(probe.device)
+
+
 def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
     for name, weight in fp8_weights(module).items():
@@ -139,8 +130,8 @@ def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def scales_of(module: nn.Module) -> list[torch.Tensor]:
-    """`{1/scale, scale}` of every FP8 parameter that has values."""
-    return [w.scale_pair() for w in fp8_weights(module).values() if not w.is_meta]
+    """The scales of every FP8 parameter that has values."""
+    return [w.scales for w in fp8_weights(module).values() if not w.is_meta]
 
 
 def quantized(
@@ -148,14 +139,15 @@ def quantized(
 ) -> Mapping[str, Any]:
     """A state dict in which plain tensors for FP8 parameters are quantised.
 
-    With the scale that travels in `_extra_state` the codes become what they were; without one, or
-    where it cannot hold the values, they get a scale of their own.
+    With the scales that travel in `_extra_state` the codes become what they were; without, or
+    where they cannot hold the values, these get scales of their own.
     """
     weights = fp8_weights(module)
     if not weights:
         return state
     raw = state.get(prefix + "_extra_state")
-    scales = extra_state.weight_scales(raw, len(weights), module.name)
+    sizes = [weight.scales.numel() for weight in weights.values()]
+    scales = extra_state.weight_scales(raw, sizes, module.name)
     found: dict[str, Any] = {}
     for i, (name, weight) in enumerate(weights.items()):
         values = state.get(prefix + name)
@@ -166,23 +158,15 @@ def quantized(
     return {**state, **found}
 
 
-def _cast(values: torch.Tensor, weight: Float8Tensor, scales: torch.Tensor | None) -> Float8Tensor:
+def _cast(
+    values: torch.Tensor, weight: QuantizedTensor, scales: torch.Tensor | None
+) -> QuantizedTensor:
     device = values.device if weight.is_meta else weight.device
     dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
     values = values.detach().to(device, dtype).contiguous()
-    quantizer = weight._quantizer
-    if not isinstance(quantizer, WeightQuantizer):  # a parameter that users made
-        quantizer = WeightQuantizer()
-    demand = Demand(quantizer, True, False)
-    matrix: Any = quantizer.operands(values, demand).rowwise
-    if scales is not None:
-        inverse, scale = scales = scales.to(device)
-        holds = (scale > 0) & (amax(values) * scale <= _LARGEST * _ROUNDED)
-        holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
-        matrix = quantizer.cast(values, torch.where(holds, scales, matrix.scales), demand).rowwise
-    return Float8Tensor(
-        weight.shape, weight.dtype, matrix.codes, matrix.scales, matrix.format, quantizer=quantizer
-    )
+    quantizer = WeightQuantizer.writing(weight)
+    matrix = quantizer.restored(values, scales)
+    return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
 
 
 def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
@@ -192,15 +176,20 @@ def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> No
         RuntimeError: the weights were made for another recipe.
     """
     for name, weight in fp8_weights(module).items():
-        quantizer = weight._quantizer
+        rowwise = rowwise_of(weight)
+        if rowwise is None:
+            raise RuntimeError(
+                f"[{type(module).__name__}] expected row-wise codes in {name!r}, got column-wise "
+                f"codes alone (layer {module.name})"
+            )
+        quantizer = WeightQuantizer.writing(weight)
         if not enabled:
             _announce_dequantized(module, name)
-        elif isinstance(quantizer, WeightQuantizer) and not quantizer.serves(recipe):
-            made_for = f"{quantizer.family} scaling" if quantizer.family else "per-tensor scaling"
+        elif not quantizer.serves(recipe) or block_dimensions(rowwise.format) == 1:
             raise RuntimeError(
                 f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
-                f"{made_for}, got {type(recipe).__name__}; give quantized_model_init the recipe "
-                f"of autocast (layer {module.name})"
+                f"{quantizer.made_for}, got {type(recipe).__name__}; give quantized_model_init the "
+                f"recipe of autocast (layer {module.name})"
             )
 
 

@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
-from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 InitMethod = Callable[[torch.Tensor], Any]
 Split = Sequence[str] | Mapping[str, int] | None
@@ -108,7 +108,7 @@ class ParameterSet:
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
                 self._register(module, spec, torch.empty_like(parameter, device=device))
-            elif isinstance(parameter, Float8Tensor):
+            elif isinstance(parameter, QuantizedTensor):
                 values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
                 self._initialise(spec, values)
                 fp8_weights.start(parameter, values, self._init)

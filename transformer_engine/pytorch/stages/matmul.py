@@ -14,12 +14,12 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side, transposed
 from transformer_engine.pytorch.quantizers import IDENTITY, GemmQuantizers, Scaling
 from transformer_engine.pytorch.regions import top_hooks
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Value
-from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
@@ -55,15 +55,17 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
 
 
 def _matrix(weight: torch.Tensor) -> Fp8Matrix:
-    assert isinstance(weight, Float8Tensor)
-    return Fp8Matrix(weight._data, weight._scale_inv, int(weight._fp8_dtype))
+    assert isinstance(weight, QuantizedTensor)
+    matrix = rowwise_of(weight)
+    assert matrix is not None  # see `fp8_weights.check`
+    return matrix
 
 
 def _columnwise(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
     """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
     assert isinstance(weight, Fp8Matrix)
     if isinstance(other, Fp8Matrix):
-        return Fp8Matrix(transpose(weight.codes), weight.scales, weight.format)
+        return transposed(weight)
     return dequantize(weight.codes, weight.format, weight.scales, dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,10 @@ from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Side
 from transformer_engine.pytorch.quantizers import BlockQuantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import (
+    Parts,
     QuantizedTensor,
     TensorMaking,
-    to_copy,
 )
-
-aten = torch.ops.aten
-
-Parts = tuple[torch.Tensor | None, ...]
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):
@@ -51,13 +47,18 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     tensor([[  1., 448.]])
     """
 
+    part_names = (
+        "_rowwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_data",
+        "_columnwise_scale_inv",
+    )
+
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _columnwise_scale_inv: torch.Tensor | None
-    _fp8_dtype: DType
     _is_2D_scaled: bool
-    _quantizer: Float8BlockQuantizer | None
 
     def __new__(
         cls,
@@ -83,110 +84,71 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self._fp8_dtype = DType(fp8_dtype)
         self._is_2D_scaled = is_2D_scaled
+        self._format = block_format(int(fp8_dtype), 2 if is_2D_scaled else 1)
         self._quantizer = quantizer
         return self
 
-    @property
-    def matrix_format(self) -> int:
-        """The format of both sides, for kernels."""
-        return block_format(int(self._fp8_dtype), 2 if self._is_2D_scaled else 1)
+    @classmethod
+    def assembled(
+        cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]
+    ) -> Float8BlockwiseQTensor:
+        """A tensor of parts and facts as another one has them."""
+        named = {name[1:]: part for name, part in zip(cls.part_names, parts, strict=True)}
+        return cls(shape, **named, **facts)  # type: ignore[arg-type]
 
     @property
-    def parts(self) -> Parts:
-        """Codes and inverse scales, row-wise and column-wise."""
-        return (
-            self._rowwise_data,
-            self._rowwise_scale_inv,
-            self._columnwise_data,
-            self._columnwise_scale_inv,
-        )
+    def facts(self) -> dict[str, Any]:
+        """What there is to know beside the parts."""
+        return {**super().facts, "is_2D_scaled": self._is_2D_scaled}
 
-    def with_parts(self, parts: Sequence[torch.Tensor | None], shape: torch.Size) -> Any:
-        """The same kind of tensor around other codes."""
-        return Float8BlockwiseQTensor(
-            shape,
-            self.dtype,
-            **_named(tuple(parts)),
-            fp8_dtype=self._fp8_dtype,
-            is_2D_scaled=self._is_2D_scaled,
-            quantizer=self._quantizer,
-        )
-
-    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The same kind of tensor, around what a function makes of codes and scales."""
-        return self.with_parts(
-            [None if part is None else function(part) for part in self.parts], self.shape
-        )
+    @property
+    def scales(self) -> torch.Tensor:
+        """fp32, the inverse scales of the row-wise side where it is there."""
+        side = self.side(False) or self.side(True)
+        assert side is not None
+        return side.scales
 
     def side(self, columnwise: bool) -> Fp8Matrix | None:
         """What GEMMs take; None where that side is missing."""
         codes, scales = self.parts[2:] if columnwise else self.parts[:2]
         if codes is None or scales is None:
             return None
-        return Fp8Matrix(codes, scales, self.matrix_format)
+        return Fp8Matrix(codes.contiguous(), scales, self._format)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `dtype` (the nominal one where None)."""
-        side, to = self.side(False) or self.side(True), dtype or self.dtype
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantised, in fp32, fp16 or bf16."""
+        side = self.side(False) or self.side(True)
         assert side is not None
-        values = dequantize(side.codes.contiguous(), side.format, side.scales, to)
-        return values if self._rowwise_data is not None else values.t().reshape(self.shape)
+        found = dequantize(side.codes, side.format, side.scales, dtype)
+        return found if self._rowwise_data is not None else found.t().reshape(self.shape)
 
-    def quantize_(self, tensor: torch.Tensor) -> Float8BlockwiseQTensor:
-        """Quantise other values into the sides of this tensor.
-
-        Raises:
-            RuntimeError: the tensor was made without a quantizer.
-        """
-        if self._quantizer is None:
-            raise RuntimeError(
-                "[Float8BlockwiseQTensor] expected a quantizer to write with, got a tensor made "
-                "without one"
-            )
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        plain = plain.to(self.device).contiguous()
+    def quantized(self, plain: torch.Tensor) -> Parts:
+        """The parts that the quantizer makes of other values of this shape."""
         sides = (self._rowwise_data is not None, self._columnwise_data is not None)
-        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))
-        for own, new in zip(self.parts, _parts(made.rowwise, made.columnwise), strict=True):
-            if own is not None and new is not None:
-                own.copy_(new.view(own.shape))
-        return self
+        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))  # type: ignore[union-attr]
+        return _parts(made.rowwise, made.columnwise)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"Float8BlockwiseQTensor(fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, "
-            f"is_2D_scaled={self._is_2D_scaled}, data={self.dequantize()})"
-        )
+    def viewed(self, shape: Sequence[int]) -> torch.Tensor:
+        """`view`; one that cuts blocks is dequantised, with a warning."""
+        size = torch.empty(self.shape, device="meta").view(shape).shape
+        if not size or not self.ndim or size[-1] != self.shape[-1]:
+            warnings.warn(
+                f"[Float8BlockwiseQTensor] expected a view with the last size "
+                f"{tuple(self.shape)[-1:]} kept, got {tuple(size)}, which cuts blocks: it is "
+                "dequantised",
+                stacklevel=3,
+            )
+            return self.dequantize().view(shape)
+        rowwise, *others = self.parts
+        parts = [None if rowwise is None else rowwise.view(size), *others]
+        return self.with_parts(parts, size)
 
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """The plain tensors inside, and the rest (for torch.compile)."""
-        names = [name for name, part in zip(_PARTS, self.parts, strict=True) if part is not None]
-        return names, {
-            "dtype": self.dtype,
-            "fp8_dtype": self._fp8_dtype,
-            "is_2D_scaled": self._is_2D_scaled,
-            "quantizer": self._quantizer,
-        }
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: dict[str, Any], size: Any, stride: Any
-    ) -> Float8BlockwiseQTensor:
-        """The inverse of `__tensor_flatten__`."""
-        parts: dict[str, Any] = {name.removeprefix("_"): inner.get(name) for name in _PARTS}
-        return Float8BlockwiseQTensor(size, **parts, **context)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        rest = int(self._fp8_dtype), self._is_2D_scaled
-        return _rebuild, (self.shape, self.dtype, self.parts, *rest)
+    def description(self) -> str:
+        """What `repr` says beside the values."""
+        return f"fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, is_2D_scaled={self._is_2D_scaled}"
 
 
-_PARTS = (
-    "_rowwise_data",
-    "_rowwise_scale_inv",
-    "_columnwise_data",
-    "_columnwise_scale_inv",
-)
+torch.serialization.add_safe_globals([Float8BlockwiseQTensor])
 
 
 def _parts(rowwise: Side | None, columnwise: Side | None) -> Parts:
@@ -195,72 +157,6 @@ def _parts(rowwise: Side | None, columnwise: Side | None) -> Parts:
         there = isinstance(side, Fp8Matrix)
         found += [side.codes, side.scales] if there else [None, None]  # type: ignore[union-attr]
     return tuple(found)
-
-
-def _named(parts: Parts) -> dict[str, Any]:
-    """The parts as arguments of `Float8BlockwiseQTensor`."""
-    return {name.removeprefix("_"): part for name, part in zip(_PARTS, parts, strict=True)}
-
-
-def _rebuild(
-    shape: torch.Size, dtype: torch.dtype, parts: Parts, fp8_dtype: int, is_2D_scaled: bool
-) -> Float8BlockwiseQTensor:
-    """What `torch.save` writes: codes and scales; the quantizer stays behind."""
-    return Float8BlockwiseQTensor(
-        shape, dtype, **_named(parts), fp8_dtype=fp8_dtype, is_2D_scaled=is_2D_scaled
-    )
-
-
-torch.serialization.add_safe_globals([_rebuild])
-
-
-def _view(x: Float8BlockwiseQTensor, shape: Any) -> Any:
-    plain = torch.empty(x.shape, device="meta").view(shape)
-    if plain.ndim == 0 or x.ndim == 0 or plain.shape[-1] != x.shape[-1]:
-        warnings.warn(
-            f"[Float8BlockwiseQTensor] expected a view with the last size {tuple(x.shape)[-1:]} "
-            f"kept, got {tuple(plain.shape)}, which cuts blocks: it is dequantised",
-            stacklevel=2,
-        )
-        return x.dequantize().view(shape)
-    rowwise, *others = x.parts
-    return x.with_parts(
-        [None if rowwise is None else rowwise.view(plain.shape), *others], plain.shape
-    )
-
-
-def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(target, Float8BlockwiseQTensor):
-        return target.copy_(source.dequantize(dtype=target.dtype), *args, **kwargs)
-    if not _same_kind(target, source):
-        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        return target.quantize_(values.expand(target.shape).to(target.dtype))
-    for own, other in zip(target.parts, source.parts, strict=True):
-        if own is not None:
-            own.copy_(other)
-    return target
-
-
-def _same_kind(target: Float8BlockwiseQTensor, source: Any) -> bool:
-    return (
-        isinstance(source, Float8BlockwiseQTensor)
-        and source.matrix_format == target.matrix_format
-        and source.shape == target.shape
-        and all(
-            own is None or other is not None
-            for own, other in zip(target.parts, source.parts, strict=True)
-        )
-    )
-
-
-Float8BlockwiseQTensor.handlers = {
-    aten.detach.default: lambda x: x.mapped(lambda part: part),
-    aten.clone.default: lambda x, **layout: x.mapped(torch.clone),
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten._to_copy.default: to_copy,
-    aten.copy_.default: _copy_into,
-}
 
 
 class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
@@ -323,13 +219,15 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
             return out.quantize_(tensor)
         plain = tensor.detach().contiguous()
         made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
-        return Float8BlockwiseQTensor(
+        return Float8BlockwiseQTensor.assembled(
             plain.shape,
-            plain.dtype,
-            **_named(_parts(made.rowwise, made.columnwise)),
-            fp8_dtype=self.dtype,
-            is_2D_scaled=self.dimensions == 2,
-            quantizer=self,
+            _parts(made.rowwise, made.columnwise),
+            {
+                "dtype": plain.dtype,
+                "fp8_dtype": self.dtype,
+                "is_2D_scaled": self.dimensions == 2,
+                "quantizer": self,
+            },
         )
 
 

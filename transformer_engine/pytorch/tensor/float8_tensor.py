@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from transformer_engine.pytorch.dtypes import FP8_NAMES, HIGH_PRECISION, DType
+from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, scale_pair
 from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuantizer, Fp8Quantizer
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, TensorMaking
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    Parts,
+    QuantizedTensor,
+    TensorMaking,
+)
 
 
 class Float8Tensor(QuantizedTensor):
@@ -38,11 +40,11 @@ class Float8Tensor(QuantizedTensor):
     tensor([[  1., 448.]])
     """
 
+    part_names = ("_data", "_scale_inv")
+
     _data: torch.Tensor
     _scale_inv: torch.Tensor
     _transpose: torch.Tensor | None
-    _fp8_dtype: DType
-    _quantizer: Fp8Quantizer | None
 
     def __new__(
         cls,
@@ -58,35 +60,19 @@ class Float8Tensor(QuantizedTensor):
         self = cls.wrap(torch.Size(shape), dtype, data)
         self._data = data
         self._scale_inv = fp8_scale_inv
-        self._fp8_dtype = DType(fp8_dtype)
+        self._fp8_dtype, self._format = DType(fp8_dtype), int(fp8_dtype)
         self._transpose = data_transpose
         self._transpose_version = _version(data)
         self._quantizer = quantizer
         return self
 
-    @property
-    def label(self) -> str:
-        """What the tensor is, for messages."""
-        return getattr(self._quantizer, "label", "") or super().label
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The same codes without autograd. Setting it replaces the values, or takes over codes."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-            raise ValueError(
-                f"[Float8Tensor] expected data of shape {tuple(self.shape)}, {self.dtype} on "
-                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device} "
-                f"({self.label}); move or convert the module instead"
-            )
-        if isinstance(value, Float8Tensor) and value._fp8_dtype is self._fp8_dtype:
-            self._data, self._scale_inv = value._data, value.scale_pair()
-            self._transpose = None
-        else:
-            self.quantize_(value)
+    @classmethod
+    def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Float8Tensor:
+        """A tensor of parts and facts as another one has them."""
+        data, scale_inv = parts
+        assert data is not None and scale_inv is not None
+        dtype, format = facts["dtype"], facts["fp8_dtype"]
+        return cls(shape, dtype, data, scale_inv, format, quantizer=facts["quantizer"])
 
     @classmethod
     def from_operands(
@@ -101,53 +87,49 @@ class Float8Tensor(QuantizedTensor):
             like.shape, like.dtype, codes, rowwise.scales, rowwise.format, transposed, quantizer
         )
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `dtype` (the nominal one where None)."""
-        to = dtype or self.dtype
-        if self.is_meta:
-            return torch.empty(self.shape, dtype=to, device=self.device)
-        by_kernel = to if to in HIGH_PRECISION else torch.float32
-        codes = self._data.contiguous()
-        return dequantize(codes, int(self._fp8_dtype), self._scale_inv, by_kernel).to(to)
-
-    def quantize_(self, tensor: torch.Tensor) -> Float8Tensor:
-        """Quantise other values into this tensor; its transpose is dropped.
-
-        Raises:
-            RuntimeError: the tensor was made without a quantizer.
-            ValueError: the values have another shape.
-        """
-        if self._quantizer is None:
-            raise RuntimeError(
-                "[Float8Tensor] expected a quantizer to write with, got a tensor made without one"
-            )
-        if tensor.shape != self.shape:
-            raise ValueError(
-                f"[Float8Tensor] expected values of shape {tuple(self.shape)}, got "
-                f"{tuple(tensor.shape)} ({self.label})"
-            )
-        if self.is_meta:
-            return self
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
-        plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
-        plain = plain.contiguous()
-        rowwise = self._quantizer.operands(plain, Demand(self._quantizer, True, False)).rowwise
-        assert isinstance(rowwise, Fp8Matrix)
-        return self.overwrite(rowwise.codes.view(self._data.shape), rowwise.scales)
-
-    def overwrite(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> Float8Tensor:
-        """Take over the contents of other codes and of their scale."""
-        self._data.copy_(codes)
-        self._scale_inv.copy_(scale_inv[: self._scale_inv.numel()])
-        self._transpose = None
-        if not self._data.is_inference():
-            # Below autograd nothing else tells aliases, and graphs that have saved the codes.
-            torch.autograd.graph.increment_version(self._data)
-        return self
-
-    def scale_pair(self) -> torch.Tensor:
+    @property
+    def scales(self) -> torch.Tensor:
         """fp32 `[2]` = {1/scale, scale}; users may bring the first alone."""
         return scale_pair(self._scale_inv)
+
+    def side(self, columnwise: bool) -> Fp8Matrix:
+        """What GEMMs take; the transposed codes are made once and kept until the values change."""
+        codes = self.transposed_codes() if columnwise else self._data.contiguous()
+        return Fp8Matrix(codes, self._scale_inv, self._format)
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantised, in fp32, fp16 or bf16."""
+        return dequantize(self._data.contiguous(), self._format, self._scale_inv, dtype)
+
+    def quantized(self, plain: torch.Tensor) -> Parts:
+        """The parts that the quantizer makes of other values of this shape."""
+        assert self._quantizer is not None
+        made = self._quantizer.operands(plain, Demand(self._quantizer, True, False)).rowwise
+        assert isinstance(made, Fp8Matrix)
+        return made.codes, made.scales
+
+    def adopt(self, parts: Parts) -> None:
+        """From now on consist of these."""
+        data, scale_inv = parts
+        assert data is not None and scale_inv is not None
+        self._data, self._scale_inv = data, scale_pair(scale_inv)
+        self._transpose = None
+
+    def overwrite(self, parts: Parts) -> Float8Tensor:
+        """Take over the contents of other parts; the transpose is dropped."""
+        data, scale_inv = parts
+        assert scale_inv is not None
+        self._transpose = None
+        super().overwrite((data, scale_inv.reshape(-1)[: self._scale_inv.numel()]))
+        return self
+
+    def viewed(self, shape: Sequence[int]) -> Float8Tensor:
+        """`view`: all codes have the same scale."""
+        data = self._data.view(shape)
+        view = self.with_parts([data, self._scale_inv], data.shape)
+        if data.ndim > 0 and self.ndim > 0 and data.shape[-1] == self.shape[-1]:
+            view._transpose = self.known_transpose
+        return view
 
     @property
     def known_transpose(self) -> torch.Tensor | None:
@@ -162,69 +144,16 @@ class Float8Tensor(QuantizedTensor):
             self._transpose_version = _version(self._data)
         return self._transpose  # type: ignore[return-value]
 
-    def with_codes(
-        self, data: torch.Tensor, scale_inv: torch.Tensor, transposed: torch.Tensor | None = None
-    ) -> Float8Tensor:
-        """The same kind of tensor around other codes."""
-        return Float8Tensor(
-            data.shape, self.dtype, data, scale_inv, self._fp8_dtype, transposed, self._quantizer
-        )
-
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Float8Tensor:
         """The same kind of tensor, around what a function makes of codes and scale."""
-        known = self.known_transpose
-        transposed = None if known is None else function(known)
-        return self.with_codes(function(self._data), function(self._scale_inv), transposed)
+        other, known = super().mapped(function), self.known_transpose
+        other._transpose = None if known is None else function(known)
+        return other
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.is_meta or type(self._data) is not torch.Tensor:  # there is nothing to show
-            return f"Float8Tensor(size={tuple(self.shape)}, dtype={self.dtype}, data={self._data})"
-        return (
-            f"Float8Tensor(fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, "
-            f"scale_inv={self._scale_inv.flatten()[0].item()}, data={self.dequantize()})"
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """The plain tensors inside, and the rest (for torch.compile)."""
-        return ["_data", "_scale_inv"], {
-            "dtype": self.dtype,
-            "fp8_dtype": self._fp8_dtype,
-            "quantizer": self._quantizer,
-        }
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: dict[str, Any], size: Any, stride: Any
-    ) -> Float8Tensor:
-        """The inverse of `__tensor_flatten__`."""
-        return Float8Tensor(
-            size,
-            context["dtype"],
-            inner["_data"],
-            inner["_scale_inv"],
-            context["fp8_dtype"],
-            quantizer=context["quantizer"],
-        )
-
-    @classmethod
-    def __metadata_guard__(cls, known: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Whether a graph compiled for one tensor serves another (quantizers differ by label)."""
-        return all(known[name] == found[name] for name in ("dtype", "fp8_dtype"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
-        if id(self) not in memo:
-            copy = self.with_codes(self._data.clone(), self._scale_inv.clone())
-            if isinstance(self, nn.Parameter):
-                copy = nn.Parameter(copy)  # type: ignore[assignment]
-            own = {k: v for k, v in vars(self).items() if k not in vars(copy)}
-            vars(copy).update({k: deepcopy(v, memo) for k, v in own.items()})
-            memo[id(self)] = copy.requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = (self.shape, self.dtype, self._data, self._scale_inv, int(self._fp8_dtype))
-        pickled = getattr(self._quantizer, "pickled", None)
-        return (_rebuild, parts) if pickled is None else pickled(self, parts)
+    def description(self) -> str:
+        """What `repr` says beside the values."""
+        scale_inv = self._scale_inv.flatten()[0].item()
+        return f"fp8_dtype={FP8_NAMES[int(self._fp8_dtype)]}, scale_inv={scale_inv}"
 
 
 def _version(codes: torch.Tensor) -> int:
@@ -232,18 +161,7 @@ def _version(codes: torch.Tensor) -> int:
     return 0 if codes.is_inference() else codes._version
 
 
-def _rebuild(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    fp8_dtype: int,
-) -> Float8Tensor:
-    """What `torch.save` writes: codes and scale; the quantizer stays behind."""
-    return Float8Tensor(shape, dtype, data, scale_inv, fp8_dtype)
-
-
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([Float8Tensor])
 
 
 class _Float8Making(TensorMaking):

@@ -2,30 +2,52 @@
 
 Any operation works: by default it runs on dequantised values and gives plain tensors; what it
 writes in place is quantised again. What can be done on the codes alone (detach, clone, view,
-moving between devices, copying) is listed by the subclass.
+moving between devices, copying) is in `handlers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
+from transformer_engine.pytorch.operands import Fp8Matrix
+from transformer_engine.pytorch.quantizers import Quantizer
+
 Handler = Callable[..., Any]
+Parts = Sequence[torch.Tensor | None]
 
 # Operations on lists of tensors (optimizers have them) dequantise so much at a time.
 _MOST_BYTES = 1 << 28
 
 
 class QuantizedTensor(torch.Tensor):
-    """Base of quantised tensors: a wrapper without storage of its own."""
+    """Base of quantised tensors: a wrapper without storage of its own.
+
+    A subclass consists of plain tensors, codes and scales, which it keeps under `part_names`, and
+    of `facts` about them.
+    """
 
     # Native code must unpack the payload: this keeps it from seeing an empty tensor.
     __dlpack_c_exchange_api__ = None
     handlers: ClassVar[dict[Any, Handler]] = {}
+    part_names: ClassVar[tuple[str, ...]] = ()
+    parts: tuple[torch.Tensor | None, ...]  # codes and scales; None for those that are not there
+
+    _fp8_dtype: DType
+    _format: int  # of the sides, for kernels
+    _quantizer: Quantizer | None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.parts = property(attrgetter(*cls.part_names))  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, shape: torch.Size, dtype: torch.dtype, data: torch.Tensor) -> Any:
@@ -34,22 +56,172 @@ class QuantizedTensor(torch.Tensor):
             cls, shape, dtype=dtype, device=data.device, requires_grad=False
         )
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `dtype` (the nominal one where None)."""
-        raise NotImplementedError
-
-    def quantize_(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Replace the values, in place."""
-        raise NotImplementedError
-
-    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The same kind of tensor, around what a function makes of the plain tensors inside."""
+    @classmethod
+    def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Any:
+        """A tensor of parts and facts as another one has them."""
         raise NotImplementedError
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What there is to know beside the parts."""
+        return {"dtype": self.dtype, "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer}
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """fp32, what restores the codes of dequantised values: see `extra_state`."""
+        raise NotImplementedError
+
+    def side(self, columnwise: bool) -> Fp8Matrix | None:
+        """What GEMMs take; None where there is no such side."""
+        raise NotImplementedError
+
+    def viewed(self, shape: Sequence[int]) -> torch.Tensor:
+        """`view`."""
+        raise NotImplementedError
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantised, in fp32, fp16 or bf16."""
+        raise NotImplementedError
+
+    def quantized(self, plain: torch.Tensor) -> Parts:
+        """The parts that the quantizer makes of other values of this shape."""
+        raise NotImplementedError
+
+    def with_parts(self, parts: Parts, shape: torch.Size | None = None) -> Any:
+        """The same kind of tensor around other parts."""
+        return self.assembled(self.shape if shape is None else shape, parts, self.facts)
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The same kind of tensor, around what a function makes of the plain tensors inside."""
+        return self.with_parts([None if part is None else function(part) for part in self.parts])
+
+    def adopt(self, parts: Parts) -> None:
+        """From now on consist of these, as far as there is such a part."""
+        for name, own, other in zip(self.part_names, self.parts, parts, strict=True):
+            if own is not None:
+                setattr(self, name, other)
+
+    def like(self, other: Any) -> bool:
+        """Whether the parts of another tensor can stand for those of this one."""
+        return (
+            isinstance(other, type(self))
+            and _same(self.facts, other.facts, but=("dtype", "quantizer"))
+            and other.shape == self.shape
+            and all(
+                own is None or there is not None
+                for own, there in zip(self.parts, other.parts, strict=True)
+            )
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same codes without autograd. Setting it replaces the values, or takes over codes."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise ValueError(
+                f"[{type(self).__name__}] expected data of shape {tuple(self.shape)}, {self.dtype} "
+                f"on {self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device} "
+                f"({self.label}); move or convert the module instead"
+            )
+        if self.like(value):
+            self.adopt(value.parts)  # type: ignore[attr-defined]
+        else:
+            self.quantize_(value)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of `dtype` (the nominal one where None)."""
+        to = dtype or self.dtype
+        if self.is_meta:
+            return torch.empty(self.shape, dtype=to, device=self.device)
+        return self.decoded(to if to in HIGH_PRECISION else torch.float32).to(to)
+
+    def quantize_(self, tensor: torch.Tensor) -> Any:
+        """Quantise other values into this tensor.
+
+        Raises:
+            RuntimeError: the tensor was made without a quantizer.
+            ValueError: the values have another shape.
+        """
+        name = type(self).__name__
+        if self._quantizer is None:
+            raise RuntimeError(
+                f"[{name}] expected a quantizer to write with, got a tensor made without one"
+            )
+        if tensor.shape != self.shape:
+            raise ValueError(
+                f"[{name}] expected values of shape {tuple(self.shape)}, got "
+                f"{tuple(tensor.shape)} ({self.label})"
+            )
+        if self.is_meta:
+            return self
+        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
+        plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
+        return self.overwrite(self.quantized(plain.contiguous()))
+
+    def overwrite(self, parts: Parts) -> Any:
+        """Take over the contents of other parts."""
+        for own, other in zip(self.parts, parts, strict=True):
+            if own is None or other is None:
+                continue
+            own.copy_(other.view(own.shape))
+            if not own.is_inference():
+                # Below autograd nothing else tells aliases, and graphs that have saved the codes.
+                torch.autograd.graph.increment_version(own)
+        return self
+
+    @property
     def label(self) -> str:
-        """What the tensor is, for messages: its class, and the parameter of which layer."""
-        return type(self).__name__
+        """What the tensor is, for messages: its class, or the parameter of which layer."""
+        return getattr(self._quantizer, "label", "") or type(self).__name__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = type(self).__name__
+        some = next(part for part in self.parts if part is not None)
+        if self.is_meta or type(some) is not torch.Tensor:  # there is nothing to show
+            return f"{name}(size={tuple(self.shape)}, dtype={self.dtype}, data={some})"
+        return f"{name}({self.description()}, data={self.dequantize()})"
+
+    def description(self) -> str:
+        """What `repr` says beside the values."""
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """The plain tensors inside, and the rest (for torch.compile)."""
+        named = zip(self.part_names, self.parts, strict=True)
+        return [name for name, part in named if part is not None], self.facts
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: dict[str, Any], size: Any, stride: Any
+    ) -> Any:
+        """The inverse of `__tensor_flatten__`."""
+        return cls.assembled(size, [inner.get(name) for name in cls.part_names], context)
+
+    @classmethod
+    def __metadata_guard__(cls, known: dict[str, Any], found: dict[str, Any]) -> bool:
+        """Whether a graph compiled for one tensor serves another (quantizers differ by label)."""
+        return _same(known, found, but=("quantizer",))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copy = self.with_parts([None if part is None else part.clone() for part in self.parts])
+            if isinstance(self, nn.Parameter):
+                copy = nn.Parameter(copy)
+            own = {k: v for k, v in vars(self).items() if k not in vars(copy)}
+            vars(copy).update({k: deepcopy(v, memo) for k, v in own.items()})
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Most quantizers stay behind; those of weights are plain values.
+        keeps = getattr(self._quantizer, "pickles", False)
+        facts = {**self.facts, "fp8_dtype": int(self._fp8_dtype)}
+        facts["quantizer"] = self._quantizer if keeps else None
+        needs_grad = self.requires_grad if isinstance(self, nn.Parameter) else None
+        return _rebuild, (type(self), self.shape, self.parts, facts, needs_grad)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -90,19 +262,32 @@ class QuantizedTensor(torch.Tensor):
         return self._refuse("share_memory_()")
 
 
-def to_copy(
-    x: QuantizedTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **layout: Any,  # codes stay contiguous whatever is asked
-) -> Any:
-    """`aten._to_copy` for subclasses: to another device as codes, to another dtype as values."""
-    to = device or x.device
-    if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
-    return x.mapped(lambda part: part.to(to, non_blocking=non_blocking, copy=True))
+def _same(facts: dict[str, Any], others: dict[str, Any], but: Sequence[str]) -> bool:
+    return all(others[name] == fact for name, fact in facts.items() if name not in but)
+
+
+def _rebuild(
+    kind: type[QuantizedTensor],
+    shape: torch.Size,
+    parts: Parts,
+    facts: dict[str, Any],
+    needs_grad: bool | None,
+) -> torch.Tensor:
+    """What `torch.save` writes; `needs_grad` is None where it was no parameter."""
+    tensor = kind.assembled(shape, parts, facts)
+    return tensor if needs_grad is None else nn.Parameter(tensor, needs_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def rowwise_of(x: QuantizedTensor) -> Fp8Matrix | None:
+    """Codes and scales as they are; None where there are none.
+
+    Not a method: torch.compile takes methods of tensors for operators.
+    """
+    codes, scales = [getattr(x, name) for name in type(x).part_names[:2]]
+    return None if codes is None else Fp8Matrix(codes, scales, x._format)
 
 
 class TensorMaking:

@@ -1,35 +1,110 @@
-"""`WeightQuantizer`: how a weight that is kept in FP8 is written."""
+"""`WeightQuantizer`: how a weight that is kept in FP8 is written, with one scale or in blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.kernels.amax import current_scales
-from transformer_engine.pytorch.operands import Demand, Operands
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+)
+from transformer_engine.pytorch.dtypes import E4M3, SCALE_BLOCK
+from transformer_engine.pytorch.kernels.amax import amax, current_scales
+from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+)
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Tensor,
 )
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+_LARGEST = 448.0
+_ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
 
 
-class WeightQuantizer(Float8CurrentScalingQuantizer):
-    """Quantises a weight with the scale of its own values, under every recipe.
+class WeightQuantizer(Fp8Quantizer):
+    """Quantises a weight with the scales of its own values, under every recipe.
 
     Delayed scaling spares activations the pass that finds the largest magnitude before the cast. A
     weight is written once a step, by an optimizer that reads all of it anyway, and what a scale of
     the past clips or flushes to zero is lost for good: there is no other copy.
+    """
+
+    pickles = True
+    label: str  # which parameter of which layer this is
+    made_for: str  # the recipes that may use the weight, for messages
+
+    @staticmethod
+    def of(recipe: Recipe | None, label: str) -> WeightQuantizer:
+        """For a recipe of `quantized_model_init`."""
+        if isinstance(recipe, Float8BlockScaling):
+            weight = recipe.fp8_quant_fwd_weight
+            power_of_2 = weight.power_2_scale and not recipe.use_f32_scales
+            return BlockWeightQuantizer(power_of_2, weight.amax_epsilon, label)
+        if isinstance(recipe, DelayedScaling):
+            return TensorWeightQuantizer("delayed", margin=recipe.margin, label=label)
+        if isinstance(recipe, Float8CurrentScaling):
+            weight = recipe.fp8_quant_fwd_weight
+            power_of_2 = recipe.use_power_2_scales or weight.power_2_scale
+            return TensorWeightQuantizer("current", power_of_2, weight.amax_epsilon, label=label)
+        return TensorWeightQuantizer(label=label)
+
+    @staticmethod
+    def writing(weight: QuantizedTensor) -> WeightQuantizer:
+        """What writes a weight; where users made it without one of these, the usual one."""
+        own = weight._quantizer
+        if isinstance(own, WeightQuantizer):
+            return own
+        blocks = isinstance(weight, Float8BlockwiseQTensor)
+        return BlockWeightQuantizer() if blocks else TensorWeightQuantizer()
+
+    def serves(self, recipe: Recipe | None) -> bool:
+        """Whether GEMMs of a recipe can take the weight as it is."""
+        raise NotImplementedError
+
+    def holding(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """A weight of these codes, under a nominal dtype."""
+        raise NotImplementedError
+
+    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
+        """Memory for the scales of these codes."""
+        raise NotImplementedError
+
+    def unwritten(self, like: torch.Tensor) -> QuantizedTensor:
+        """A weight of the shape, nominal dtype and device of `like`, of undefined values."""
+        codes = torch.empty_like(like, dtype=torch.uint8)
+        return self.holding(codes, self.scales_for(codes), like.dtype)
+
+    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+        """The cast of `values` with scales that an earlier one had, where these can hold them.
+
+        Args:
+            values: `[out, in]`, contiguous.
+            scales: what `QuantizedTensor.scales` was; None or of another kind: they get their own.
+        """
+        raise NotImplementedError
+
+
+class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
+    """One scale for the weight.
 
     Args:
         family: `"delayed"` or `"current"`, the recipes that may use the weight; None for both.
         power_of_2: round scales down to powers of two.
         epsilon: least amax.
         margin: scales are divided by `2 ** margin`.
-        label: which parameter of which layer this is.
+        label: see the base class.
     """
 
     def __init__(
@@ -40,23 +115,17 @@ class WeightQuantizer(Float8CurrentScalingQuantizer):
         margin: int = 0,
         label: str = "",
     ) -> None:
-        super().__init__(
-            E4M3, columnwise=False, force_pow_2_scales=power_of_2, amax_epsilon=epsilon
+        Float8CurrentScalingQuantizer.__init__(
+            self, E4M3, columnwise=False, force_pow_2_scales=power_of_2, amax_epsilon=epsilon
         )
         self.family = family
+        self.made_for = f"{family or 'per-tensor'} scaling"
         self.margin = margin
         self.label = label
 
-    @classmethod
-    def of(cls, recipe: Recipe | None, label: str) -> WeightQuantizer:
-        """For a recipe of `quantized_model_init`."""
-        if isinstance(recipe, DelayedScaling):
-            return cls("delayed", margin=recipe.margin, label=label)
-        if isinstance(recipe, Float8CurrentScaling):
-            weight = recipe.fp8_quant_fwd_weight
-            power_of_2 = recipe.use_power_2_scales or weight.power_2_scale
-            return cls("current", power_of_2, weight.amax_epsilon, label=label)
-        return cls(label=label)
+    def __reduce__(self) -> Any:
+        own = (self.family, self.power_of_2, self.epsilon, self.margin, self.label)
+        return TensorWeightQuantizer, own
 
     def serves(self, recipe: Recipe | None) -> bool:
         """Whether GEMMs of a recipe can take the weight as it is."""
@@ -64,11 +133,15 @@ class WeightQuantizer(Float8CurrentScalingQuantizer):
             return False
         return self.family in (None, "delayed" if recipe.delayed() else "current")
 
-    def pickled(self, weight: Float8Tensor, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What pickle makes a weight of again, without running code of its own."""
-        own = (self.family, self.power_of_2, self.epsilon, self.margin, self.label)
-        needs_grad = weight.requires_grad if isinstance(weight, nn.Parameter) else None
-        return _rebuild_weight, (*parts, own, needs_grad)
+    def holding(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> Float8Tensor:
+        """A weight of these codes."""
+        return Float8Tensor(codes.shape, dtype, codes, scales, self.format, quantizer=self)
+
+    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
+        """Memory for `{1/scale, scale}`."""
+        return codes.new_empty(2, dtype=torch.float32)
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Find the scale, then cast."""
@@ -78,20 +151,92 @@ class WeightQuantizer(Float8CurrentScalingQuantizer):
             scales = torch.cat([scales[:1] * factor, scales[1:] / factor])
         return self.cast(x, scales, demand)
 
-
-def _rebuild_weight(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    fp8_dtype: int,
-    quantizer: tuple[Any, ...],
-    needs_grad: bool | None,
-) -> torch.Tensor:
-    """What `torch.save` writes of a weight; `needs_grad` is None where it was no parameter."""
-    own = WeightQuantizer(*quantizer)
-    weight = Float8Tensor(shape, dtype, data, scale_inv, fp8_dtype, quantizer=own)
-    return weight if needs_grad is None else nn.Parameter(weight, needs_grad)
+    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+        """The cast of `values`, see the base class."""
+        demand = Demand(self, True, False)
+        matrix: Any = self.operands(values, demand).rowwise
+        if scales is None or scales.numel() != 2:
+            return matrix
+        inverse, scale = scales = scales.to(values.device)
+        holds = (scale > 0) & (amax(values) * scale <= _LARGEST * _ROUNDED)
+        holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
+        return self.cast(values, torch.where(holds, scales, matrix.scales), demand).rowwise  # type: ignore[return-value]
 
 
-torch.serialization.add_safe_globals([_rebuild_weight])
+class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
+    """A scale for each 128 x 128 values: the one kind of block that a transpose leaves whole.
+
+    Args:
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+        label: see the base class.
+    """
+
+    made_for = "block scaling"
+
+    def __init__(self, power_of_2: bool = True, epsilon: float = 0.0, label: str = "") -> None:
+        Float8BlockQuantizer.__init__(
+            self,
+            E4M3,
+            rowwise=True,
+            columnwise=False,
+            amax_epsilon=epsilon,
+            force_pow_2_scales=power_of_2,
+        )
+        self.label = label
+
+    def __reduce__(self) -> Any:
+        return BlockWeightQuantizer, (self.power_of_2, self.epsilon, self.label)
+
+    def serves(self, recipe: Recipe | None) -> bool:
+        """Whether GEMMs of a recipe can take the weight as it is."""
+        return isinstance(recipe, Float8BlockScaling) and recipe.w_block_scaling_dim == 2
+
+    def holding(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> Float8BlockwiseQTensor:
+        """A weight of these codes."""
+        return Float8BlockwiseQTensor(
+            codes.shape,
+            dtype,
+            rowwise_data=codes,
+            rowwise_scale_inv=scales,
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            fp8_dtype=self.dtype,
+            is_2D_scaled=True,
+            quantizer=self,
+        )
+
+    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
+        """Memory for the inverse scales of all blocks."""
+        return codes.new_empty(self.get_scale_shape(codes.shape, False), dtype=torch.float32)
+
+    def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
+        """The cast of `values`, see the base class; each block decides for itself."""
+        matrix: Any = self.operands(values, Demand(self, True, False)).rowwise
+        if scales is None or scales.numel() != matrix.scales.numel():
+            return matrix
+        given = scales.to(values.device).view(matrix.scales.shape)
+        rows, cols = values.shape
+        scale = given.reciprocal()
+        largest = _largest_of_blocks(values, given.shape)
+        holds = (given > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
+        chosen = torch.where(holds, given, matrix.scales)
+        each = chosen.reciprocal().repeat_interleave(SCALE_BLOCK, 0)[:rows]
+        each = each.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
+        one = torch.ones(2, device=values.device)
+        codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]
+        assert codes is not None
+        return Fp8Matrix(codes, chosen, matrix.format)
+
+
+def _largest_of_blocks(values: torch.Tensor, grid: torch.Size) -> torch.Tensor:
+    """fp32 magnitudes, one for each block and zero for what rounding up added; no NaN."""
+    rows, cols = values.shape
+    whole = values.new_zeros((grid[0] * SCALE_BLOCK, grid[1] * SCALE_BLOCK), dtype=torch.float32)
+    whole[:rows, :cols] = values.abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    return whole.view(grid[0], SCALE_BLOCK, grid[1], SCALE_BLOCK).amax((1, 3))
+
+
+torch.serialization.add_safe_globals([TensorWeightQuantizer, BlockWeightQuantizer])
