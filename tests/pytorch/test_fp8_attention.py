@@ -315,7 +315,7 @@ def test_table_and_errors(monkeypatch):
 
 def test_emulation_on_a_gpu_is_announced(monkeypatch):
     said = []
-    monkeypatch.setattr(choice, "_warn_once", said.append)
+    monkeypatch.setattr(choice, "warn_once", said.append)
     for device in ("cuda", "cpu"):
         problem = Problem(device=device, fp8=True)
         choice._announce(problem, "unfused", AttentionVariables())

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import io
 import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
 
 MAGIC = b"TEFP8S01"
@@ -123,13 +122,10 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
     """Say once what kind of state is ignored: the others of a checkpoint are of that kind too."""
     start = bytes(raw[:4].tolist())
     kind = "pickled" if start.startswith(_PICKLES) else "unknown"
-    announced = autocast_stack().announced
-    if kind in announced:
-        return
-    announced.add(kind)
-    warnings.warn(
+    warn_once(
         "[load_state_dict] ignoring the _extra_state of another package version "
         f"({kind}, never unpickled): FP8 scales start anew (layer {layer}, and others like it)",
+        about=f"{kind} _extra_state",
         stacklevel=4,
     )
 

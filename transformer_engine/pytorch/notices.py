@@ -17,14 +17,32 @@ def warn(text: str, stacklevel: int = 1) -> None:
         stacklevel: as in `warnings.warn`, seen from the caller.
     """
     if torch.compiler.is_compiling():
-        _warn_while_tracing(text)
+        _warn_while_tracing(text, text)
     else:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-@torch.compiler.assume_constant_result
-def _warn_while_tracing(text: str) -> None:
+def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
+    """Warn the first time that there is something to say about a thing, however many it concerns.
+
+    Args:
+        text: for the user.
+        about: the thing; empty: the text itself.
+        stacklevel: as in `warn`.
+    """
+    if torch.compiler.is_compiling():
+        _warn_while_tracing(text, about or text)
+    else:
+        _warn_of(about or text, text, stacklevel + 1)
+
+
+def _warn_of(about: str, text: str, stacklevel: int) -> None:
     announced = autocast_stack().announced
-    if text not in announced:
-        announced.add(text)
-        warnings.warn(text, stacklevel=2)
+    if about not in announced:
+        announced.add(about)
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+@torch.compiler.assume_constant_result
+def _warn_while_tracing(text: str, about: str) -> None:
+    _warn_of(about, text, 2)

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.modules.repeated import ends_again, first_call, repeats
 from transformer_engine.pytorch.modules.scaled import ScaledModule
-from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.quantization import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
@@ -229,11 +229,8 @@ def _backward_slots(
 
 def _announce_mha() -> None:
     """Say once how the tensors of fp8_mha travel."""
-    announced = autocast_stack().announced
-    if "fp8_mha" not in announced:
-        announced.add("fp8_mha")
-        warn(
-            "[attention] fp8_mha: tensors between projections and attention are cast to FP8 inside"
-            " of attention, as with fp8_dpa; no projection reads or writes them in FP8 itself",
-            stacklevel=2,
-        )
+    warn_once(
+        "[attention] fp8_mha: tensors between projections and attention are cast to FP8 inside of"
+        " attention, as with fp8_dpa; no projection reads or writes them in FP8 itself",
+        stacklevel=2,
+    )

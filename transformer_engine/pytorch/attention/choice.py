@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformer_engine.pytorch.attention.backend import (
 from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallShape
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.table import capability, ranked, table
+from transformer_engine.pytorch.notices import warn_once
 
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool, torch.dtype | None]
 _NO_BIAS: _BiasFacts = ("no_bias", None, False, False, None)
@@ -153,30 +153,25 @@ def _announce(problem: Problem, chosen: str, allowed: AttentionVariables) -> Non
     if problem.compiling:
         return
     if problem.fp8 and chosen == "unfused" and problem.device == "cuda":
-        _warn_once(
-            "FP8 attention runs on the backend 'unfused', which rounds as FP8 does and takes longer"
-            " than attention in 16 bit; attention_backends(fp8=True, ...) says why others refuse,"
-            " a recipe without fp8_dpa and fp8_mha leaves attention in 16 bit"
+        warn_once(
+            "[attention] FP8 attention runs on the backend 'unfused', which rounds as FP8 does and"
+            " takes longer than attention in 16 bit; attention_backends(fp8=True, ...) says why"
+            " others refuse, a recipe without fp8_dpa and fp8_mha leaves attention in 16 bit"
         )
     if allowed.flash_backward:
-        _warn_once(
-            "NVTE_FUSED_ATTN_USE_FAv2_BWD=1 changes nothing: a backend runs its own backward, and"
-            " cuDNN's is the faster one on Hopper"
+        warn_once(
+            "[attention] NVTE_FUSED_ATTN_USE_FAv2_BWD=1 changes nothing: a backend runs its own"
+            " backward, and cuDNN's is the faster one on Hopper"
         )
     if allowed.workspace is not None:
-        _warn_once(
-            "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT changes nothing: cuDNN chooses its workspace"
+        warn_once(
+            "[attention] NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT changes nothing: cuDNN chooses its"
+            " workspace"
         )
     if allowed.debug >= 1:
         _logger().info("running with the backend %s", chosen)
     if allowed.debug >= 2:
         _logger().debug("%s\n%s", problem, table(problem, allowed))
-
-
-@remembered
-def _warn_once(message: str) -> None:
-    """Warn of something that is worth one line, however many calls it concerns."""
-    warnings.warn(f"[attention] {message}", stacklevel=2)
 
 
 @remembered
