@@ -1,5 +1,7 @@
 """Norms of the heads of queries and keys, against their definition in float64."""
 
+import copy
+
 import attention_reference
 import layer_reference as reference
 import pytest
@@ -201,3 +203,20 @@ def test_unknown_type(module):
     message = r"qk_norm_type None or in \{RMSNorm, LayerNorm, L2Normalization\}, got 'BatchNorm'"
     with pytest.raises(ValueError, match=message):
         module(*sizes, qk_norm_type="BatchNorm")
+
+
+def test_the_gamma_of_lengths_is_filled_once(device):
+    module, x = L2Normalization(SIZE), torch.randn(3, SIZE, device=device)
+    with torch.inference_mode():
+        expected = module(x)
+    leaf = x.clone().requires_grad_()
+    module(leaf).sum().backward()  # what inference has made may be saved
+    assert torch.equal(module(x), expected) and leaf.grad is not None
+    (gamma,) = module._gammas.values()
+    module.bfloat16()
+    assert module(x.double().to(torch.bfloat16)).dtype is torch.bfloat16
+    assert [known is gamma for known in module._gammas.values()] == [True]
+    assert not copy.deepcopy(module)._gammas and not module.state_dict()
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = L2Normalization(SIZE)
+        assert fake(torch.empty(3, SIZE, device=device)).shape == (3, SIZE) and not fake._gammas

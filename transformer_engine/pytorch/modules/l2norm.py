@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.modules.norms import NormChain
 from transformer_engine.pytorch.stages import Norm
 
@@ -26,11 +29,29 @@ class L2Normalization(NormChain):
         super().__init__(Norm("RMSNorm", eps / hidden_size, zero_centered=False))
         self.hidden_size = hidden_size
         self.eps = eps
+        self._gammas: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""
-        gamma = inp.new_full((self.hidden_size,), self.hidden_size**-0.5, dtype=torch.float32)
-        return self.normalised(inp, gamma, None, inp.dtype)
+        return self.normalised(inp, self._gamma(inp), None, inp.dtype)
+
+    def _gamma(self, like: torch.Tensor) -> torch.Tensor:
+        """Filled once for a device; anew where memory belongs to one graph or to one mode."""
+        compiling = torch.compiler.is_compiling() or type(like) is not torch.Tensor
+        known = None if compiling else self._gammas.get(like.device)
+        if known is not None:
+            return known
+        size, value = (self.hidden_size,), self.hidden_size**-0.5
+        if compiling or capturing():
+            return like.new_full(size, value, dtype=torch.float32)
+        with torch.inference_mode(False):
+            # Copied from the host, it is there for every stream before the host goes on.
+            gamma = torch.full(size, value, dtype=torch.float32, device="cpu").to(like.device)
+        self._gammas[like.device] = gamma
+        return gamma
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_gammas": {}}
 
     def extra_repr(self) -> str:
         """Size and setting."""
