@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain import Chain
-from transformer_engine.pytorch.modules.base import (
-    TransformerEngineBaseModule,
-    accept_overlap_arguments,
-    refuse_parallel_sizes,
+from transformer_engine.pytorch.modules.base import accept_overlap_arguments, refuse_parallel_sizes
+from transformer_engine.pytorch.modules.linear import (
+    OneWeight,
+    parallel_mode_of,
+    weight_attributes,
 )
-from transformer_engine.pytorch.modules.linear import parallel_mode_of, weight_attributes
 from transformer_engine.pytorch.modules.norms import check_normalization, norm_parameters
 from transformer_engine.pytorch.modules.parameters import (
     InitMethod,
@@ -28,7 +28,7 @@ from transformer_engine.pytorch.stages import Matmul, Norm
 from transformer_engine.pytorch.stages.norm import tap_of
 
 
-class LayerNormLinear(TransformerEngineBaseModule):
+class LayerNormLinear(OneWeight):
     """Applies layer normalisation followed by a linear transformation.
 
     Args:
@@ -131,12 +131,6 @@ class LayerNormLinear(TransformerEngineBaseModule):
                 Matmul(0, self.name, fuse_wgrad_accumulation),
             ]
         )
-
-    def _gemm_weights(self) -> list[tuple[int, int]]:
-        return [(self.out_features, self.in_features)]
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [self._split.of(self)[0]]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the linear transformation.

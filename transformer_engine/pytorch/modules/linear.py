@@ -44,7 +44,21 @@ def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
     return mode
 
 
-class Linear(TransformerEngineBaseModule):
+class OneWeight(TransformerEngineBaseModule):
+    """A module of one GEMM, whose weight and bias may be split into several parameters."""
+
+    in_features: int
+    out_features: int
+    _split: SplitLinearParameters
+
+    def _gemm_weights(self) -> list[tuple[int, int]]:
+        return [(self.out_features, self.in_features)]
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._split.of(self)[0]]
+
+
+class Linear(OneWeight):
     """Applies `y = x . A^T + b`; a drop-in replacement of `torch.nn.Linear`.
 
     Args:
@@ -134,12 +148,6 @@ class Linear(TransformerEngineBaseModule):
     def save_original_input(self, value: bool) -> None:
         self._matmul.save_original_input = value
         self._runs.clear()
-
-    def _gemm_weights(self) -> list[tuple[int, int]]:
-        return [(self.out_features, self.in_features)]
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [self._split.of(self)[0]]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the linear transformation.
