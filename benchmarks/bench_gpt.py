@@ -61,15 +61,20 @@ def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge
         report.row(**row)
 
 
-def main() -> None:
-    require_gpu()
-    report = Report("gpt")
+def prepare() -> tuple[dict[str, GPT], torch.Tensor, torch.Tensor]:
+    """The models by precision, an input of their layers, and tokens."""
     models = {"torch": GPT(PlainLayer)}
     models |= {name: GPT(our_layer) for name in contenders.RECIPES}
     x = random(SIZE.batch, SIZE.sequence, SIZE.hidden)
+    return models, x, torch.randint(VOCABULARY, (SIZE.batch, SIZE.sequence + 1), device=x.device)
+
+
+def main() -> None:
+    require_gpu()
+    report = Report("gpt")
+    models, x, tokens = prepare()
     stacks = {name: step(model.layers, x, name) for name, model in models.items()}
     measure(report, "layers", stacks, judge=True)
-    tokens = torch.randint(VOCABULARY, (SIZE.batch, SIZE.sequence + 1), device=x.device)
     whole = {name: training_step(model, tokens, name) for name, model in models.items()}
     measure(report, "step", whole, judge=False)
     report.save()

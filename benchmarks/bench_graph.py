@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import contenders
 import torch
-from bench_gpt import GPT, SIZE, VOCABULARY, training_step
-from contenders import PlainLayer, our_layer, random, step
+from bench_gpt import prepare, training_step
+from contenders import step
 from harness import Report, captured, over, require_gpu, time_gpu_each
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,12 +56,9 @@ def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge
 def main() -> None:
     require_gpu()
     report = Report("graph")
-    models = {"torch": GPT(PlainLayer)}
-    models |= {name: GPT(our_layer) for name in contenders.RECIPES}
-    x = random(SIZE.batch, SIZE.sequence, SIZE.hidden)
+    models, x, tokens = prepare()
     stacks = {name: step(model.layers, x, name) for name, model in models.items()}
     measure(report, "layers", stacks, judge=True)
-    tokens = torch.randint(VOCABULARY, (SIZE.batch, SIZE.sequence + 1), device=x.device)
     whole = {
         name: training_step(model, tokens, name, capturable=True) for name, model in models.items()
     }

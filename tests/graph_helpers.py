@@ -1,24 +1,30 @@
 """What the tests of CUDA graphs share."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from typing import Any
 
+import precisions
 import torch
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=3),
-    "current": Float8CurrentScaling(),
-    "high precision": None,
-}
+RECIPES = {name: precisions.RECIPES[name] for name in ("delayed", "current", "high precision")}
 HIDDEN, BATCH, STEPS = 64, 4, 10
 
 
-def scope(recipe: str):
-    chosen = RECIPES[recipe]
-    return nullcontext() if chosen is None else te.fp8_autocast(fp8_recipe=chosen)
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Of a step after three eager ones: the graph, and what each replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        out = step()
+    return graph, out
 
 
 def layer(number: int = 0, dropout: float = 0.0, **more) -> te.TransformerLayer:

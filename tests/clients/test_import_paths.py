@@ -102,7 +102,16 @@ MORE = {
         "round_up_to_nearest_multiple",
         "scaled_init_method_normal",
     ),
+    "transformer_engine.debug": ("set_weight_tensor_tp_group_reduce",),
+    "transformer_engine.debug.features.api": ("TEConfigAPIMapper", "TransformerEngineAPI"),
     "transformer_engine.debug.pytorch.debug_state": ("TEDebugState",),
+    "nvdlfw_inspect.base": ("BaseConfigAPIMapper", "BaseNamespaceAPI"),
+    "nvdlfw_inspect.config_manager": ("ConfigManager", "ConfigSpec", "is_layer_in_cfg"),
+    "nvdlfw_inspect.debug_features.generic_feature_api": ("GenericConfigAPIMapper",),
+    "nvdlfw_inspect.debug_features.log_tensor_stats": ("LogTensorStats",),
+    "nvdlfw_inspect.logging": ("BaseLogger", "MetricLogger", "get_logger", "print_rank_0"),
+    "nvdlfw_inspect.registry": ("Registry", "api_method"),
+    "nvdlfw_inspect.utils": ("append_parent_docstring", "gather_along_first_dim"),
     "transformer_engine_torch": ("thd_get_partitioned_indices",),
 }
 

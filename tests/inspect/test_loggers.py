@@ -18,6 +18,7 @@ from nvdlfw_inspect.logging import (
     enable_logging_at_current_step,
     get_logger,
     print_rank_0,
+    wrap_tensorboard_writer,
 )
 
 Initialize = Callable[..., Any]
@@ -96,6 +97,13 @@ def test_tensorboard(initialize: Initialize, tmp_path: Path) -> None:
     manager.log_statistics(2, "l", "weight", VALUES)
     assert writer.seen[0] == ("l_weight_min", -1 / 3, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_once_the_session_runs(initialize: Initialize) -> None:
+    manager, writer = initialize(), Writer()
+    MetricLogger.add_logger(wrap_tensorboard_writer(writer))
+    manager.log_statistics(2, "l", "weight", {"min": 0.5})
+    assert writer.seen == [("l_weight_min", 0.5, 2)]
 
 
 def test_batches_where_a_logger_takes_them(initialize: Initialize) -> None:

@@ -17,7 +17,6 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.attention import choice
 from transformer_engine.pytorch.attention.backend import Problem
-from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
 # On a GPU the backend says, once a process, that it is not the fast one.
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the back
 
 RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 HEADS, SIZE, LENGTH = 4, 16, 24
-
-
-@pytest.fixture(autouse=True)
-def _fresh_stack():
-    autocast_stack().reset()
-    yield
-    autocast_stack().reset()
 
 
 @dataclass(frozen=True)

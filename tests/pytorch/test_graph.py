@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from debug_session import debugging, logged, section
-from graph_helpers import RECIPES, STEPS, batch, everything, layer, scope
+from graph_helpers import RECIPES, STEPS, batch, captured, everything, layer
+from precisions import scope
 from rulers import assert_equal
 from torch import nn
 
@@ -32,20 +33,6 @@ def training_step(model: nn.Module, recipe: str, x: torch.Tensor) -> Callable[[]
         return loss.detach()
 
     return step
-
-
-def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """After three eager steps."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        out = step()
-    return graph, out
 
 
 @pytest.mark.gpu

@@ -15,8 +15,8 @@ from graph_helpers import (
     batch,
     everything,
     layer,
-    scope,
 )
+from precisions import scope
 from rulers import assert_equal
 from torch import nn
 

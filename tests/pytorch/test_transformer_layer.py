@@ -4,6 +4,7 @@ import attention_reference
 import layer_reference as reference
 import pytest
 import torch
+from graph_helpers import captured
 from layer_reference import (
     Heads,
     Layer,
@@ -314,18 +315,11 @@ def test_in_a_cuda_graph():
 
     for p in (0.0, 0.5):
         layer.hidden_dropout = p
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+        graph, found = captured(step)
         graph.replay()
-        first = [t.clone() for t in captured]
+        first = [t.clone() for t in found]
         if p == 0.0:
             for a, b in zip(first, step(), strict=True):
                 assert relative_error(a, b) < 1e-2
         graph.replay()
-        assert torch.equal(first[0], captured[0]) == (p == 0.0)
+        assert torch.equal(first[0], found[0]) == (p == 0.0)
