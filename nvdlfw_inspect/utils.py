@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from nvdlfw_inspect import _env
 
 _Class = TypeVar("_Class", bound=type)
+_PASSED_BY = ("nvdlfw_inspect", "transformer_engine", "torch", "contextlib", "importlib")
 
 
 def _distributed() -> Any:
@@ -85,7 +86,7 @@ def append_parent_docstring(parent: type) -> Callable[[_Class], _Class]:
 
 
 def warn_user(text: str) -> None:
-    """Warn the program that uses the package, at the line that called into it."""
+    """Warn the program that uses the debugger, at the line that called into it or into a layer."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1
@@ -94,7 +95,7 @@ def warn_user(text: str) -> None:
 
 def _is_inside(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("nvdlfw_inspect", "contextlib", "importlib")
+    return module.partition(".")[0] in _PASSED_BY
 
 
 def in_notebook() -> bool:

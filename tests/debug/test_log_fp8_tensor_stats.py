@@ -127,6 +127,13 @@ def test_tensors_in_high_precision_are_skipped_with_one_warning(tmp_path: Path) 
     assert logged(tmp_path) == {}
 
 
+def test_the_warning_points_at_the_call_of_the_layer(tmp_path: Path) -> None:
+    layer = te.Linear(16, 16, device="cpu")
+    with debugging(tmp_path, fp8_stats()), pytest.warns(UserWarning, match="Skipping") as caught:
+        layer(torch.ones(4, 16))
+    assert caught[0].filename == __file__
+
+
 def test_parameters_in_fp8_have_scales_alone(tmp_path: Path, device: str) -> None:
     q = Float8CurrentScalingQuantizer(E4M3)(spread(device))
     with debugging(tmp_path, fp8_stats(tensors=["weight"])):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from nvdlfw_inspect.utils import warn_user
 from transformer_engine.debug.schedules import end_of_run
 from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
@@ -211,10 +211,9 @@ class TensorStatistics:
     def _skip(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"[LogFp8TensorStats] Skipping stats collection for layer {self.layer}, "
-                f"tensor {self.tensor}: {reason}",
-                stacklevel=3,
+                f"tensor {self.tensor}: {reason}"
             )
 
     def close(self) -> None:
