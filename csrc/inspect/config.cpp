@@ -202,7 +202,8 @@ Loaded load_config(const Node& root, std::string origin, const std::vector<Featu
 Loaded load_config(std::string_view text, std::string origin, const std::vector<FeatureRule>& rules,
                    const RegexSearch& regex) {
   try {
-    return load_config(parse_yaml(text), std::move(origin), rules, regex);
+    const Node root = parse_yaml(text);  // it may throw, and the origin is named then
+    return load_config(root, std::move(origin), rules, regex);
   } catch (const TextError& error) {
     Loaded loaded;
     loaded.config.origin = std::move(origin);

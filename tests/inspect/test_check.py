@@ -78,6 +78,14 @@ def test_reports_every_mistake_with_its_place(
     ]
 
 
+def test_what_is_no_yaml_is_reported_with_its_place_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(folder, "watched:\n\tenabled: True\n") == 1
+    error = f"error: {folder / 'config.yaml'}:2:1: expected spaces, got a tab"
+    assert error in capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize(
     ("layers", "selected"),
     [
