@@ -60,7 +60,10 @@ def test_subclasses_may_pass_foreign_keywords() -> None:
     ("arguments", "message"),
     [
         ({"fp8_format": Format.E5M2}, "expected fp8_format to be Format.HYBRID or Format.E4M3"),
-        ({"fp8_format": "HYBRID"}, "expected fp8_format to be a Format, got 'HYBRID'"),
+        (
+            {"fp8_format": "HYBRID"},
+            "expected fp8_format to be a Format, such as Format.HYBRID, got 'HYBRID'",
+        ),
         ({"amax_history_len": 0}, "expected amax_history_len to be an int >= 1, got 0"),
         ({"amax_compute_algo": "mean"}, "expected amax_compute_algo to be 'max', 'most_recent'"),
     ],

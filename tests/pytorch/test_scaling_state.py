@@ -240,6 +240,27 @@ def test_extra_state_of_others() -> None:
         layer.set_extra_state(torch.arange(64, dtype=torch.uint8))
 
 
+def test_extra_state_of_another_kind_of_layer_is_refused() -> None:
+    linear, mlp = te.Linear(32, 32, device="cpu"), te.LayerNormMLP(32, 32, device="cpu", name="mlp")
+    with te.fp8_autocast(enabled=True):
+        linear(torch.randn(16, 32)).sum().backward()
+    state = {**mlp.state_dict(), "_extra_state": linear.get_extra_state()}
+    text = r"expected the FP8 state of 2 GEMMs, 6 forward scales, got 3 \(layer mlp\)"
+    with pytest.raises(ValueError, match=text):
+        mlp.load_state_dict(state)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_damaged_scales_are_refused(scale: float) -> None:
+    layer = te.Linear(32, 32, device="cpu", name="fc")
+    with te.fp8_autocast(enabled=True):
+        layer(torch.randn(16, 32)).sum().backward()
+    raw = layer.get_extra_state()
+    raw[20:24] = torch.tensor([scale]).view(torch.uint8)  # behind the header
+    with pytest.raises(ValueError, match=r"scales above 0 and finite, got .* \(layer fc\)"):
+        layer.set_extra_state(raw)
+
+
 def test_extra_state_may_be_missing() -> None:
     layer = linear_with_state()
     before = layer.get_extra_state()

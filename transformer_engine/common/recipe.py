@@ -125,6 +125,9 @@ class DelayedScaling(Recipe):
         interval: accepted for old scripts; scales are updated every step.
         override_linear_precision: `(fprop, dgrad, wgrad)`; other than all False warns.
 
+    Raises:
+        ValueError: a value other than these.
+
     >>> DelayedScaling(amax_history_len=16).margin
     0
     """
@@ -142,9 +145,10 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "DelayedScaling"
-        _require(
-            isinstance(self.fp8_format, Format), name, "fp8_format", "a Format", self.fp8_format
-        )
+        _require(isinstance(self.margin, int), name, "margin", "an int", self.margin)
+        wanted = "a Format, such as Format.HYBRID"
+        is_format = isinstance(self.fp8_format, Format)
+        _require(is_format, name, "fp8_format", wanted, self.fp8_format)
         _require(
             self.fp8_format is not Format.E5M2,
             name,
@@ -190,6 +194,9 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_wgrad: accumulation of the weight-gradient GEMM.
         fp8_dpa: run attention in FP8; not implemented for this recipe, attention refuses it.
         fp8_mha: likewise.
+
+    Raises:
+        ValueError: another format.
 
     >>> Float8CurrentScaling().fp8_format
     <Format.HYBRID: _FormatRange(max_fwd=448.0, max_bwd=57344.0)>

@@ -176,9 +176,15 @@ def checked_recipe(recipe: Recipe | None) -> Recipe:
     if not isinstance(recipe, DelayedScaling | Float8CurrentScaling | Float8BlockScaling):
         raise ValueError(
             "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling or "
-            f"Float8BlockScaling, got {recipe!r}"
+            f"Float8BlockScaling, got {_described(recipe)}"
         )
     return recipe
+
+
+def _described(recipe: object) -> str:
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        return f"the class {recipe.__name__}; did you mean {recipe.__name__}()?"
+    return repr(recipe)
 
 
 class autocast(ContextDecorator):
@@ -193,6 +199,7 @@ class autocast(ContextDecorator):
 
     Raises:
         ValueError: the recipe is not one of this package's.
+        TypeError: a recipe in the place of a flag.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -210,6 +217,13 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        flags: dict[str, Any] = {"enabled": enabled, "calibrating": calibrating}
+        for flag, value in flags.items():
+            if isinstance(value, Recipe):
+                raise TypeError(
+                    f"[{type(self).__name__}] expected {flag} to be True or False, got {value!r}: "
+                    "pass a recipe by keyword, recipe=..."
+                )
         self._scope = Scope(enabled, calibrating, checked_recipe(recipe), amax_reduction_group)
 
     def __enter__(self) -> None:
@@ -234,6 +248,20 @@ class fp8_autocast(autocast):
         calibrating: see `autocast`.
         fp8_recipe: `recipe` of `autocast`.
         fp8_group: `amax_reduction_group` of `autocast`.
+        recipe: the newer name of `fp8_recipe`.
+        amax_reduction_group: the newer name of `fp8_group`.
+
+    Raises:
+        ValueError: an argument under both of its names; what `autocast` refuses.
+        TypeError: see `autocast`.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
+    ...     y = layer(torch.ones(16, 16))
+    >>> y.shape
+    torch.Size([16, 16])
     """
 
     def __init__(
@@ -242,8 +270,21 @@ class fp8_autocast(autocast):
         calibrating: bool = False,
         fp8_recipe: Recipe | None = None,
         fp8_group: Any = None,
+        *,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
     ) -> None:
-        super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
+        recipe = _one_of(fp8_recipe=fp8_recipe, recipe=recipe)
+        group = _one_of(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group)
+        super().__init__(enabled, calibrating, recipe, group)
+
+
+def _one_of(**spellings: Any) -> Any:
+    """The argument that was given under one of its names, or None."""
+    given = [name for name, value in spellings.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"[fp8_autocast] expected one of {' and '.join(given)}, got both")
+    return spellings[given[0]] if given else None
 
 
 Availability = bool | tuple[bool, str]

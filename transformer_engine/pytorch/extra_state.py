@@ -54,7 +54,7 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
     with one warning, and scaling starts anew.
 
     Raises:
-        ValueError: truncated or inconsistent contents.
+        ValueError: truncated, inconsistent or damaged contents.
     """
     raw = _bytes_of(state)
     if raw is None or not raw.numel():
@@ -70,6 +70,11 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
         restored = ScalingState(direction, columns, length, torch.device("cpu"))
         scale = values[start : start + columns]
         history = values[start + columns : start + columns * (1 + length)].view(length, columns)
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ValueError(
+                f"[load_state_dict] expected {direction} scales above 0 and finite, got "
+                f"{scale.tolist()}: the FP8 state is damaged (layer {layer})"
+            )
         restored.replace(scale.clone(), history.clone())
         states[direction] = restored
         start += columns * (1 + length)

@@ -93,4 +93,19 @@ class quantized_model_init(ContextDecorator):
 
 
 class fp8_model_init(quantized_model_init):
-    """`quantized_model_init` under its older name."""
+    """`quantized_model_init` under its older name.
+
+    Args:
+        enabled: see `quantized_model_init`.
+        recipe: see `quantized_model_init`.
+        preserve_high_precision_init_val: see `quantized_model_init`.
+
+    Raises:
+        ValueError: see `quantized_model_init`.
+
+    >>> import transformer_engine.pytorch as te
+    >>> with fp8_model_init(enabled=True):
+    ...     layer = te.Linear(16, 32, device="cpu")
+    >>> type(layer.weight).__name__
+    'Float8Tensor'
+    """

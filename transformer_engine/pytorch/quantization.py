@@ -104,6 +104,21 @@ def build_quantizers(
     return [_delayed(recipe, forward, backward, i, recording) for i in indices], moved
 
 
+def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> None:
+    """Check that a state which was loaded is of so many GEMMs.
+
+    Raises:
+        ValueError: it is of another number.
+    """
+    for direction, columns in ((FORWARD, FORWARD_COLUMNS), (BACKWARD, BACKWARD_COLUMNS)):
+        state = scaling.get(direction)
+        if state is not None and state.scale.numel() != gemms * columns:
+            raise ValueError(
+                f"[load_state_dict] expected the FP8 state of {gemms} GEMMs, {gemms * columns} "
+                f"{direction} scales, got {state.scale.numel()} (layer {layer})"
+            )
+
+
 def state_of(
     module: ScaledModule,
     recipe: DelayedScaling,
@@ -118,7 +133,8 @@ def state_of(
         module.scaling[direction] = state
     before = (state.version, state.member_of)
     state.fit(recipe.amax_history_len, device)
-    autocast_stack().members[direction].add(state)
+    if device.type != "meta":
+        autocast_stack().members[direction].add(state)
     return state, before != (state.version, state.member_of)
 
 

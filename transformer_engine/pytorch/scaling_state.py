@@ -58,6 +58,11 @@ class ScalingState:
     def fit(self, length: int, device: torch.device) -> None:
         """Bring the state to a history length and device; the newest rows are kept."""
         if self.scale.device != device:
+            if self.scale.is_meta:  # it ran without memory, so there is nothing to keep
+                self.replace(
+                    torch.ones_like(self.scale, device=device),
+                    torch.zeros_like(self.amax_history, device=device),
+                )
             self.replace(self.scale.to(device), self.amax_history.to(device))
         old = self.amax_history
         if old.shape[0] == length:

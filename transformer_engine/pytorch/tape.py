@@ -231,7 +231,7 @@ class _Recording:
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    return type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0
+    return type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0 and not t.is_meta
 
 
 def _strides(shape: torch.Size) -> list[int]:

@@ -83,6 +83,7 @@ def _packed(
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:
     cu_seqlens, padded = sequences.checked(parameter)
+    formats.check_ends(x.shape[0], cu_seqlens, padded, parameter)
     return formats.packed_rows(x.shape[0], cu_seqlens, padded, sequences.longest)
 
 

@@ -34,6 +34,7 @@ from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.export import exporting, refuse, refuse_training
 from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
+from transformer_engine.pytorch.modules.inputs import names_layer, refuse_input
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
 from transformer_engine.pytorch.modules.scaled import ScaledModule
@@ -175,6 +176,7 @@ class DotProductAttention(ScaledModule):
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
+    @names_layer
     def forward(
         self,
         query_layer: torch.Tensor,
@@ -315,13 +317,16 @@ class DotProductAttention(ScaledModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
+        for name, given in zip(("query", "key", "value"), (query, key, value), strict=True):
+            if not isinstance(given, torch.Tensor):
+                refuse_input("DotProductAttention", f"{name}_layer", given, None)
         if not query.dtype == key.dtype == value.dtype:
             raise TypeError(
                 "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
                 f" dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
             )
         device = query.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             return query.to(dtype), key.to(dtype), value.to(dtype)
         if query.dtype not in HIGH_PRECISION:

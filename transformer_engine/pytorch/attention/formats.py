@@ -11,6 +11,7 @@ are. Backends see thd as padded sequences.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -202,6 +203,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
     """A vector of int32 with one element more than there are sequences."""
     if cu_seqlens is None:
         raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(
+            f"[attention] expected {parameter} to be a torch.Tensor of torch.int32, got "
+            f"{type(cu_seqlens).__name__}"
+        )
     if cu_seqlens.dtype is not torch.int32:
         raise TypeError(f"[attention] expected {parameter} of torch.int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
@@ -209,6 +215,26 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
             f"[attention] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
         )
     return cu_seqlens
+
+
+def check_ends(
+    tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, parameter: str
+) -> None:
+    """Sequences begin at 0, have no negative length and end within the tokens.
+
+    Looked at on the CPU alone: elsewhere the host would wait for the device.
+    """
+    if type(cu_seqlens) is not torch.Tensor or cu_seqlens.device.type != "cpu":
+        return
+    if torch.compiler.is_compiling():
+        return
+    ends = cu_seqlens.tolist()
+    last = ends[-1] if cu_seqlens_padded is None else 0  # with room between, starts say where
+    if ends[0] != 0 or last > tokens or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(
+            f"[attention] expected {parameter} to rise from 0 to at most {tokens} (the tokens), got"
+            f" {ends if len(ends) <= 9 else [*ends[:4], '...', *ends[-4:]]}"
+        )
 
 
 def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:

@@ -74,7 +74,11 @@ def bottom_right(name: str) -> str:
 
 def as_window(window: Sequence[int] | None) -> Window | None:
     """A window as a tuple, whatever sequence the user has."""
-    return None if window is None else tuple(window)  # type: ignore[return-value]
+    if window is None:
+        return None
+    if not isinstance(window, Sequence):
+        raise TypeError(f"[attention] expected window_size (left, right), got {window!r}")
+    return tuple(window)  # type: ignore[return-value]
 
 
 class MaskRule(NamedTuple):

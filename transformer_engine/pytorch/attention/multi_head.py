@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv
 from transformer_engine.pytorch.attention.query_key import RotaryAngles, head_norm, turned
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
+from transformer_engine.pytorch.modules.inputs import names_layer
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.names import layer_name
@@ -124,7 +125,7 @@ class MultiheadAttention(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        accept_overlap_arguments("MultiheadAttention", others)
+        accept_overlap_arguments(MultiheadAttention, others)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "[MultiheadAttention] expected fuse_qkv_params=True with"
@@ -244,6 +245,7 @@ class MultiheadAttention(nn.Module):
             cp_group, cp_global_ranks, cp_stream, cp_comm_type
         )
 
+    @names_layer
     def forward(
         self,
         hidden_states: torch.Tensor,

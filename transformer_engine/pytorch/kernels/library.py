@@ -49,6 +49,10 @@ def _exports_to_onnx() -> bool:
     return onnx is not None and onnx.is_in_onnx_export()
 
 
+def _has_no_memory(first: Any) -> bool:
+    return type(first) is FakeTensor or (isinstance(first, torch.Tensor) and first.is_meta)
+
+
 def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.te.<name>` with this schema.
 
@@ -74,8 +78,8 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         operator = getattr(torch.ops.te, name)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            # Fake tensors also come where nothing is compiling yet, or ever.
-            if torch.compiler.is_compiling() or (args and type(args[0]) is FakeTensor):
+            # Fake tensors also come where nothing is compiling yet, or ever, as those on meta do.
+            if torch.compiler.is_compiling() or (args and _has_no_memory(args[0])):
                 if _exports_to_onnx():
                     raise NotImplementedError(
                         f"[{name}] has no ONNX operator: export modules of transformer_engine"

@@ -11,10 +11,15 @@ from torch import nn
 from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
+from transformer_engine.pytorch.modules.inputs import (
+    check_device,
+    checked_dtype,
+    refuse_input,
+    refuse_keywords,
+)
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
 from transformer_engine.pytorch.modules.repeated import begin_in_region
@@ -23,6 +28,7 @@ from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.quantization import (
     FEATURE_ALIGNMENT,
     build_quantizers,
+    check_columns,
     with_weight_scales,
 )
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
@@ -157,7 +163,7 @@ class TransformerEngineBaseModule(ScaledModule):
         """
         device = x.device
         autocast_dtype = None
-        if _is_autocast_enabled(device.type):
+        if not x.is_meta and _is_autocast_enabled(device.type):
             autocast_dtype = torch.get_autocast_dtype(device.type)
         if _is_compiling():
             return self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
@@ -194,7 +200,8 @@ class TransformerEngineBaseModule(ScaledModule):
         autocast_dtype: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> Run:
-        dtype = autocast_dtype or self._checked_dtype(x, parameters)
+        check_device(self, x, parameters)
+        dtype = autocast_dtype or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
         quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
         if scope.enabled or (scope.calibrating and not exporting()):
@@ -245,29 +252,9 @@ class TransformerEngineBaseModule(ScaledModule):
             self._announced.add(about)
             warn(text, stacklevel=3)
 
-    def _checked_dtype(self, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
-        """The input's dtype, which every parameter must have."""
-        if x.dtype not in HIGH_PRECISION:
-            raise TypeError(
-                f"[{type(self).__name__}] expected inp of float32, float16 or bfloat16, got "
-                f"{x.dtype} (layer {self.name})"
-            )
-        for parameter in parameters:
-            if parameter is not None and parameter.dtype != x.dtype:
-                raise TypeError(
-                    f"[{type(self).__name__}] Data types for parameters must match when outside "
-                    f"of autocast: expected {x.dtype} (the dtype of inp), got {parameter.dtype} "
-                    f"for {self._name_of(parameter)} (layer {self.name})"
-                )
-        return x.dtype
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        for name, own in self.named_parameters(recurse=False):
-            if own is parameter:
-                return name
-        return "a parameter"
-
     def _check_features(self, x: torch.Tensor, features: int) -> None:
+        if not isinstance(x, torch.Tensor):
+            refuse_input(type(self).__name__, "inp", x, self.name)
         if x.ndim == 0 or x.shape[-1] != features:
             raise ValueError(
                 f"[{type(self).__name__}] GEMM not possible: expected inp of shape "
@@ -312,8 +299,12 @@ class TransformerEngineBaseModule(ScaledModule):
         """Restore FP8 scaling state; None and empty tensors leave it as it is.
 
         The scales of FP8 weights in it are for `load_state_dict`, which casts with them.
+
+        Raises:
+            ValueError: damaged contents, or those of a layer with another number of GEMMs.
         """
         restored = extra_state.unpack(state, self.name)
+        check_columns(restored, self.gemm_count, self.name)
         if restored:
             self.scaling = restored
             self._runs.clear()
@@ -368,8 +359,8 @@ _OVERLAP_ARGUMENTS = frozenset(
 )
 
 
-def accept_overlap_arguments(module: str, others: dict[str, Any]) -> None:
+def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:
     """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
-    unknown = sorted(set(others) - _OVERLAP_ARGUMENTS)
+    unknown = set(others) - _OVERLAP_ARGUMENTS
     if unknown:
-        raise TypeError(f"{module}() got unexpected keyword argument(s) {', '.join(unknown)}")
+        refuse_keywords(module, unknown)

@@ -183,7 +183,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
         Raises:
             ValueError: `m_splits` has not one number for each part, or they do not add up.
-            TypeError: an FP8 tensor as input.
+            TypeError: an FP8 tensor as input; numbers of rows that are no ints.
         """
         if isinstance(inp, QuantizedTensor):
             raise TypeError(
@@ -193,6 +193,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._check_features(inp, self.in_features)
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         rows = inp.reshape(-1, self.in_features)
+        if not all(isinstance(size, int) for size in splits):
+            raise TypeError(
+                f"[GroupedLinear] expected m_splits to be ints, got {splits} (layer {self.name})"
+            )
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0] or min(splits) < 0:
             raise ValueError(
                 f"[GroupedLinear] expected m_splits to be {self.num_gemms} numbers of rows that "

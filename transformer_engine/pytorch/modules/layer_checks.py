@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import check_mask_dtype, mask_type
 from transformer_engine.pytorch.export import exporting, refuse_training
+from transformer_engine.pytorch.modules.inputs import refuse_input
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
@@ -57,6 +60,29 @@ def _check_parallel_mlp(layer: TransformerLayer) -> None:
                 f"[TransformerLayer] expected parallel_attention_mlp=True without {argument},"
                 " got both"
             )
+
+
+def check_inputs(
+    layer: TransformerLayer,
+    hidden_states: torch.Tensor,
+    mask: AttentionMask | None,
+    kind: str | None,
+) -> None:
+    """Check what `forward` is given."""
+    if not isinstance(hidden_states, torch.Tensor):
+        refuse_input("TransformerLayer", "hidden_states", hidden_states, layer.name)
+    if hidden_states.ndim == 0 or hidden_states.shape[-1] != layer.hidden_size:
+        raise ValueError(
+            f"[TransformerLayer] expected hidden_states of shape (..., {layer.hidden_size}),"
+            f" got {tuple(hidden_states.shape)}"
+        )
+    if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0]):
+        raise ValueError(
+            f"[TransformerLayer] expected hidden_states of sequence length {layer.seq_length},"
+            f" got {hidden_states.shape[0]}"
+        )
+    check_mask(mask, kind or layer.self_attn_mask_type, "attention_mask", "self_attn_mask_type")
+    check_export(layer)
 
 
 def check_export(layer: TransformerLayer) -> None:

@@ -96,7 +96,7 @@ class LayerNormLinear(OneWeight):
         **others: Any,
     ) -> None:
         super().__init__(1, name)
-        accept_overlap_arguments("LayerNormLinear", others)
+        accept_overlap_arguments(LayerNormLinear, others)
         refuse_parallel_sizes("LayerNormLinear", tp_group, tp_size, sequence_parallel)
         self.in_features = in_features
         self.out_features = out_features

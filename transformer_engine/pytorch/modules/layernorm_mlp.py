@@ -103,7 +103,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         **others: Any,
     ) -> None:
         super().__init__(2, name)
-        accept_overlap_arguments("LayerNormMLP", others)
+        accept_overlap_arguments(LayerNormMLP, others)
         refuse_parallel_sizes("LayerNormMLP", tp_group, tp_size, sequence_parallel)
         kind = activation_kind(activation)
         self.hidden_size = hidden_size

@@ -118,7 +118,7 @@ class Linear(OneWeight):
         **others: Any,
     ) -> None:
         super().__init__(1, name)
-        accept_overlap_arguments("Linear", others)
+        accept_overlap_arguments(Linear, others)
         refuse_parallel_sizes("Linear", tp_group, tp_size, sequence_parallel)
         self.in_features = in_features
         self.out_features = out_features

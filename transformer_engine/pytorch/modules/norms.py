@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.extra_state import OptionalExtraState
+from transformer_engine.pytorch.modules.inputs import refuse_input, refuse_keywords
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -74,7 +76,9 @@ class NormModule(OptionalExtraState, NormChain):
         device: torch.device | str | None = None,
         normalized_shape: int | Sequence[int] | None = None,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        _check_others(type(self), others)
         super().__init__(Norm(self.kind, eps, zero_centered_gamma))
         self.name = name or type(self).__name__
         self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
@@ -102,6 +106,8 @@ class NormModule(OptionalExtraState, NormChain):
         Returns:
             The shape of `inp`, in the dtype of the weight (of autocast where that is active).
         """
+        if not isinstance(inp, torch.Tensor):
+            refuse_input(self.kind, "inp", inp, self.name)
         if inp.ndim == 0 or inp.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
@@ -110,13 +116,30 @@ class NormModule(OptionalExtraState, NormChain):
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         dtype = weight.dtype
-        if torch.is_autocast_enabled(inp.device.type):
+        if inp.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
+                f"(layer {self.name})"
+            )
+        if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
             dtype = torch.get_autocast_dtype(inp.device.type)
         return self.normalised(inp, weight, bias, dtype)
 
     def extra_repr(self) -> str:
         """Size and settings."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _check_others(kind: type[NormModule], others: dict[str, Any]) -> None:
+    """Keywords of torch's norms that say what is so anyway, and one that only tunes kernels."""
+    for name in ("bias", "elementwise_affine"):
+        if not others.pop(name, True):
+            raise NotImplementedError(
+                f"[{kind.__name__}] {name}=False is not implemented: take torch.nn.{kind.__name__}"
+            )
+    others.pop("sm_margin", None)
+    if others:
+        refuse_keywords(kind, others)
 
 
 def _one_size(

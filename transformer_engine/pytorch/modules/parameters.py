@@ -77,8 +77,9 @@ class ParameterSet:
         """Register a module's parameters in order and, unless they are on meta, initialise them."""
         on = default_device(device)
         for spec in specs:
+            _check(module, spec, dtype)
             self._specs.append(spec)
-            self._register(module, spec, torch.empty(spec.shape, dtype=dtype, device=on))
+            self._register(module, spec, _empty(spec.shape, dtype, on))
 
     def _register(self, module: nn.Module, spec: ParameterSpec, data: torch.Tensor) -> None:
         parameter = _with_attributes(nn.Parameter(data), spec)
@@ -114,6 +115,33 @@ class ParameterSet:
                 fp8_weights.start(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
+
+
+def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
+    kind = type(module).__name__
+    got = f"got {spec.shape} ({spec.name})"
+    if not all(hasattr(size, "__index__") for size in spec.shape):
+        raise TypeError(f"[{kind}] expected sizes that are ints, {got}")
+    if min(spec.shape) < 0:
+        raise ValueError(f"[{kind}] expected sizes of 0 or more, {got}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(
+            f"[{kind}] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes"
+            f" FP8 weights), got {dtype}"
+        )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (AssertionError, RuntimeError) as error:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"[parameters] expected a device of this machine, got {device}, and torch sees no "
+                "GPU; without device= parameters lie on the CPU here (python -m "
+                "transformer_engine.doctor says what is missing)"
+            ) from error
+        raise
 
 
 def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:

@@ -23,9 +23,10 @@ from transformer_engine.pytorch.attention.query_key import RotaryAngles
 from transformer_engine.pytorch.modules.base import accept_overlap_arguments
 from transformer_engine.pytorch.modules.drop_path import DropPath
 from transformer_engine.pytorch.modules.dropout_add import dropout_add
+from transformer_engine.pytorch.modules.inputs import names_layer
 from transformer_engine.pytorch.modules.layer_checks import (
     BATCH_DIM,
-    check_export,
+    check_inputs,
     check_layer,
     check_mask,
 )
@@ -147,7 +148,7 @@ class TransformerLayer(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        accept_overlap_arguments("TransformerLayer", others)
+        accept_overlap_arguments(TransformerLayer, others)
         self.hidden_size = hidden_size
         self.layer_number = layer_number
         self.layer_type = layer_type
@@ -254,6 +255,7 @@ class TransformerLayer(nn.Module):
             if hasattr(child, "set_context_parallel_group"):
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
+    @names_layer
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -305,7 +307,7 @@ class TransformerLayer(nn.Module):
         Returns:
             The shape and dtype of `hidden_states`.
         """
-        self._check_inputs(hidden_states, attention_mask, self_attn_mask_type)
+        check_inputs(self, hidden_states, attention_mask, self_attn_mask_type)
         hidden_states = hidden_states.contiguous()
         core = {
             "is_first_microbatch": is_first_microbatch,
@@ -374,22 +376,6 @@ class TransformerLayer(nn.Module):
             kind = "padding" if isinstance(mask, tuple | list) else "arbitrary"
         check_mask(mask, kind, "enc_dec_attn_mask", "enc_dec_attn_mask_type")
         return kind
-
-    def _check_inputs(
-        self, hidden_states: torch.Tensor, mask: AttentionMask | None, kind: str | None
-    ) -> None:
-        if hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"[TransformerLayer] expected hidden_states of shape (..., {self.hidden_size}),"
-                f" got {tuple(hidden_states.shape)} (layer {self.name})"
-            )
-        if self.sequence_parallel and self.seq_length not in (None, hidden_states.shape[0]):
-            raise ValueError(
-                f"[TransformerLayer] expected hidden_states of sequence length {self.seq_length},"
-                f" got {hidden_states.shape[0]} (layer {self.name})"
-            )
-        check_mask(mask, kind or self.self_attn_mask_type, "attention_mask", "self_attn_mask_type")
-        check_export(self)
 
 
 def _packed_sequences(attn_input_format: str, sequences: dict[str, Any]) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ class _Activation(PlannedChain, FusibleOperation):
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
             )
         dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         recorded = torch.is_grad_enabled() and x.requires_grad
         return self.chain(x.to(dtype).contiguous(), (), self.run_of(dtype, (recorded,)))

@@ -292,6 +292,11 @@ class Matmul(Stage):
                 f"[wgrad] expected weight.main_grad with fuse_wgrad_accumulation=True, got none "
                 f"(layer {self.name})"
             )
+        if main_grad.shape != weight.shape:
+            raise ValueError(
+                f"[wgrad] expected weight.main_grad of shape {tuple(weight.shape)}, got "
+                f"{tuple(main_grad.shape)} (layer {self.name})"
+            )
         overwrite = plan.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
         announced = False
         if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look

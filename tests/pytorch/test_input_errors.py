@@ -1,0 +1,211 @@
+"""What users get wrong first: the error says operation, expected, got, layer, and what to do."""
+
+import re
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+X = torch.ones(4, 2, 32)
+Q = torch.ones(8, 2, 16)
+
+
+def linear(**arguments):
+    return te.Linear(32, 48, device="cpu", name="decoder.fc", **arguments)
+
+
+def attention(**arguments):
+    return te.DotProductAttention(2, 16, name="decoder.attention", **arguments)
+
+
+def packed(ends):
+    thd = attention(qkv_format="thd", attn_mask_type="padding")
+    return thd(Q, Q, Q, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def with_main_grad():
+    layer = linear(fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(32, 48)
+    layer(X)
+
+
+FORWARDS = {
+    "a list for a tensor": (
+        lambda: linear()([1.0]),
+        TypeError,
+        "[Linear] expected inp to be a torch.Tensor, got list (layer decoder.fc)",
+    ),
+    "a norm of integers": (
+        lambda: te.LayerNorm(32, device="cpu", name="norm")(X.long()),
+        TypeError,
+        "[LayerNorm] expected inp of float32, float16 or bfloat16, got torch.int64 (layer norm)",
+    ),
+    "a norm of nothing": (
+        lambda: te.RMSNorm(32, device="cpu", name="norm")(None),
+        TypeError,
+        "[RMSNorm] expected inp to be a torch.Tensor, got NoneType (layer norm)",
+    ),
+    "another device": (
+        lambda: linear()(X.to("meta")),
+        ValueError,
+        "[Linear] expected inp on cpu, where weight is, got meta (layer decoder.fc)",
+    ),
+    "a layer of nothing": (
+        lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(None),
+        TypeError,
+        "[TransformerLayer] expected hidden_states to be a torch.Tensor, got NoneType"
+        " (layer layer)",
+    ),
+    "main_grad transposed": (
+        with_main_grad,
+        ValueError,
+        "[wgrad] expected weight.main_grad of shape (48, 32), got (32, 48) (layer decoder.fc)",
+    ),
+    "rows that are no ints": (
+        lambda: te.GroupedLinear(2, 32, 32, device="cpu", name="moe")(X, [4.0, 4.0]),
+        TypeError,
+        "[GroupedLinear] expected m_splits to be ints, got [4.0, 4.0] (layer moe)",
+    ),
+    "attention without a query": (
+        lambda: attention()(None, Q, Q),
+        TypeError,
+        "[DotProductAttention] expected query_layer to be a torch.Tensor, got NoneType"
+        " (layer decoder.attention)",
+    ),
+    "attention without cu_seqlens": (
+        lambda: packed(None),
+        ValueError,
+        "[attention] expected cu_seqlens_q for qkv_format 'thd', got None"
+        " (layer decoder.attention)",
+    ),
+    "cu_seqlens as a list": (
+        lambda: packed([0, 4, 8]),
+        TypeError,
+        "[attention] expected cu_seqlens_q to be a torch.Tensor of torch.int32, got list"
+        " (layer decoder.attention)",
+    ),
+    "cu_seqlens behind the tokens": (
+        lambda: packed(int32(0, 4, 12)),
+        ValueError,
+        "[attention] expected cu_seqlens_q to rise from 0 to at most 8 (the tokens), got [0, 4, 12]"
+        " (layer decoder.attention)",
+    ),
+    "cu_seqlens that fall": (
+        lambda: packed(int32(0, 6, 4, 8)),
+        ValueError,
+        "[attention] expected cu_seqlens_q to rise from 0 to at most 8 (the tokens), got"
+        " [0, 6, 4, 8] (layer decoder.attention)",
+    ),
+    "an inner layer's error keeps its name": (
+        lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X.long()),
+        TypeError,
+        "[LayerNormLinear] expected inp of float32, float16 or bfloat16, got torch.int64"
+        " (layer layer.self_attention.layernorm_qkv)",
+    ),
+}
+
+CONSTRUCTORS = {
+    "a size that is no int": (
+        lambda: te.TransformerLayer(64, 64 * 8 / 3, 4, device="cpu"),
+        TypeError,
+        "[LayerNormMLP] expected sizes that are ints, got (170.66666666666666, 64) (fc1_weight)",
+    ),
+    "a negative size": (
+        lambda: te.Linear(-1, 32, device="cpu"),
+        ValueError,
+        "[Linear] expected sizes of 0 or more, got (32, -1) (weight)",
+    ),
+    "FP8 as the dtype of parameters": (
+        lambda: linear(params_dtype=torch.float8_e4m3fn),
+        TypeError,
+        "[Linear] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes FP8"
+        " weights), got torch.float8_e4m3fn",
+    ),
+    "a misspelt keyword": (
+        lambda: te.TransformerLayer(64, 64, 4, hidden_droput=0.0),
+        TypeError,
+        "TransformerLayer() got unexpected keyword argument(s) hidden_droput (did you mean"
+        " hidden_dropout?)",
+    ),
+    "a norm without parameters": (
+        lambda: te.LayerNorm(32, elementwise_affine=False),
+        NotImplementedError,
+        "[LayerNorm] elementwise_affine=False is not implemented: take torch.nn.LayerNorm",
+    ),
+    "a misspelt keyword of a norm": (
+        lambda: te.RMSNorm(32, epsilon=1e-6),
+        TypeError,
+        "RMSNorm() got unexpected keyword argument(s) epsilon",
+    ),
+    "a window of one number": (
+        lambda: attention(window_size=4),
+        TypeError,
+        "[attention] expected window_size (left, right), got 4",
+    ),
+    "a recipe as a flag": (
+        lambda: te.fp8_autocast(True, DelayedScaling()),
+        TypeError,
+        "[fp8_autocast] expected calibrating to be True or False, got DelayedScaling(",
+    ),
+    "the class of a recipe": (
+        lambda: te.autocast(recipe=DelayedScaling),
+        ValueError,
+        "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling or"
+        " Float8BlockScaling, got the class DelayedScaling; did you mean DelayedScaling()?",
+    ),
+    "a recipe under two names": (
+        lambda: te.fp8_autocast(fp8_recipe=DelayedScaling(), recipe=DelayedScaling()),
+        ValueError,
+        "[fp8_autocast] expected one of fp8_recipe and recipe, got both",
+    ),
+    "a margin that is no int": (
+        lambda: DelayedScaling(margin=0.5),
+        ValueError,
+        "DelayedScaling: expected margin to be an int, got 0.5",
+    ),
+    "a recipe by name for FP8 weights": (
+        lambda: te.fp8_model_init(True, "delayed"),
+        ValueError,
+        "[quantized_model_init] expected recipe to be DelayedScaling or Float8CurrentScaling, got"
+        " 'delayed'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FORWARDS)
+def test_forwards_say_what_is_wrong(mistake):
+    call, kind, text = FORWARDS[mistake]
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+        call()
+
+
+@pytest.mark.parametrize("mistake", CONSTRUCTORS)
+def test_constructors_say_what_is_wrong(mistake):
+    call, kind, text = CONSTRUCTORS[mistake]
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(RuntimeError, match=r"got cuda, and torch sees no GPU; without device="):
+        te.Linear(32, 48, device="cuda")
+
+
+def test_norms_take_the_keywords_of_torch():
+    norm = te.LayerNorm(32, elementwise_affine=True, bias=True, sm_margin=4, device="cpu")
+    assert norm(X).shape == X.shape
+
+
+def test_fp8_autocast_knows_the_newer_names():
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = linear()
+    with te.fp8_autocast(recipe=recipe, amax_reduction_group=None):
+        layer(X).sum().backward()
+    assert layer.scaling["forward"].amax_history.shape[0] == 3

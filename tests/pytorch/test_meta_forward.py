@@ -1,0 +1,76 @@
+"""Layers on the meta device give results on meta: shapes and dtypes without memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+)
+
+
+class Grouped(nn.Module):
+    """A GroupedLinear whose parts are equal."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.experts = te.GroupedLinear(2, 32, 48, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // 32
+        return self.experts(x, [rows // 2, rows - rows // 2])
+
+
+MODULES = {
+    "Linear": lambda device: te.Linear(32, 48, device=device),
+    "LayerNormLinear": lambda device: te.LayerNormLinear(32, 48, device=device),
+    "LayerNormMLP": lambda device: te.LayerNormMLP(32, 64, activation="swiglu", device=device),
+    "GroupedLinear": Grouped,
+    "LayerNorm": lambda device: te.LayerNorm(32, device=device),
+    "RMSNorm": lambda device: te.RMSNorm(32, device=device),
+    "MultiheadAttention": lambda device: te.MultiheadAttention(32, 2, device=device),
+    "TransformerLayer": lambda device: te.TransformerLayer(32, 64, 2, device=device),
+}
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+}
+
+
+def step(module: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> list[torch.Tensor]:
+    x.requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    y.sum().backward()
+    return [y, x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_step_on_meta_has_the_shapes_of_one_with_memory(kind: str, recipe: str) -> None:
+    on_meta = step(MODULES[kind]("meta"), torch.ones(16, 2, 32, device="meta"), RECIPES[recipe])
+    real = step(MODULES[kind]("cpu"), torch.ones(16, 2, 32), RECIPES[recipe])
+    assert all(tensor.is_meta for tensor in on_meta)
+    assert [(t.shape, t.dtype) for t in on_meta] == [(t.shape, t.dtype) for t in real]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_layer_that_ran_on_meta_trains_when_it_has_memory(kind: str, recipe: str) -> None:
+    layer, untouched = MODULES[kind]("meta"), MODULES[kind]("cpu").eval()
+    step(layer.eval(), torch.ones(16, 2, 32, device="meta"), RECIPES[recipe])
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(untouched.state_dict())
+    layer.zero_grad()
+    for _ in range(3):
+        x = torch.randn(16, 2, 32)
+        got = step(layer, x.clone(), RECIPES[recipe])
+        expected = step(untouched, x.clone(), RECIPES[recipe])
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)

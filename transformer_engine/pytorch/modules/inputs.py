@@ -1,0 +1,105 @@
+"""What modules refuse whatever they compute, and how errors come to name their layer."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+
+Parameters = Sequence[torch.Tensor | None]
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
+    """TypeError for an input that is no tensor.
+
+    Raises:
+        TypeError: always.
+    """
+    where = f" (layer {layer})" if layer else ""
+    raise TypeError(
+        f"[{module}] expected {parameter} to be a torch.Tensor, got {type(value).__name__}{where}"
+    )
+
+
+def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
+    """TypeError for keywords that a constructor does not know, with the nearest that it does.
+
+    Raises:
+        TypeError: always.
+    """
+    known = [name for name in inspect.signature(module).parameters if name != "others"]
+    described = []
+    for name in sorted(unknown):
+        near = difflib.get_close_matches(name, known, 1)
+        described.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    raise TypeError(
+        f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
+    )
+
+
+def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:
+    """The input lies where every parameter does.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for parameter in parameters:
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(
+                f"[{type(module).__name__}] expected inp on {parameter.device}, where "
+                f"{_name_of(module, parameter)} is, got {x.device} (layer {module.name})"
+            )
+
+
+def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
+    """The input's dtype, which every parameter must have.
+
+    Raises:
+        TypeError: it is not one of GEMMs, or a parameter has another one.
+    """
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"[{type(module).__name__}] expected inp of float32, float16 or bfloat16, got "
+            f"{x.dtype} (layer {module.name})"
+        )
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise TypeError(
+                f"[{type(module).__name__}] Data types for parameters must match when outside "
+                f"of autocast: expected {x.dtype} (the dtype of inp), got {parameter.dtype} "
+                f"for {_name_of(module, parameter)} (layer {module.name})"
+            )
+    return x.dtype
+
+
+def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
+    for name, own in module.named_parameters(recurse=False):
+        if own is parameter:
+            return name
+    return "a parameter"
+
+
+def names_layer(forward: Forward) -> Forward:
+    """Let errors that a `forward` raises about its input end with the name of the layer."""
+
+    @functools.wraps(forward)
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            text = str(error)
+            if self.name and text.startswith("[") and "(layer " not in text:
+                error.args = (f"{text} (layer {self.name})",)
+            raise
+
+    return named  # type: ignore[return-value]
