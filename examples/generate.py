@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from gpt import report
+from gpt.checkpoint import read_checkpoint
 from gpt.generation import Written, without_cache, write
 from gpt.model import build_model
 from gpt.settings import Settings, UsageError
@@ -41,9 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def load(options: argparse.Namespace) -> tuple[Settings, torch.nn.Module]:
     """The settings and the model of a checkpoint."""
-    if not options.checkpoint.exists():
-        raise UsageError(f"there is no checkpoint {options.checkpoint}")
-    state = torch.load(options.checkpoint, map_location="cpu", weights_only=True)
+    state = read_checkpoint(options.checkpoint)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = replace(Settings(**state["settings"]), device=device)
     if options.precision:
@@ -69,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         settings, model = load(options)
+        if options.temperature < 0:
+            raise UsageError(f"--temperature must not be negative, got {options.temperature}")
         prompts = options.prompt or ["\ndef "]
         shortest = min(len(prompt.encode()) for prompt in prompts)
         count = settings.seq - shortest if options.bytes is None else options.bytes

@@ -16,6 +16,7 @@ from torch import nn
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
+from gpt.checkpoint import read_checkpoint
 from gpt.data import Batches, Text
 from gpt.masters import MasterWeights
 from gpt.model import build_model
@@ -191,9 +192,7 @@ class Training:
 
     def load(self, path: Path) -> None:
         """Go on where the run that wrote `path` was."""
-        if not path.exists():
-            raise UsageError(f"--resume: there is no checkpoint {path}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_checkpoint(path)
         different = self.settings.differences(Settings(**state["settings"]))
         if different:
             raise UsageError(f"--resume: {path} is of a run with {', '.join(different)}")

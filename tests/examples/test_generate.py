@@ -73,10 +73,12 @@ def test_program(checkpoint, capsys):
     [
         (["missing.pt"], "there is no checkpoint missing.pt"),
         (["--prompt", "x" * 40, "--bytes", "20"], "have 60 bytes"),
+        ([__file__], "is no checkpoint of train_gpt.py, or is damaged"),
+        (["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
         (["--prompt", ""], "prompts that are not empty"),
     ],
 )
 def test_mistakes(checkpoint, capsys, arguments, message):
-    where = [] if arguments[0].endswith(".pt") else [str(checkpoint)]
+    where = [] if arguments[0].endswith((".pt", ".py")) else [str(checkpoint)]
     assert generate.main([*where, *arguments, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
