@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 from typing import Any
@@ -108,7 +109,11 @@ def step() -> None:
 
 
 def initialize_training_step(train_step: int) -> None:
-    """Set the number of the current iteration; without a session, do nothing."""
+    """Set the number of the current iteration; without a session, do nothing.
+
+    Args:
+        train_step: The number, from 0; a resumed training says where it goes on.
+    """
     if DEBUG_MANAGER is not None:
         DEBUG_MANAGER.iteration = train_step
 
@@ -174,7 +179,8 @@ def explain_features(features: str | list[str] | None = None) -> None:
     """Print what features do, on the first rank.
 
     Args:
-        features: Names such as "transformer_engine.LogTensorStats", one or a list; "all".
+        features: Names such as "LogTensorStats" or "transformer_engine.LogTensorStats", one or a
+            list; "all".
     """
     known = {
         f"{data.name}.{name}": feature
@@ -186,13 +192,14 @@ def explain_features(features: str | list[str] | None = None) -> None:
         return
     chosen = list(known) if features == "all" else features
     for name in [chosen] if isinstance(chosen, str) else chosen:
-        if name not in known:
+        found = [one for one in known if name in (one, one.rpartition(".")[2])]
+        if not found:
             print_rank_0(f"feature: {name} is not supported in this tool. There are: {list(known)}")
-            continue
-        print_rank_0("-----")
-        print_rank_0(f"feature: {name}")
-        print_rank_0(type(known[name]).__doc__)
-        print_rank_0("*****")
+        for one in found:
+            print_rank_0("-----")
+            print_rank_0(f"feature: {one}")
+            print_rank_0(inspect.getdoc(type(known[one])))
+            print_rank_0("*****")
 
 
 def infer_and_assign_layer_names(model: Any) -> None:
