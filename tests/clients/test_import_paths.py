@@ -64,6 +64,8 @@ PATHS = {
     ),
     "transformer_engine.pytorch.tensor.float8_tensor": ("Float8Quantizer", "Float8Tensor"),
     "transformer_engine.pytorch.tensor.quantized_tensor": ("QuantizedTensor",),
+    "transformer_engine.pytorch.transformer": ("TransformerLayer",),
+    "transformer_engine.pytorch.utils": ("get_cudnn_version", "get_device_compute_capability"),
     "transformer_engine_torch": ("DType",),
 }
 # Names that are not at the top of `transformer_engine.pytorch`.
@@ -92,11 +94,16 @@ MORE = {
         "get_default_fp8_recipe",
     ),
     "transformer_engine.pytorch.module.base": ("TransformerEngineBaseModule", "get_workspace"),
+    "transformer_engine.pytorch.module.layernorm_linear": ("general_gemm",),
+    "transformer_engine.pytorch.module.linear": ("general_gemm",),
     "transformer_engine.pytorch.ops": ("BasicLinear", "FusibleOperation", "Sequential", "SwiGLU"),
     "transformer_engine.pytorch.quantization": ("FP8GlobalStateManager",),
     "transformer_engine.pytorch.router": ("fused_topk_with_score_function", "fused_moe_aux_loss"),
     "transformer_engine.pytorch.utils": (
+        "divide",
+        "get_default_init_method",
         "init_method_normal",
+        "is_bf16_compatible",
         "nvtx_range_pop",
         "nvtx_range_push",
         "round_up_to_nearest_multiple",

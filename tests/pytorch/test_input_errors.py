@@ -133,6 +133,11 @@ CONSTRUCTORS = {
         "TransformerLayer() got unexpected keyword argument(s) hidden_droput (did you mean"
         " hidden_dropout?)",
     ),
+    "what a newer version can": (
+        lambda: te.LayerNormMLP(32, 64, checkpoint=True),
+        NotImplementedError,
+        "[LayerNormMLP] checkpoint=True is not implemented yet, only False is",
+    ),
     "a norm without parameters": (
         lambda: te.LayerNorm(32, elementwise_affine=False),
         NotImplementedError,
@@ -196,6 +201,14 @@ def test_constructors_say_what_is_wrong(mistake):
 def test_a_gpu_that_is_not_there():
     with pytest.raises(RuntimeError, match=r"got cuda, and torch sees no GPU; without device="):
         te.Linear(32, 48, device="cuda")
+
+
+def test_keywords_of_newer_versions_may_say_what_is_so():
+    mlp = te.LayerNormMLP(32, 64, activation_params=None, checkpoint=False, device="cpu")
+    assert mlp(X).shape == X.shape
+    te.get_cpu_offload_context(manual_synchronization=False, retain_pinned_cpu_buffers=True)
+    with pytest.raises(NotImplementedError, match="manual_synchronization=True is not"):
+        te.get_cpu_offload_context(manual_synchronization=True)
 
 
 def test_norms_take_the_keywords_of_torch():

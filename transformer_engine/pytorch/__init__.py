@@ -32,6 +32,7 @@ from transformer_engine.pytorch.autocast import (
     is_fp8_available,
 )
 from transformer_engine.pytorch.availability import (
+    get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
     is_fp8_block_scaling_available,
@@ -104,6 +105,7 @@ __all__ = [
     "fp8_model_init",
     "gemm_report",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
     "is_bf16_available",

@@ -165,7 +165,11 @@ _DEFAULT_RECIPE = DelayedScaling()
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of an autocast that names none: delayed scaling with its defaults."""
+    """The recipe of an autocast that names none: delayed scaling with its defaults.
+
+    >>> get_default_recipe() == DelayedScaling()
+    True
+    """
     return _DEFAULT_RECIPE
 
 
@@ -295,6 +299,10 @@ def is_fp8_available(return_reason: bool = False) -> Availability:
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
+
+    >>> available, reason = is_fp8_available(return_reason=True)
+    >>> available == (reason == "")
+    True
     """
     reason = ""
     if torch.cuda.is_available():

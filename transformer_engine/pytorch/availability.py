@@ -18,6 +18,10 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where it is available.
+
+    >>> available, reason = is_fp8_block_scaling_available(return_reason=True)
+    >>> available == (reason == "")
+    True
     """
     reason = ""
     if torch.cuda.is_available():
@@ -46,6 +50,9 @@ def is_nvfp4_available(return_reason: bool = False) -> Availability:
 
     Args:
         return_reason: return `(available, reason)`.
+
+    >>> is_nvfp4_available()
+    False
     """
     return _answer(_NOT_HERE.format("NVFP4"), return_reason)
 
@@ -55,11 +62,27 @@ def is_bf16_available(return_reason: bool = False) -> Availability:
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where bf16 is available.
+
+    >>> available, reason = is_bf16_available(return_reason=True)
+    >>> available == (reason == "")
+    True
     """
     reason = ""
     if torch.cuda.is_available() and get_device_compute_capability() < (8, 0):
         reason = "bf16 needs a GPU of compute capability 8.0 or higher"
     return _answer(reason, return_reason)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """`(major, minor, patch)` of the cuDNN that torch uses.
+
+    Raises:
+        RuntimeError: torch has none.
+    """
+    version = torch.backends.cudnn.version()
+    if version is None:
+        raise RuntimeError("[get_cudnn_version] expected a torch with cuDNN, got one without")
+    return version // 10000, version // 100 % 100, version % 100
 
 
 def get_device_compute_capability() -> tuple[int, int]:

@@ -8,7 +8,11 @@ import torch
 
 
 class DType(IntEnum):
-    """Element types of native tensors; FP8 payloads travel as uint8 beside their `DType`."""
+    """Element types of native tensors; FP8 payloads travel as uint8 beside their `DType`.
+
+    >>> DType.kFloat8E4M3.name, int(DType.kFloat8E5M2)
+    ('kFloat8E4M3', 6)
+    """
 
     kByte = 0
     kInt32 = 1

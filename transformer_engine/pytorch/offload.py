@@ -25,6 +25,8 @@ def get_cpu_offload_context(
     model_layers: int | None = None,
     double_buffering: bool = True,
     offload_stream: Any = None,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
 ) -> tuple[AbstractContextManager[Any], Sync]:
     """Keep activations in host memory from the forward of a layer to its backward.
 
@@ -42,6 +44,8 @@ def get_cpu_offload_context(
         model_layers: how many layers run in the context; None learns it from the first step.
         double_buffering: accepted; copies always overlap with the computation.
         offload_stream: CUDA stream of the copies to the host; None makes one.
+        manual_synchronization: False; a controller of one's own is not implemented.
+        retain_pinned_cpu_buffers: accepted; host memory is always kept from step to step.
 
     Returns:
         The context in which every layer's forward runs, and the function that is called after it:
@@ -49,6 +53,7 @@ def get_cpu_offload_context(
 
     Raises:
         ValueError: nothing to offload, or fewer layers in the model than offloaded ones.
+        NotImplementedError: `manual_synchronization`.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -61,6 +66,10 @@ def get_cpu_offload_context(
     ...     x = synchronize(x)
     >>> x.sum().backward()
     """
+    if manual_synchronization:
+        raise NotImplementedError(
+            "[cpu_offload] manual_synchronization=True is not implemented yet, only False is"
+        )
     if not (offload_activations or offload_weights):
         raise ValueError(
             "[cpu_offload] expected offload_activations or offload_weights, got neither"
@@ -82,6 +91,9 @@ def mark_not_offload(*tensors: torch.Tensor) -> None:
 
     Args:
         tensors: these very objects; views made of them are not marked.
+
+    >>> import torch
+    >>> mark_not_offload(torch.ones(2), torch.ones(3))
     """
     for tensor in tensors:
         tensor.never_offloaded = True  # type: ignore[attr-defined]

@@ -28,7 +28,11 @@ class RotaryPositionEmbedding(nn.Module):
         pretrained_max_position_embeddings: sequences longer than this times the factor have their
             positions divided by sequence length / this instead.
         rotary_base: the lowest frequency is about 1 / rotary_base.
-        interleaved: which elements are a pair.
+        interleaved: pairs that turn together are neighbours, (0, 1), (2, 3), ..., and not elements
+            of the two halves, (0, dim / 2), (1, dim / 2 + 1), ...
+
+    Raises:
+        ValueError: an odd number of elements to turn.
 
     Example:
         >>> RotaryPositionEmbedding(64)(16).shape
@@ -68,6 +72,10 @@ class RotaryPositionEmbedding(nn.Module):
         """Angles of the positions from `offset` on, fp32 `[max_seq_len, 1, 1, dim]`.
 
         They are fp32 also after `module.half()`: the frequencies are computed anew.
+
+        Args:
+            max_seq_len: how many positions.
+            offset: the first one.
         """
         device = self.inv_freq.device
         position = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset

@@ -8,11 +8,20 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch.availability import get_device_compute_capability
+from transformer_engine.pytorch.availability import (
+    get_cudnn_version,
+    get_device_compute_capability,
+    is_bf16_available,
+)
+from transformer_engine.pytorch.modules.parameters import default_init_method
 
 __all__ = [
+    "divide",
+    "get_cudnn_version",
+    "get_default_init_method",
     "get_device_compute_capability",
     "init_method_normal",
+    "is_bf16_compatible",
     "nvtx_range_pop",
     "nvtx_range_push",
     "round_up_to_nearest_multiple",
@@ -34,6 +43,30 @@ def scaled_init_method_normal(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """An `output_layer_init_method`: the deviation is divided by `sqrt(2 * num_layers)`."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def get_default_init_method() -> Callable[[torch.Tensor], None]:
+    """The `init_method` of layers that are given none: normal with deviation 0.023."""
+    return default_init_method
+
+
+def is_bf16_compatible() -> bool:
+    """Whether bf16 runs here; see `transformer_engine.pytorch.is_bf16_available`."""
+    return bool(is_bf16_available())
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """`numerator / denominator`, which must be an integer.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> divide(64, 4)
+    16
+    """
+    if denominator == 0 or numerator % denominator:
+        raise ValueError(f"[divide] {numerator} is not divisible by {denominator}")
+    return numerator // denominator
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:

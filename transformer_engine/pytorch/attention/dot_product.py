@@ -49,9 +49,15 @@ class DotProductAttention(ScaledModule):
         num_gqa_groups: key and value heads; each serves `num_attention_heads / num_gqa_groups`
             query heads. None for as many as query heads.
         attention_dropout: probability of dropping an attention weight in training.
-        qkv_format: `sbhd`, `bshd` or `thd`, see `formats.py`.
-        attn_mask_type: see `masks.py`; `forward` may override it.
-        window_size: `(left, right)`, see `masks.py`; `forward` may override it.
+        qkv_format: `sbhd` is `[sequence, batch, heads, size]`, `bshd` is `[batch, sequence, heads,
+            size]`, and `thd` is `[tokens, heads, size]`: sequences one after the other, whose ends
+            `cu_seqlens` say.
+        attn_mask_type: `no_mask`; `causal` (query i sees keys up to i) or `causal_bottom_right`
+            (the last query sees the last key); `padding`, `padding_causal` or
+            `padding_causal_bottom_right`, which hide what lies behind the end of a sequence;
+            `arbitrary`, a mask of your own. `forward` may override it.
+        window_size: `(left, right)`: query i sees keys i - left to i + right; -1 is no limit.
+            `forward` may override it.
         sequence_parallel: with True, dropout does not use the tracker's RNG states.
         tp_size: tensor parallel ranks, 1 so far.
         get_rng_state_tracker: returns the tracker whose `fork()` dropout runs in.
@@ -64,10 +70,14 @@ class DotProductAttention(ScaledModule):
         bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
         cp_comm_type: how context parallel ranks communicate.
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
-        softmax_type: `vanilla`, `off-by-one` or `learnable`, see `sink.py`; the last one learns
-            `softmax_offset [num_attention_heads]`, zeros at first.
+        softmax_type: `vanilla`; `off-by-one` has 1 more in the denominator; `learnable` has
+            exp(`softmax_offset`) more, a parameter `[num_attention_heads]`, zeros at first.
         return_max_logit: not implemented.
         name: name of the layer.
+
+    Raises:
+        ValueError: heads, formats, mask types or windows that cannot be.
+        NotImplementedError: what is not implemented; groups of several ranks.
 
     Example:
         >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
@@ -240,6 +250,11 @@ class DotProductAttention(ScaledModule):
         Returns:
             `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
             `[tokens, ...]`, as the format is.
+
+        Raises:
+            ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
+                no backend takes, with the reason of each.
+            TypeError: dtypes that are not supported or differ.
         """
         _refuse_unimplemented(fp8_output=(fp8_output, False))
         query, key, value = self._check_dtypes(query_layer, key_layer, value_layer)

@@ -50,14 +50,17 @@ class MultiheadAttention(nn.Module):
         set_parallel_mode: shard the projections over the tensor parallel group.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        qkv_weight_interleaved: see `projections.py`; False without `fuse_qkv_params`.
+        qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
+            key and value; without it, those of all queries, of all keys, of all values. False
+            without `fuse_qkv_params`.
         bias: learn additive biases.
         normalization: `LayerNorm` or `RMSNorm`.
         device: of the parameters; None is cuda where there is one, else cpu.
         qkv_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
             `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
         bottom_right_diagonal: see `DotProductAttention`.
-        rotary_pos_interleaved: see `rope.py`.
+        rotary_pos_interleaved: neighbours turn together, (0, 1), (2, 3), ..., and not (0, size /
+            2), (1, size / 2 + 1), ...
         qk_norm_type: normalise the heads of queries and keys: `RMSNorm`, `LayerNorm` or
             `L2Normalization` (to length 1, without parameters); None does not.
         qk_norm_eps: added to the mean square, variance or sum of squares of a head.
@@ -68,6 +71,11 @@ class MultiheadAttention(nn.Module):
         return_input: also return the input, see `LayerNormLinear`; needs `input_layernorm`.
         name: name of the layer; its children are `<name>.layernorm_qkv`, `<name>.proj`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: sizes, heads or mask types that cannot be.
+        TypeError: unknown arguments.
+        NotImplementedError: groups of several ranks.
 
     Example:
         >>> MultiheadAttention(64, 4, device="cpu")(torch.randn(8, 2, 64)).shape
@@ -292,6 +300,10 @@ class MultiheadAttention(nn.Module):
 
         Returns:
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
+            TypeError: see `DotProductAttention.forward`.
         """
         query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.qk_norm_before_rope:

@@ -101,7 +101,7 @@ def attention_backends(
         num_gqa_groups: key and value heads; None for as many as query heads.
         attention_dropout: probability of dropping an attention weight.
         qkv_format: `sbhd`, `bshd` or `thd`.
-        attn_mask_type: see `masks.py`.
+        attn_mask_type: see `DotProductAttention`.
         window_size: `(left, right)`.
         bottom_right_diagonal: alignment of windows whose type is not causal.
         softmax_type: `vanilla`, `off-by-one` or `learnable`.

@@ -358,9 +358,18 @@ _OVERLAP_ARGUMENTS = frozenset(
     }
 )
 
+# Keywords of newer versions, and what they may be so far.
+_LATER = {"activation_params": None, "checkpoint": False, "delay_wgrad_compute": False}
+
 
 def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:
     """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
-    unknown = set(others) - _OVERLAP_ARGUMENTS
+    unknown = set(others) - _OVERLAP_ARGUMENTS - _LATER.keys()
     if unknown:
         refuse_keywords(module, unknown)
+    for name in others.keys() & _LATER.keys():
+        if others[name] != _LATER[name]:
+            raise NotImplementedError(
+                f"[{module.__name__}] {name}={others[name]!r} is not implemented yet, only "
+                f"{_LATER[name]!r} is"
+            )

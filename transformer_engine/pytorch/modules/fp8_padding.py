@@ -53,6 +53,13 @@ class _Padding(nn.Module):
 class Fp8Padding(_Padding):
     """Adds zero rows behind each part, up to a multiple of `align_size`.
 
+    Args:
+        num_gemms: number of parts.
+        align_size: rows of a padded part are a multiple of it; None is what FP8 wants, 16.
+
+    Raises:
+        ValueError: no parts, or no positive size.
+
     >>> padded, splits = Fp8Padding(2)(torch.ones(5, 8), [3, 2])
     >>> padded.shape, splits
     (torch.Size([32, 8]), [16, 16])
@@ -80,6 +87,13 @@ class Fp8Padding(_Padding):
 
 class Fp8Unpadding(_Padding):
     """Takes away what `Fp8Padding` has added.
+
+    Args:
+        num_gemms: number of parts.
+        align_size: of that `Fp8Padding`.
+
+    Raises:
+        ValueError: no parts, or no positive size.
 
     >>> Fp8Unpadding(2)(torch.ones(32, 8), [3, 2]).shape
     torch.Size([5, 8])

@@ -59,6 +59,8 @@ class LayerNormLinear(OneWeight):
 
     Raises:
         ValueError: sizes, splits, modes or norms that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
         NotImplementedError: tensor parallelism over more than one rank.
 
     >>> import torch
@@ -141,6 +143,10 @@ class LayerNormLinear(OneWeight):
 
         Returns:
             `out[, bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: a last size other than `in_features`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
         self._check_features(inp, self.in_features)
         weight, bias = self._split.of(self)

@@ -63,6 +63,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     Raises:
         ValueError: norms or sizes that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
         NotImplementedError: unknown activations; tensor parallelism over more than one rank.
 
     >>> import torch
@@ -168,6 +170,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
         Returns:
             `out[, fc2_bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: a last size other than `hidden_size`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
         self._check_features(inp, self.hidden_size)
         own = self._parameters

@@ -86,6 +86,8 @@ class Linear(OneWeight):
 
     Raises:
         ValueError: sizes, splits or modes that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
         NotImplementedError: tensor parallelism over more than one rank.
 
     >>> import torch
@@ -159,6 +161,10 @@ class Linear(OneWeight):
 
         Returns:
             `(..., out_features)`, and with `return_bias` the bias (or None).
+
+        Raises:
+            ValueError: a last size other than `in_features`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
         self._check_features(inp, self.in_features)
         weight, bias = self._split.of(self)

@@ -105,6 +105,10 @@ class NormModule(OptionalExtraState, NormChain):
 
         Returns:
             The shape of `inp`, in the dtype of the weight (of autocast where that is active).
+
+        Raises:
+            ValueError: another last size.
+            TypeError: no tensor, or another dtype.
         """
         if not isinstance(inp, torch.Tensor):
             refuse_input(self.kind, "inp", inp, self.name)

@@ -71,7 +71,9 @@ class TransformerLayer(nn.Module):
         set_parallel_mode: shard the layer over the tensor parallel group.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
-        qkv_weight_interleaved: see `projections.py`; False without `fuse_qkv_params`.
+        qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
+            key and value; without it, those of all queries, of all keys, of all values. False
+            without `fuse_qkv_params`.
         bias: learn additive biases.
         activation: of the MLP, see `LayerNormMLP`.
         normalization: `LayerNorm` or `RMSNorm`.
@@ -83,13 +85,19 @@ class TransformerLayer(nn.Module):
             `arbitrary` for one, `no_mask` without.
         enc_dec_window_size: window of cross-attention.
         enc_dec_bottom_right_diagonal: see `DotProductAttention`.
-        rotary_pos_interleaved: see `rope.py`.
+        rotary_pos_interleaved: neighbours turn together, (0, 1), (2, 3), ..., and not (0, size /
+            2), (1, size / 2 + 1), ...
         qk_norm_type: norm of the heads of queries and keys, see `MultiheadAttention`.
         qk_norm_eps: of that norm.
         qk_norm_before_rope: see `MultiheadAttention`.
         softmax_type: see `DotProductAttention`.
         name: name of the layer; its children are `<name>.self_attention`, ...
         others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: sizes, mask types or settings that cannot be, alone or together.
+        TypeError: unknown arguments.
+        NotImplementedError: unknown activations; groups of several ranks.
 
     Example:
         >>> layer = TransformerLayer(64, 256, 4, device="cpu")
@@ -306,6 +314,10 @@ class TransformerLayer(nn.Module):
 
         Returns:
             The shape and dtype of `hidden_states`.
+
+        Raises:
+            ValueError: another size of `hidden_states`; see `DotProductAttention.forward`.
+            TypeError: see `DotProductAttention.forward`.
         """
         check_inputs(self, hidden_states, attention_mask, self_attn_mask_type)
         hidden_states = hidden_states.contiguous()

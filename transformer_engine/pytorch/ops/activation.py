@@ -52,7 +52,11 @@ class _Activation(PlannedChain, FusibleOperation):
 
 
 class GELU(_Activation):
-    """The tanh approximation of GELU."""
+    """The tanh approximation of GELU.
+
+    >>> GELU()(torch.tensor([0.0, 3.0]))
+    tensor([0.0000, 2.9964])
+    """
 
     kind = "gelu"
 

@@ -190,6 +190,12 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
         rowwise: make codes.
         columnwise: make transposed codes.
+
+    >>> import torch
+    >>> amax = torch.zeros(1)
+    >>> quantizer = Float8Quantizer(torch.tensor([2.0]), amax, DType.kFloat8E4M3)
+    >>> quantizer(torch.tensor([[1.0, -3.0]])).dequantize(), amax
+    (tensor([[ 1., -3.]]), tensor([3.]))
     """
 
     def __init__(
@@ -216,6 +222,11 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         columnwise: make transposed codes.
         force_pow_2_scales: round scales down to powers of two.
         amax_epsilon: least amax.
+
+    >>> import torch
+    >>> quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+    >>> quantizer(torch.tensor([[1.0, 448.0]])).dequantize()
+    tensor([[  1., 448.]])
     """
 
     def __init__(
