@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import logging
@@ -68,10 +69,13 @@ def initialize(
     """
     global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
     for name in sorted(set(kwargs) - _OPTIONS):
-        warn_user(f"[initialize] argument {name} is not known")
-    known = {name: value for name, value in kwargs.items() if name in _OPTIONS}
+        known = ["config_file", "feature_dirs", "log_dir", "statistics_logger", *sorted(_OPTIONS)]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        warn_user(f"[initialize] argument {name} is not known{hint}")
+    options = {name: value for name, value in kwargs.items() if name in _OPTIONS}
     settings = Settings(
-        config_file, feature_dirs, statistics_logger, log_dir, init_training_step, **known
+        config_file, feature_dirs, statistics_logger, log_dir, init_training_step, **options
     )
     if DEBUG_MANAGER is not None:
         if not in_notebook():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.feature_checks import slips_of
 from nvdlfw_inspect.utils import warn_user
 
 BUILT_IN = ("nvdlfw_inspect.debug_features.log_tensor_stats", "transformer_engine.debug.features")
@@ -87,6 +88,15 @@ class Registry:
     def namespace_apis() -> list[Any]:
         """Return the objects that stand for namespaces."""
         return [data.api for data in Registry.data.values() if data.api is not None]
+
+    @staticmethod
+    def slips() -> list[str]:
+        """What looks like a slip in a class, of namespaces that say what layers call."""
+        slips = []
+        for one in Registry._classes.values():
+            calls = getattr(type(namespace_data(one.namespace).api), "documented_calls", ())
+            slips += slips_of(one.cls, calls)
+        return slips
 
     @staticmethod
     def instantiate() -> dict[int, Any]:

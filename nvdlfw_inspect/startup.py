@@ -37,7 +37,7 @@ class Settings:
     config_file: PathLike | dict[str, Any] | None
     feature_dirs: PathLike | list[PathLike] | tuple[PathLike, ...] | None
     statistics_logger: BaseLogger | None
-    log_dir: PathLike
+    log_dir: Any  # a path; what else comes is refused
     init_training_step: int = 0
     tb_writer: Any = None
     default_logging_enabled: bool = False
@@ -69,8 +69,9 @@ class _Source:
             raise TypeError(f"[initialize] expected config_file as a path or a dict, got {got}")
         path = Path(config_file)
         if not path.is_file():
+            what = "a directory" if path.is_dir() else "no such file"
             raise MissingFileError(
-                f"[initialize] expected a configuration file, got {config_file}: no such file; "
+                f"[initialize] expected a configuration file, got {config_file}: {what}; "
                 "config_file=None runs without features, and built-in features need no feature_dirs"
             )
         return cls(path.read_bytes(), str(config_file), f"Reading config from {config_file}.")
@@ -85,6 +86,12 @@ def start(settings: Settings) -> DebugManager:
     """
     if settings.statistics_logger is not None:
         require_logger("initialize", settings.statistics_logger)
+    if settings.tb_writer is not None and not hasattr(settings.tb_writer, "add_scalar"):
+        got = type(settings.tb_writer).__name__
+        raise TypeError(f"[initialize] expected tb_writer with add_scalar, got {got}")
+    if not isinstance(settings.log_dir, (str, os.PathLike)):
+        got = type(settings.log_dir).__name__
+        raise TypeError(f"[initialize] expected log_dir as a path, got {got}")
     source = _Source.of(settings.config_file)
     directories = _directories(settings.feature_dirs)
     loader = FeatureLoader(directories)
@@ -95,6 +102,8 @@ def start(settings: Settings) -> DebugManager:
             missing = import_built_in()
             broken = engine().discover(directories, callouts)
         _report_broken(broken)
+        for slip in Registry.slips():
+            warn_user(f"[register_feature] {slip}")
         config = _load(source, [*missing, *broken])
         calls.instances = Registry.instantiate()
         session = engine().begin(config, callouts, _log_options(settings))

@@ -229,6 +229,8 @@ class TransformerEngineAPI:
 
     name = NAMESPACE
 
+    documented_calls = frozenset(required_kwargs) - {"default"}
+
     def __getattr__(self, api_name: str) -> Callable[..., Any]:
         if api_name.startswith("_"):
             raise AttributeError(api_name)
