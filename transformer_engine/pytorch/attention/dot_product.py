@@ -38,6 +38,7 @@ from transformer_engine.pytorch.modules.inputs import names_layer, refuse_input
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
 from transformer_engine.pytorch.modules.scaled import ScaledModule
+from transformer_engine.pytorch.quantization import check_columns
 
 
 class DotProductAttention(ScaledModule):
@@ -362,7 +363,9 @@ class DotProductAttention(ScaledModule):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore FP8 scaling state; None and empty tensors leave it as it is."""
-        self.scaling = extra_state.unpack(state, self.name) or self.scaling
+        restored = extra_state.unpack(state, self.name)
+        check_columns(restored, self.gemm_count, self.name)
+        self.scaling = restored or self.scaling
 
     def extra_repr(self) -> str:
         """Heads, sizes and mask."""
