@@ -177,8 +177,8 @@ CONSTRUCTORS = {
     "a recipe by name for FP8 weights": (
         lambda: te.fp8_model_init(True, "delayed"),
         ValueError,
-        "[quantized_model_init] expected recipe to be DelayedScaling or Float8CurrentScaling, got"
-        " 'delayed'",
+        "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or"
+        " Float8BlockScaling, got 'delayed'",
     ),
 }
 

@@ -29,7 +29,7 @@ _IN_HIGH_PRECISION = ModelInit()
 
 def _check(recipe: Recipe) -> None:
     in_blocks = isinstance(recipe, Float8BlockScaling)
-    if not (recipe.float8_per_tensor_scaling() or in_blocks):
+    if not (in_blocks or (isinstance(recipe, Recipe) and recipe.float8_per_tensor_scaling())):
         raise ValueError(
             "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or "
             f"Float8BlockScaling, got {recipe!r}"
