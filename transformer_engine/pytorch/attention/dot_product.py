@@ -333,9 +333,9 @@ class DotProductAttention(ScaledModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
-        for name, given in zip(("query", "key", "value"), (query, key, value), strict=True):
-            if not isinstance(given, torch.Tensor):
-                refuse_input("DotProductAttention", f"{name}_layer", given, None)
+        of = torch.Tensor
+        if not (isinstance(query, of) and isinstance(key, of) and isinstance(value, of)):
+            _refuse_inputs(query_layer=query, key_layer=key, value_layer=value)  # type: ignore[unreachable]
         if not query.dtype == key.dtype == value.dtype:
             raise TypeError(
                 "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
@@ -374,6 +374,12 @@ class DotProductAttention(ScaledModule):
             f" channels=({self.key_channels}, {self.value_channels}),"
             f" mask={self.attn_mask_type!r}, format={self.qkv_format!r}"
         )
+
+
+def _refuse_inputs(**inputs: Any) -> None:
+    for name, given in inputs.items():
+        if not isinstance(given, torch.Tensor):
+            refuse_input("DotProductAttention", name, given, None)
 
 
 def _refuse_unimplemented(**arguments: tuple[Any, Any]) -> None:

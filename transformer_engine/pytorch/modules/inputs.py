@@ -13,6 +13,8 @@ from torch import nn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 
+_is_compiling = torch.compiler.is_compiling  # found once: this is on the hot path
+
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -92,7 +94,7 @@ def names_layer(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return forward(self, *args, **kwargs)
         try:
             return forward(self, *args, **kwargs)
