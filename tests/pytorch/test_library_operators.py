@@ -63,6 +63,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "norm_forward": lambda: (plain(), plain(COLS), plain(COLS), 0, 1e-5, False, BF16, *FP8_OUTPUT),
     "quantize": lambda: (plain(), fp8.E4M3, ONE, None, None, True, True, F32),
     "quantize_blocks": lambda: (plain(), BLOCKS, True, 0.0, True, True, F32),
+    "refuse_repetition": lambda: (plain(),),
     "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False),
     "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
     "settled": lambda: (ONE,),

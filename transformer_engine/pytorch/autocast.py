@@ -68,6 +68,7 @@ class AutocastStack:
         self.known: dict[Scope, Scope] = {}
         self.model_inits: list[Any] = []  # scopes of quantized_model_init, see model_init.py
         self.announced: set[str] = set()  # what is reported once, however many modules it concerns
+        self.compiled_in_fp8: set[tuple[str, Any]] = set()  # layers, see kernels/repetition.py
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}  # how often each group ran as a whole
         self.inspector: Any = None  # of the debugger's session, see transformer_engine/debug

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.kernels.repetition import note_scope, refuse_repetition
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.inputs import (
@@ -166,6 +168,7 @@ class TransformerEngineBaseModule(ScaledModule):
         if not x.is_meta and _is_autocast_enabled(device.type):
             autocast_dtype = torch.get_autocast_dtype(device.type)
         if _is_compiling():
+            self._note_compiled(x, any(needs))
             return self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
         scope = _STACK.scope.number
         key = (scope, x.dtype, autocast_dtype, needs, device, first_microbatch, rehearses)
@@ -182,6 +185,16 @@ class TransformerEngineBaseModule(ScaledModule):
         if inspector is not None and inspector.tick >= found.inspect_at:
             return inspector.run_for(self, found)
         return found
+
+    def _note_compiled(self, x: torch.Tensor, recording: bool) -> None:
+        """Compiled code knows no regions: what a checkpoint would do wrong there is an error."""
+        scope = _STACK.scope
+        if exporting():
+            return
+        # Names would be conditions of the graph: layers that are alike share one.
+        note_scope(type(self).__name__, tuple(self._gemm_weights()), scope.enabled)
+        if scope.enabled and recording and isinstance(scope.recipe, DelayedScaling):
+            refuse_repetition(x)
 
     def _first_run(self, run: Run) -> Run:
         """The first run recorded in its outermost scope ends the backward step."""
