@@ -339,6 +339,8 @@ def test_rms_norm_without_eps_is_that_of_torch():
 
 
 def test_bad_arguments():
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got int"):
+        te.convert(5)
     with pytest.raises(ValueError, match=r"expected to='te' or to='torch', got 'jax'"):
         te.convert(nn.Sequential(), to="jax")
     with pytest.raises(ValueError, match="expected a regular expression for exclude, got '\\['"):

@@ -106,6 +106,17 @@ def test_saved_and_loaded_without_running_code() -> None:
     assert_bitwise(loaded._data, q._data)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_torchs_names_of_fp8_are_taken(dtype) -> None:
+    x = torch.randn(4, 6)
+    named = te.DType.kFloat8E4M3 if dtype is torch.float8_e4m3fn else te.DType.kFloat8E5M2
+    results = [Float8CurrentScalingQuantizer(d)(x) for d in (dtype, named)]
+    assert_bitwise(results[0]._data, results[1]._data)
+    assert results[0]._fp8_dtype is named
+    with pytest.raises(ValueError, match=r"counterpart in torch, got torch\.bool"):
+        Float8CurrentScalingQuantizer(torch.bool)
+
+
 def test_current_scaling_quantizer(device: str) -> None:
     x = torch.randn(4, 6, device=device)
     q = Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, force_pow_2_scales=True)(x)

@@ -110,6 +110,7 @@ def convert(
     Raises:
         ValueError: the model itself is such a layer, `to` is unknown, or a pattern is no regular
             expression.
+        TypeError: the model is no `nn.Module`.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
@@ -126,6 +127,8 @@ def convert(
     """
     if to not in ("te", "torch"):
         raise ValueError(f"[convert] expected to='te' or to='torch', got {to!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"[convert] expected an nn.Module, got {type(model).__name__}")
     table = TO_TE if to == "te" else TO_TORCH
     if isinstance(model, tuple(table)):
         raise ValueError(

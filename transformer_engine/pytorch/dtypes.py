@@ -22,6 +22,16 @@ class DType(IntEnum):
     kFloat8E4M3 = 5
     kFloat8E5M2 = 6
 
+    @staticmethod
+    def of(given: DType | torch.dtype | int) -> DType:
+        """A type by its number or by torch's name."""
+        if isinstance(given, int):
+            return DType(given)
+        for number, dtype in {**TORCH_DTYPES, **TORCH_FP8}.items():
+            if dtype is given:
+                return DType(number)
+        raise ValueError(f"[DType] expected a DType or its counterpart in torch, got {given!r}")
+
 
 E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)

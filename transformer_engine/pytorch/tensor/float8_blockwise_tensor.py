@@ -34,7 +34,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         rowwise_scale_inv: fp32, see `kernels.quantize_blocks.block_scale_shape`.
         columnwise_data: uint8 codes `[cols, rows]`, or None.
         columnwise_scale_inv: fp32, the inverse scales of these.
-        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
         is_2D_scaled: blocks are of 128 x 128 values, not 1 x 128.
         quantizer: quantises anew what is written in place.
 
@@ -69,7 +69,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         rowwise_scale_inv: torch.Tensor | None,
         columnwise_data: torch.Tensor | None,
         columnwise_scale_inv: torch.Tensor | None,
-        fp8_dtype: DType | int,
+        fp8_dtype: DType | torch.dtype | int,
         is_2D_scaled: bool,
         quantizer: Float8BlockQuantizer | None = None,
     ) -> Float8BlockwiseQTensor:
@@ -82,9 +82,9 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         self = cls.wrap(torch.Size(shape), dtype, some)
         self._rowwise_data, self._rowwise_scale_inv = rowwise_data, rowwise_scale_inv
         self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
-        self._fp8_dtype = DType(fp8_dtype)
+        self._fp8_dtype = DType.of(fp8_dtype)
         self._is_2D_scaled = is_2D_scaled
-        self._format = block_format(int(fp8_dtype), 2 if is_2D_scaled else 1)
+        self._format = block_format(int(self._fp8_dtype), 2 if is_2D_scaled else 1)
         self._quantizer = quantizer
         return self
 
@@ -163,7 +163,7 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
     """Quantises blocks with the scales of the tensor in hand; calling it gives a tensor.
 
     Args:
-        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
         rowwise: make codes.
         columnwise: make transposed codes.
         amax_epsilon: least amax.
@@ -173,7 +173,7 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
     def __init__(
         self,
-        fp8_dtype: DType | int,
+        fp8_dtype: DType | torch.dtype | int,
         *,
         rowwise: bool,
         columnwise: bool,
@@ -181,8 +181,8 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
-        super().__init__(int(fp8_dtype), block_scaling_dim, force_pow_2_scales, amax_epsilon)
-        self.dtype = DType(fp8_dtype)
+        self.dtype = DType.of(fp8_dtype)
+        super().__init__(int(self.dtype), block_scaling_dim, force_pow_2_scales, amax_epsilon)
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property

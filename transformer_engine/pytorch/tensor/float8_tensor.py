@@ -27,7 +27,7 @@ class Float8Tensor(QuantizedTensor):
         dtype: nominal dtype, what `dequantize` gives by default.
         data: uint8 codes of that shape.
         fp8_scale_inv: fp32, element 0 = 1 / scale.
-        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
         data_transpose: uint8 codes `[cols, rows]`, made on demand where None.
         quantizer: quantises anew what is written in place.
 
@@ -52,7 +52,7 @@ class Float8Tensor(QuantizedTensor):
         dtype: torch.dtype,
         data: torch.Tensor,
         fp8_scale_inv: torch.Tensor,
-        fp8_dtype: DType | int,
+        fp8_dtype: DType | torch.dtype | int,
         data_transpose: torch.Tensor | None = None,
         quantizer: Fp8Quantizer | None = None,
     ) -> Float8Tensor:
@@ -60,7 +60,8 @@ class Float8Tensor(QuantizedTensor):
         self = cls.wrap(torch.Size(shape), dtype, data)
         self._data = data
         self._scale_inv = fp8_scale_inv
-        self._fp8_dtype, self._format = DType(fp8_dtype), int(fp8_dtype)
+        self._fp8_dtype = DType.of(fp8_dtype)
+        self._format = int(self._fp8_dtype)
         self._transpose = data_transpose
         self._transpose_version = _version(data)
         self._quantizer = quantizer
@@ -187,7 +188,7 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
     Args:
         scale: fp32 `[1]`.
         amax: fp32 `[1]`, raised to `max |x|`.
-        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
         rowwise: make codes.
         columnwise: make transposed codes.
 
@@ -202,13 +203,13 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
         self,
         scale: torch.Tensor,
         amax: torch.Tensor,
-        fp8_dtype: DType | int,
+        fp8_dtype: DType | torch.dtype | int,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
-        super().__init__(scale, amax, int(fp8_dtype))
-        self.dtype = DType(fp8_dtype)
+        self.dtype = DType.of(fp8_dtype)
+        super().__init__(scale, amax, int(self.dtype))
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
 
@@ -216,7 +217,7 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
     """Quantises with the scale of the tensor in hand.
 
     Args:
-        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
         device: accepted for older callers; results lie where the input does.
         rowwise: make codes.
         columnwise: make transposed codes.
@@ -231,7 +232,7 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
 
     def __init__(
         self,
-        fp8_dtype: DType | int,
+        fp8_dtype: DType | torch.dtype | int,
         device: torch.device | str | None = None,
         *,
         rowwise: bool = True,
@@ -239,6 +240,6 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
     ) -> None:
-        super().__init__(int(fp8_dtype), force_pow_2_scales, amax_epsilon)
-        self.dtype = DType(fp8_dtype)
+        self.dtype = DType.of(fp8_dtype)
+        super().__init__(int(self.dtype), force_pow_2_scales, amax_epsilon)
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
