@@ -21,6 +21,7 @@ from transformer_engine.debug.plans import (
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.kernels.library import is_exporting
 from transformer_engine.pytorch.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.stages.base import Run
 
@@ -290,9 +291,8 @@ class Inspector:
         Raises:
             RuntimeError: a feature that needs Python is selected for it.
         """
-        # What is exported runs without a session. (torch < 2.7 does not say.)
-        exporting = getattr(torch.compiler, "is_exporting", bool)()
-        reason = self.refusal((layer,), "a compiled graph", captured=not exporting)
+        # What is exported runs without a session.
+        reason = self.refusal((layer,), "a compiled graph", captured=not is_exporting())
         if reason is not None:
             raise RuntimeError(reason)
         if self._statistics is not None:

@@ -29,12 +29,12 @@ from transformer_engine.pytorch.autocast import (
     autocast,
     fp8_autocast,
     get_default_recipe,
-    is_fp8_available,
 )
 from transformer_engine.pytorch.availability import (
     get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
+    is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,

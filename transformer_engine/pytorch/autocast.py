@@ -290,27 +290,3 @@ def _one_of(**spellings: Any) -> Any:
     if len(given) > 1:
         raise ValueError(f"[fp8_autocast] expected one of {' and '.join(given)}, got both")
     return spellings[given[0]] if given else None
-
-
-Availability = bool | tuple[bool, str]
-
-
-def is_fp8_available(return_reason: bool = False) -> Availability:
-    """Whether FP8 runs here: always true on CPUs; on GPUs from compute capability 8.9 on.
-
-    Args:
-        return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
-
-    >>> available, reason = is_fp8_available(return_reason=True)
-    >>> available == (reason == "")
-    True
-    """
-    reason = ""
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 9):
-            reason = (
-                "FP8 tensor cores need compute capability 8.9 or higher, this GPU has "
-                f"{capability[0]}.{capability[1]}"
-            )
-    return (not reason, reason) if return_reason else not reason

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.autocast import Availability, is_fp8_available
+Availability = bool | tuple[bool, str]
 
 _NOT_HERE = "{} is not implemented: it needs the tensor cores of compute capability 10.0"
 
 
 def _answer(reason: str, return_reason: bool) -> Availability:
     return (not reason, reason) if return_reason else not reason
+
+
+def is_fp8_available(return_reason: bool = False) -> Availability:
+    """Whether FP8 runs here: always true on CPUs; on GPUs from compute capability 8.9 on.
+
+    Args:
+        return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
+
+    >>> available, reason = is_fp8_available(return_reason=True)
+    >>> available == (reason == "")
+    True
+    """
+    reason = ""
+    if torch.cuda.is_available():
+        capability = get_device_compute_capability()
+        if capability < (8, 9):
+            reason = (
+                "FP8 tensor cores need compute capability 8.9 or higher, this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+    return _answer(reason, return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:

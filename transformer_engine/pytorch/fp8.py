@@ -4,7 +4,6 @@ from transformer_engine.pytorch.autocast import (
     autocast,
     fp8_autocast,
     get_default_recipe,
-    is_fp8_available,
 )
 from transformer_engine.pytorch.autocast import get_default_recipe as get_default_fp8_recipe
 from transformer_engine.pytorch.availability import (
@@ -12,6 +11,7 @@ from transformer_engine.pytorch.availability import (
     check_fp8_support,
     check_mxfp8_support,
     check_nvfp4_support,
+    is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # 2.7
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # 2.7
 _LIBRARY = torch.library.Library("te", "DEF")
 
 
@@ -43,7 +43,7 @@ def _from_library(result: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _exports_to_onnx() -> bool:
-    if not _is_exporting():
+    if not is_exporting():
         return False
     onnx = sys.modules.get("torch.onnx")  # not imported with torch
     return onnx is not None and onnx.is_in_onnx_export()
@@ -53,7 +53,9 @@ def _has_no_memory(first: Any) -> bool:
     return type(first) is FakeTensor or (isinstance(first, torch.Tensor) and first.is_meta)
 
 
-def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def library_op(
+    schema: str, *, writes_unseen: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.te.<name>` with this schema.
 
     Args:
@@ -61,6 +63,8 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except amaxes (docs/adr/0003): raising a maximum is idempotent and no graph reads it,
             while a declared write of forward state in backward cannot be compiled. The function
             takes the same arguments in the same order, and `launch: bool = True`.
+        writes_unseen: what it is called for shows in no tensor that a graph knows: compilers must
+            keep its calls, though nobody takes a result.
     """
     name = schema[: schema.index("(")]
 
@@ -76,6 +80,8 @@ def library_op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         _LIBRARY.impl(name, real, "CUDA")
         torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.te, name)
+        if writes_unseen:
+            torch.fx.node.has_side_effect(operator.default)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             # Fake tensors also come where nothing is compiling yet, or ever, as those on meta do.

@@ -53,7 +53,7 @@ def empty_cast_moments(device: torch.device | str | None = None) -> torch.Tensor
     return torch.tensor(EMPTY_CAST_MOMENTS, dtype=torch.float64, device=device)
 
 
-@library_op("moments(Tensor x, Tensor row, Tensor? active=None) -> ()")
+@library_op("moments(Tensor x, Tensor row, Tensor? active=None) -> ()", writes_unseen=True)
 def moments(
     x: torch.Tensor, row: torch.Tensor, active: torch.Tensor | None = None, *, launch: bool = True
 ) -> None:
@@ -83,7 +83,8 @@ def merge_moments(
 
 @library_op(
     "cast_moments(Tensor x, Tensor codes, Tensor scales, int format, Tensor row,"
-    " Tensor? active=None) -> ()"
+    " Tensor? active=None) -> ()",
+    writes_unseen=True,
 )
 def cast_moments(
     x: torch.Tensor,
@@ -107,11 +108,6 @@ def cast_moments(
     """
     if launch:
         _C.cast_moments(x, codes, scales, format, row, active)
-
-
-# Both write into `row` alone, and undeclared (see library.py): compilers must keep the calls.
-for _name in ("moments", "cast_moments"):
-    torch.fx.node.has_side_effect(getattr(torch.ops.te, _name).default)
 
 
 def statistics(row: Sequence[float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.regions import graph_task
 
 
-@library_op("refuse_repetition(Tensor x) -> ()")
+@library_op("refuse_repetition(Tensor x) -> ()", writes_unseen=True)
 def refuse_repetition(x: torch.Tensor, *, launch: bool = True) -> None:
     """Part of the forward of compiled layers with delayed scaling.
 
@@ -30,10 +30,6 @@ def refuse_repetition(x: torch.Tensor, *, launch: bool = True) -> None:
             " one whose forward runs again in the backward, when its scales have moved on: compile"
             " no layers inside of the checkpointed function, or use Float8CurrentScaling"
         )
-
-
-# It returns nothing: compilers must keep the calls.
-torch.fx.node.has_side_effect(torch.ops.te.refuse_repetition.default)
 
 
 @torch.compiler.assume_constant_result

@@ -206,18 +206,7 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         rows, cols = _matrix_shape(tensor.shape)
         return tensor.ndim >= 2 and rows % SCALE_BLOCK == 0 and cols % SCALE_BLOCK == 0
 
-    def quantize(
-        self, tensor: torch.Tensor, *, out: Float8BlockwiseQTensor | None = None
-    ) -> Float8BlockwiseQTensor:
-        """Quantise.
-
-        Args:
-            tensor: fp32, fp16 or bf16.
-            out: tensor to write into instead of a new one.
-        """
-        if out is not None:
-            return out.quantize_(tensor)
-        plain = tensor.detach().contiguous()
+    def _made(self, plain: torch.Tensor) -> Float8BlockwiseQTensor:
         made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
         return Float8BlockwiseQTensor.assembled(
             plain.shape,

@@ -168,16 +168,7 @@ torch.serialization.add_safe_globals([Float8Tensor])
 class _Float8Making(TensorMaking):
     """What public quantizers add: calling one gives a `Float8Tensor`."""
 
-    def quantize(self, tensor: torch.Tensor, *, out: Float8Tensor | None = None) -> Float8Tensor:
-        """Quantise.
-
-        Args:
-            tensor: fp32, fp16 or bf16.
-            out: tensor to write into instead of a new one.
-        """
-        if out is not None:
-            return out.quantize_(tensor)
-        plain = tensor.detach().contiguous()
+    def _made(self, plain: torch.Tensor) -> Float8Tensor:
         operands = self.operands(plain, Demand(self, True, self.columnwise_usage))  # type: ignore[attr-defined]
         return Float8Tensor.from_operands(operands, plain, self)  # type: ignore[arg-type]
 

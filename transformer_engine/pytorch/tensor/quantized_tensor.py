@@ -302,7 +302,15 @@ class TensorMaking:
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def quantize(self, tensor: torch.Tensor, *, out: Any = None) -> Any:
-        """Quantise; into `out` where it is given."""
+        """Quantise.
+
+        Args:
+            tensor: fp32, fp16 or bf16.
+            out: tensor to write into instead of a new one.
+        """
+        return self._made(tensor.detach().contiguous()) if out is None else out.quantize_(tensor)
+
+    def _made(self, plain: torch.Tensor) -> Any:
         raise NotImplementedError
 
     def __call__(self, tensor: torch.Tensor) -> Any:
