@@ -47,7 +47,7 @@ def steps_of(model, device, wrap=lambda f, *a: f(*a), recipe=RECIPE, **arguments
             out = wrap(lambda x: model(x, **arguments), x)
         out.square().mean().backward()
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found += [out.detach(), x.grad, *grads, *states_of(model)]
+        found += [out.detach().clone(), x.grad, *grads, *states_of(model)]
     return found
 
 

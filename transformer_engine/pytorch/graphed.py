@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,9 +78,13 @@ class Subject:
                 )
 
     def capture_weights(self, settings: Settings) -> None:
-        """A graph that casts what forwards with `is_first_microbatch=False` read."""
+        """A graph that casts what forwards with `is_first_microbatch=False` read.
+
+        It replays between the forward and the backward of others, whose memory it must not share.
+        """
         self.weights = torch.cuda.CUDAGraph()
-        with capturing(settings, self, "cast of weights", self.weights):
+        own = replace(settings, pool=torch.cuda.graph_pool_handle())
+        with capturing(own, self, "cast of weights", self.weights):
             for module in self.ours:
                 module.renew_weights()
         self.kept = [stage.cached_weight for m in self.ours for stage in m.chain.matmuls]
