@@ -122,13 +122,13 @@ class Mixed(nn.Module):
                 return self.module(x)
 
 
-def run(case, device, backend, compare):
+def run(case, device, backend, compare, mode=None):
     torch._dynamo.reset()
     autocast_stack().reset()  # compiled code is the first to see a recipe
     torch.manual_seed(0)
     eager = Mixed(build(case.kind, case.dtype, device), case)
     compiled = copy.deepcopy(eager)
-    compiled.compile(fullgraph=True, backend=backend, dynamic=case.dynamic or None)
+    compiled.compile(fullgraph=True, backend=backend, mode=mode, dynamic=case.dynamic or None)
     warm, steady = ([8, 16, 8], [24, 32]) if case.dynamic else ([8, 8, 8], [8, 8])
     for length in warm:  # the first makes the scales, and is compiled again with them
         x = case.input(length, device)
@@ -206,6 +206,22 @@ def test_equals_eager(case, device):
 )
 def test_inductor(case, device):
     run(case, device, "inductor", near)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch makes one to own a pool
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case("LayerNormMLP", BF16, "delayed", False, False, True),
+        Case("TransformerLayer", BF16, "current", False, False, True),
+        Case("TransformerLayer", BF16, None, False, False, False),
+    ),
+    ids=str,
+)
+def test_cuda_graphs_of_inductor(case):
+    """Its pools own what is allocated inside; scratch memory of ours outlives them."""
+    run(case, "cuda", "inductor", near, mode="reduce-overhead")
 
 
 def test_calibration(device):

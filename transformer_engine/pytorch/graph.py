@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -246,15 +248,32 @@ def _warm_up(
 def _capture(
     subjects: list[Subject], graphs: list[Graphed], settings: Settings, order: _Order
 ) -> None:
-    for subject in subjects:
-        subject.note_states()
-        if settings.caches_weights:
-            subject.capture_weights(settings)
-    for graph, forward in order.steps():
-        if forward:
-            graphs[graph].capture_forward()
-        else:
-            graphs[graph].capture_backward()
+    with _without_collector():
+        for subject in subjects:
+            subject.note_states()
+            if settings.caches_weights:
+                subject.capture_weights(settings)
+        for graph, forward in order.steps():
+            if forward:
+                graphs[graph].capture_forward()
+            else:
+                graphs[graph].capture_backward()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """End what was captured and dropped before, not during it: that would break the capture.
+
+    A graphed module is in a cycle with its graphs.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Order:

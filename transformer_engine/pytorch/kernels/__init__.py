@@ -4,6 +4,8 @@ One module per op family. Nothing here knows modules, recipes or autograd; every
 under `torch.compile`, as a `torch.ops.te` operator (see `library.py`).
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from transformer_engine import _C, _env
@@ -13,9 +15,19 @@ for _library in ("CUBLASLT", "CUDNN", "NCCL"):
 
 
 def _allocate_workspace(size: int, device: int) -> torch.Tensor:
-    """Zeros of at least `size` bytes for a stream's first use of a workspace, also in a capture."""
-    where = torch.device("cuda", device)
-    return torch.zeros(-(-size // 4), dtype=torch.int32, device=where)
+    """Zeros of at least `size` bytes for a stream's first use of a workspace, also in a capture.
+
+    The table keeps them for good, so they must not come from a pool that owns what its user
+    allocates, as that of `torch.compile(mode="reduce-overhead")` does: such a pool serves the
+    thread, or the stream, that runs. Another thread gets memory of the default stream.
+    """
+    where, count = torch.device("cuda", device), -(-size // 4)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=where)
+    with ThreadPoolExecutor(1) as other:
+        made = other.submit(lambda: torch.empty(count, dtype=torch.int32, device=where)).result()
+    torch.cuda.current_stream(where).wait_stream(torch.cuda.default_stream(where))
+    return made.zero_()
 
 
 _C.set_workspace_allocator(_allocate_workspace)
