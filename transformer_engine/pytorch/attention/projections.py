@@ -9,11 +9,12 @@ others are concatenated once.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from transformer_engine.pytorch.kernels.packed import whole_of
 
 
 class HeadLayout(NamedTuple):
@@ -46,26 +47,11 @@ class _Split(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        first = gradients[0]
-        start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-        whole, places = _places(ctx.shape, ctx.layout)
-        if places == [(g.stride(), g.storage_offset() - start) for g in gradients] and all(
-            g.untyped_storage().data_ptr() == storage for g in gradients[1:]
-        ):
-            return first.as_strided(ctx.shape, whole, start), None
+        whole = whole_of(gradients, by_head=ctx.layout.interleaved)
+        if whole is not None:
+            return whole, None
         join = torch.stack if ctx.layout.interleaved else torch.cat
         return join(gradients, -2).view(ctx.shape), None
-
-
-Strides = tuple[int, ...]
-
-
-@lru_cache(maxsize=1024)
-def _places(shape: torch.Size, layout: HeadLayout) -> tuple[Strides, list[Any]]:
-    """Strides of the whole; strides and offset of each part."""
-    whole = torch.empty(shape, device="meta")
-    parts = _views(whole, layout)
-    return whole.stride(), [(part.stride(), part.storage_offset()) for part in parts]
 
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
