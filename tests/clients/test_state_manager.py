@@ -18,10 +18,11 @@ def _fresh() -> None:
 def test_answers_follow_the_regions() -> None:
     assert not Manager.is_fp8_enabled()
     assert Manager.get_fp8_recipe() == te.get_default_recipe()
-    with te.autocast(recipe=Float8CurrentScaling(), amax_reduction_group="group"):
+    group = torch.distributed.ProcessGroup(0, 1)
+    with te.autocast(recipe=Float8CurrentScaling(), amax_reduction_group=group):
         assert Manager.is_fp8_enabled() and not Manager.is_fp8_calibration()
         assert Manager.get_fp8_recipe() == Float8CurrentScaling()
-        assert Manager.get_fp8_group() == "group"
+        assert Manager.get_fp8_group() is group
         with te.fp8_autocast(enabled=False, calibrating=True):
             assert not Manager.is_fp8_enabled() and Manager.is_fp8_calibration()
     assert not Manager.is_fp8_enabled() and Manager.get_fp8_group() is None

@@ -271,7 +271,7 @@ def test_on_the_cpu_callables_stay_as_they_are() -> None:
 
 def test_arguments_that_contradict_each_other() -> None:
     module, x = te.Linear(16, 16, device="cpu"), torch.ones(16, 16)
-    with pytest.raises(ValueError, match="enabled and its older name"):
+    with pytest.raises(ValueError, match="one of fp8_enabled and enabled, got both"):
         te.make_graphed_callables(module, (x,), fp8_enabled=True, enabled=True)
     with pytest.raises(TypeError, match="sample_args to be 2 tuple"):
         te.make_graphed_callables((module, module), ((x,),))

@@ -114,12 +114,12 @@ CONSTRUCTORS = {
     "a size that is no int": (
         lambda: te.TransformerLayer(64, 64 * 8 / 3, 4, device="cpu"),
         TypeError,
-        "[LayerNormMLP] expected sizes that are ints, got (170.66666666666666, 64) (fc1_weight)",
+        "[TransformerLayer] expected ffn_hidden_size to be an int, got 170.66666666666666 (layer ",
     ),
     "a negative size": (
         lambda: te.Linear(-1, 32, device="cpu"),
         ValueError,
-        "[Linear] expected sizes of 0 or more, got (32, -1) (weight)",
+        "[Linear] expected in_features >= 0, got -1 (layer ",
     ),
     "FP8 as the dtype of parameters": (
         lambda: linear(params_dtype=torch.float8_e4m3fn),
@@ -222,3 +222,44 @@ def test_fp8_autocast_knows_the_newer_names():
     with te.fp8_autocast(recipe=recipe, amax_reduction_group=None):
         layer(X).sum().backward()
     assert layer.scaling["forward"].amax_history.shape[0] == 3
+
+
+SPARSE = X.to_sparse()
+DENSE_ONLY = {
+    "Linear": lambda: (linear(), "inp", "decoder.fc"),
+    "LayerNormLinear": lambda: (te.LayerNormLinear(32, 32, device="cpu", name="a"), "inp", "a"),
+    "LayerNormMLP": lambda: (te.LayerNormMLP(32, 32, device="cpu", name="a"), "inp", "a"),
+    "LayerNorm": lambda: (te.LayerNorm(32, device="cpu", name="a"), "inp", "a"),
+    "RMSNorm": lambda: (te.RMSNorm(32, device="cpu", name="a"), "inp", "a"),
+    "TransformerLayer": lambda: (
+        te.TransformerLayer(32, 32, 2, device="cpu", name="a"),
+        "hidden_states",
+        "a",
+    ),
+}
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("kind", DENSE_ONLY)
+def test_inputs_are_dense(kind, enabled):
+    """Also where a dense input of that shape and dtype came before."""
+    module, parameter, layer = DENSE_ONLY[kind]()
+    text = (
+        f"[{kind}] expected {parameter} to be a dense torch.Tensor, got one of layout "
+        f"torch.sparse_coo (layer {layer})"
+    )
+    with te.fp8_autocast(enabled=enabled):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+                module(SPARSE)
+            module(X)
+
+
+def test_other_inputs_are_dense():
+    grouped = te.GroupedLinear(2, 32, 32, device="cpu", name="moe")
+    with pytest.raises(TypeError, match=r"one of layout torch.sparse_coo \(layer moe\)"):
+        grouped(torch.ones(4, 32).to_sparse(), [2, 2])
+    with pytest.raises(TypeError, match=r"expected key_layer to be a dense .*decoder.attention"):
+        attention()(Q[None], Q[None].to_sparse(), Q[None])
+    with pytest.raises(TypeError, match=r"^.Fp8Padding. expected inp to be a dense torch.Tensor"):
+        te.Fp8Padding(2)(torch.ones(4, 32).to_sparse(), [2, 2])

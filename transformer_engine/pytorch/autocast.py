@@ -23,6 +23,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     Recipe,
 )
+from transformer_engine.pytorch.groups import check_group
 from transformer_engine.pytorch.regions import Region, graph_task, rehearsing
 from transformer_engine.pytorch.scaling_state import (
     BACKWARD,
@@ -192,6 +193,12 @@ def _described(recipe: object) -> str:
     return repr(recipe)
 
 
+def scope_of(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
+    """What these arguments of an autocast ask for, checked."""
+    check_group("fp8_autocast", "amax_reduction_group (fp8_group)", group)
+    return Scope(enabled, calibrating, checked_recipe(recipe), group)
+
+
 class autocast(ContextDecorator):
     """Run modules inside in FP8.
 
@@ -204,7 +211,7 @@ class autocast(ContextDecorator):
 
     Raises:
         ValueError: the recipe is not one of this package's.
-        TypeError: a recipe in the place of a flag.
+        TypeError: a recipe in the place of a flag; a group that is none.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -229,7 +236,7 @@ class autocast(ContextDecorator):
                     f"[{type(self).__name__}] expected {flag} to be True or False, got {value!r}: "
                     "pass a recipe by keyword, recipe=..."
                 )
-        self._scope = Scope(enabled, calibrating, checked_recipe(recipe), amax_reduction_group)
+        self._scope = scope_of(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:
         # Compiled code asks no scope for its number, and cannot make new ones known.
@@ -279,14 +286,15 @@ class fp8_autocast(autocast):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        recipe = _one_of(fp8_recipe=fp8_recipe, recipe=recipe)
-        group = _one_of(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group)
+        op = "fp8_autocast"
+        recipe = one_of(op, fp8_recipe=fp8_recipe, recipe=recipe)
+        group = one_of(op, fp8_group=fp8_group, amax_reduction_group=amax_reduction_group)
         super().__init__(enabled, calibrating, recipe, group)
 
 
-def _one_of(**spellings: Any) -> Any:
+def one_of(op: str, **spellings: Any) -> Any:
     """The argument that was given under one of its names, or None."""
     given = [name for name, value in spellings.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"[fp8_autocast] expected one of {' and '.join(given)}, got both")
+        raise ValueError(f"[{op}] expected one of {' and '.join(given)}, got both")
     return spellings[given[0]] if given else None

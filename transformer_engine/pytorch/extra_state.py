@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 MAGIC = b"TEFP8S01"
 _HEADER = struct.Struct("<iii")
@@ -47,11 +49,16 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
     return torch.cat(parts)
 
 
-def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
+def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict[str, ScalingState]:
     """States from what `pack` made; empty for None, empty tensors and unknown contents.
 
     Contents of another origin (pickles of other versions) are never executed: they are skipped
     with one warning, and scaling starts anew.
+
+    Args:
+        state: of a state dict.
+        layer: whose it is.
+        weights: of its GEMMs; any of them may have been kept in FP8 where the state was made.
 
     Raises:
         ValueError: truncated, inconsistent or damaged contents.
@@ -78,7 +85,32 @@ def unpack(state: Any, layer: str) -> dict[str, ScalingState]:
         restored.replace(scale.clone(), history.clone())
         states[direction] = restored
         start += columns * (1 + length)
+    _check_weight_scales(values[start:], weights, layer)
     return states
+
+
+def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], layer: str) -> None:
+    """What is behind the scaling state can be the scales of these weights.
+
+    Weights kept in FP8 replace a scale that cannot be theirs, so that they take any value.
+    """
+    kept = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    lengths = {sum(weight.scales.numel() for weight in kept)}
+    blocks = [torch.Size(block_scale_shape(w.shape[0], w.shape[1], 2)).numel() for w in weights]
+    for of_one_kind in ([2] * len(weights), blocks):
+        sums = {0}
+        for own in of_one_kind:  # a weight of sizes that FP8 cannot take has no scales
+            sums |= {some + own for some in sums}
+        lengths |= sums
+    count = scales.numel()
+    sound = (
+        bool(kept) or not count or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
+    )
+    if count not in lengths or not sound:
+        raise ValueError(
+            f"[load_state_dict] expected nothing behind the FP8 state but scales of "
+            f"{len(weights)} weight(s), got {4 * count} bytes that are none (layer {layer})"
+        )
 
 
 def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:

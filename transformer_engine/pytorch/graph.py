@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.autocast import OUTSIDE, Scope, autocast_stack, checked_recipe
+from transformer_engine.pytorch.autocast import OUTSIDE, Scope, autocast_stack, one_of, scope_of
 from transformer_engine.pytorch.graphed import Graphed, Settings, Subject, untouched
 
 Function = Callable[..., Any]
@@ -102,12 +103,14 @@ def make_graphed_callables(
         y.sum().backward()
     """
     scope = _scope(
-        _either("enabled", fp8_enabled, enabled) or False,
-        _either("calibrating", fp8_calibrating, calibrating) or False,
-        _either("recipe", fp8_recipe, recipe),
-        _either("amax_reduction_group", fp8_group, amax_reduction_group),
+        _given(fp8_enabled=fp8_enabled, enabled=enabled) or False,
+        _given(fp8_calibrating=fp8_calibrating, calibrating=calibrating) or False,
+        _given(fp8_recipe=fp8_recipe, recipe=recipe),
+        _given(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group),
     )
-    caches = _either("cache_quantized_params", fp8_weight_caching, cache_quantized_params)
+    caches = _given(
+        fp8_weight_caching=fp8_weight_caching, cache_quantized_params=cache_quantized_params
+    )
     alone = callable(modules)
     functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
     order, single = _Order(len(functions), _order), alone and _order is None
@@ -143,18 +146,13 @@ def make_graphed_callables(
     return results[0] if alone else results
 
 
-def _either(name: str, old: Any, new: Any) -> Any:
-    if old is not None and new is not None:
-        raise ValueError(
-            f"[make_graphed_callables] expected one of {name} and its older name, got both"
-        )
-    return old if new is None else new
+_given = partial(one_of, "make_graphed_callables")
 
 
 def _scope(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
     if not (enabled or calibrating):
         return OUTSIDE
-    return autocast_stack().intern(Scope(enabled, calibrating, checked_recipe(recipe), group))
+    return autocast_stack().intern(scope_of(enabled, calibrating, recipe, group))
 
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.rope import rope
+from transformer_engine.pytorch.modules.arguments import check_sizes
 from transformer_engine.pytorch.modules.parameters import default_device
 
 
@@ -51,6 +52,7 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes("RotaryPositionEmbedding", None, dim=dim)
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if self.dim < 2 or self.dim % 2:
             raise ValueError(

@@ -11,6 +11,13 @@ from torch import nn
 
 from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.attention import formats
+from transformer_engine.pytorch.attention.arguments import (
+    check_heads,
+    check_settings,
+    checked_inputs,
+    refuse_rare,
+    refuse_unimplemented,
+)
 from transformer_engine.pytorch.attention.call import (
     NO_DROPOUT,
     AttentionMask,
@@ -20,7 +27,7 @@ from transformer_engine.pytorch.attention.call import (
     bias_of,
     call_shape,
 )
-from transformer_engine.pytorch.attention.casts import GEMMS, asks, casts_of, wants_fp8
+from transformer_engine.pytorch.attention.casts import GEMMS, casts_of, wants_fp8
 from transformer_engine.pytorch.attention.core import attention
 from transformer_engine.pytorch.attention.generation import CachedStep, check_params
 from transformer_engine.pytorch.attention.masks import (
@@ -31,10 +38,12 @@ from transformer_engine.pytorch.attention.masks import (
 )
 from transformer_engine.pytorch.attention.sink import NO_SINK, Sink, check_softmax_type
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION
-from transformer_engine.pytorch.export import exporting, refuse, refuse_training
-from transformer_engine.pytorch.modules.base import refuse_parallel_sizes, refuse_parallelism
-from transformer_engine.pytorch.modules.inputs import names_layer, refuse_input
+from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.modules.arguments import (
+    refuse_parallel_sizes,
+    refuse_parallelism,
+)
+from transformer_engine.pytorch.modules.inputs import names_layer
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet, ParameterSpec
 from transformer_engine.pytorch.modules.scaled import ScaledModule
@@ -117,30 +126,15 @@ class DotProductAttention(ScaledModule):
     ) -> None:
         super().__init__(GEMMS)
         self.name = layer_name(name)
-        refuse_parallel_sizes("DotProductAttention", tp_group, tp_size, sequence_parallel)
-        _refuse_unimplemented(return_max_logit=(return_max_logit, False))
-        if attention_type not in ("self", "cross"):
-            raise ValueError(
-                f"[DotProductAttention] expected attention_type 'self' or 'cross',"
-                f" got {attention_type!r}"
-            )
-        if not 0.0 <= attention_dropout <= 1.0:
-            raise ValueError(
-                f"[DotProductAttention] expected attention_dropout in [0, 1], got"
-                f" {attention_dropout}"
-            )
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if groups < 1 or num_attention_heads % groups:
-            raise ValueError(
-                f"[DotProductAttention] expected num_attention_heads divisible by num_gqa_groups,"
-                f" {num_attention_heads} is not divisible by {groups}"
-            )
-        pair = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        if return_max_logit:
+            refuse_unimplemented("return_max_logit", return_max_logit)
+        check_settings(self.name, attention_type, attention_dropout, softmax_scale)
+        groups, sizes = check_heads(self.name, num_attention_heads, num_gqa_groups, kv_channels)
         window = as_window(window_size)
         mask_rule(attn_mask_type, window, bottom_right_diagonal)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
-        self.key_channels, self.value_channels = pair
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.key_channels, self.value_channels = sizes
         self.attention_dropout = attention_dropout
         self.qkv_format = formats.check_format(qkv_format)
         self.attn_mask_type = attn_mask_type
@@ -175,7 +169,7 @@ class DotProductAttention(ScaledModule):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group, of one rank so far."""
-        refuse_parallelism("tp_group", tp_group)
+        refuse_parallelism(self, "tp_group", tp_group)
         self.tp_group = tp_group
 
     def set_context_parallel_group(
@@ -183,7 +177,7 @@ class DotProductAttention(ScaledModule):
     ) -> None:
         """Set the context parallel group, of one rank so far."""
         for group in cp_group if isinstance(cp_group, list) else [cp_group]:
-            refuse_parallelism("cp_group", group)
+            refuse_parallelism(self, "cp_group", group)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
@@ -257,13 +251,13 @@ class DotProductAttention(ScaledModule):
                 no backend takes, with the reason of each.
             TypeError: dtypes that are not supported or differ.
         """
-        _refuse_unimplemented(fp8_output=(fp8_output, False))
-        query, key, value = self._check_dtypes(query_layer, key_layer, value_layer)
+        query, key, value = checked_inputs(query_layer, key_layer, value_layer)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
         of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
-        self._check_export(qkv_format, inference_params)
+        if fp8_output or exporting():
+            refuse_rare(self, fp8_output, qkv_format, inference_params)
         casts = casts_of(self, (query, key, value))
         step = None
         if inference_params is not None:
@@ -301,17 +295,6 @@ class DotProductAttention(ScaledModule):
         out = attention(query, key, value, call)
         return out if step is None else step.restored(out)
 
-    def _check_export(self, qkv_format: str, inference_params: Any) -> None:
-        if not exporting():
-            return
-        if asks(autocast_stack().scope, self.name):
-            refuse("FP8 attention", "use a recipe without fp8_dpa and fp8_mha", self.name)
-        if qkv_format == "thd":
-            refuse("qkv_format 'thd'", "pad the sequences and use 'bshd' or 'sbhd'", self.name)
-        if inference_params is not None:
-            refuse("inference_params", "its cache is no part of a graph; leave it out", self.name)
-        refuse_training(self.training, {"attention_dropout": self.attention_dropout}, self.name)
-
     def _sink(self, device: torch.device) -> Sink:
         if self.softmax_type == "vanilla":
             return NO_SINK
@@ -328,29 +311,6 @@ class DotProductAttention(ScaledModule):
         if self.get_rng_state_tracker is None or self.sequence_parallel:
             return None
         return self.get_rng_state_tracker()
-
-    def _check_dtypes(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
-        of = torch.Tensor
-        if not (isinstance(query, of) and isinstance(key, of) and isinstance(value, of)):
-            _refuse_inputs(query_layer=query, key_layer=key, value_layer=value)  # type: ignore[unreachable]
-        if not query.dtype == key.dtype == value.dtype:
-            raise TypeError(
-                "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
-                f" dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
-            )
-        device = query.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            return query.to(dtype), key.to(dtype), value.to(dtype)
-        if query.dtype not in HIGH_PRECISION:
-            raise TypeError(
-                "[DotProductAttention] expected query_layer of float32, float16 or bfloat16,"
-                f" got {query.dtype}"
-            )
-        return query, key, value
 
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
@@ -374,19 +334,3 @@ class DotProductAttention(ScaledModule):
             f" channels=({self.key_channels}, {self.value_channels}),"
             f" mask={self.attn_mask_type!r}, format={self.qkv_format!r}"
         )
-
-
-def _refuse_inputs(**inputs: Any) -> None:
-    for name, given in inputs.items():
-        if not isinstance(given, torch.Tensor):
-            refuse_input("DotProductAttention", name, given, None)
-
-
-def _refuse_unimplemented(**arguments: tuple[Any, Any]) -> None:
-    """NotImplementedError for an argument `name=(value, the only value implemented)`."""
-    for name, (value, implemented) in arguments.items():
-        if value != implemented:
-            raise NotImplementedError(
-                f"[DotProductAttention] {name}={value!r} is not implemented yet,"
-                f" only {implemented!r} is"
-            )

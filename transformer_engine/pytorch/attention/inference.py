@@ -30,6 +30,7 @@ from transformer_engine.pytorch.attention.kv_cache import (
     PagedKVCacheManager,
     Step,
 )
+from transformer_engine.pytorch.modules.arguments import check_sizes
 
 
 class InferenceParams:
@@ -82,6 +83,8 @@ class InferenceParams:
         qkv_format: str = "bshd",
         custom_cache_manager: KVCacheManager | None = None,
     ) -> None:
+        sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+        check_sizes("InferenceParams", None, **sizes)
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.sequence_len_offset = 0
@@ -106,13 +109,13 @@ class InferenceParams:
             )
         if qkv_format == "thd" and max_ctx_len is None:
             raise ValueError("[InferenceParams] expected max_ctx_len with qkv_format 'thd'")
-        sizes = (max_batch_size, max_sequence_length, num_heads_kv, head_dim_k)
+        cache = (max_batch_size, max_sequence_length, num_heads_kv, head_dim_k)
         if is_paged:
             self.cache_manager = PagedKVCacheManager(
-                *sizes, dtype, head_dim_v, page_size=page_size, total_num_pages=total_num_pages
+                *cache, dtype, head_dim_v, page_size=page_size, total_num_pages=total_num_pages
             )
         else:
-            self.cache_manager = NonPagedKVCacheManager(*sizes, dtype, head_dim_v)
+            self.cache_manager = NonPagedKVCacheManager(*cache, dtype, head_dim_v)
 
     # ---- The plain form ----
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv
 from transformer_engine.pytorch.attention.query_key import RotaryAngles, head_norm, turned
-from transformer_engine.pytorch.modules.base import accept_overlap_arguments
+from transformer_engine.pytorch.modules.arguments import accept_overlap_arguments, check_sizes
 from transformer_engine.pytorch.modules.inputs import names_layer
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
@@ -141,7 +141,7 @@ class MultiheadAttention(nn.Module):
             )
         self.name = layer_name(name)
         self.hidden_size = hidden_size
-        self.layer_number = _checked_layer_number(layer_number)
+        self.layer_number = 1 if layer_number is None else layer_number
         self.attention_type = attention_type
         self.qkv_format = qkv_format
         self.input_layernorm = input_layernorm
@@ -149,10 +149,10 @@ class MultiheadAttention(nn.Module):
         self.has_tap = (return_layernorm_output or return_input) and input_layernorm
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.layout = HeadLayout(
+        self.layout = self._layout(
             num_attention_heads,
             num_attention_heads if num_gqa_groups is None else num_gqa_groups,
-            kv_channels or _divide(hidden_size, num_attention_heads),
+            kv_channels,
             qkv_weight_interleaved and fuse_qkv_params,
         )
         linear: dict[str, Any] = {
@@ -207,6 +207,18 @@ class MultiheadAttention(nn.Module):
             head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
             for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
         )
+
+    def _layout(self, heads: int, groups: int, size: int | None, interleaved: bool) -> HeadLayout:
+        """The heads of the projections; sizes are checked."""
+        check_sizes("MultiheadAttention", self.name, hidden_size=self.hidden_size)
+        sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
+        check_sizes("MultiheadAttention", self.name, 1, **sizes, layer_number=self.layer_number)
+        if not size and self.hidden_size % heads:
+            raise ValueError(
+                "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
+                f" {self.hidden_size} is not divisible by {heads} (layer {self.name})"
+            )
+        return HeadLayout(heads, groups, size or self.hidden_size // heads, interleaved)
 
     def _add_input_projections(
         self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
@@ -369,19 +381,3 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
-
-
-def _divide(hidden_size: int, heads: int) -> int:
-    if hidden_size % heads:
-        raise ValueError(
-            "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
-            f" {hidden_size} is not divisible by {heads}"
-        )
-    return hidden_size // heads
-
-
-def _checked_layer_number(layer_number: int | None) -> int:
-    number = 1 if layer_number is None else layer_number
-    if number < 1:
-        raise ValueError(f"[MultiheadAttention] expected layer_number >= 1, got {number}")
-    return number

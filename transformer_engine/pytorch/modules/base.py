@@ -16,11 +16,15 @@ from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.repetition import note_scope, refuse_repetition
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
+from transformer_engine.pytorch.modules.arguments import (
+    check_numbers,
+    check_sizes,
+    refuse_parallelism,
+)
 from transformer_engine.pytorch.modules.inputs import (
     check_device,
     checked_dtype,
     refuse_input,
-    refuse_keywords,
 )
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
@@ -43,6 +47,7 @@ _MOST_RUNS = 64
 _STACK = autocast_stack()
 
 # Found once: looking up names of torch takes a tenth of what a call has to spend.
+_Tensor, _strided = torch.Tensor, torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -60,9 +65,11 @@ class TransformerEngineBaseModule(ScaledModule):
     _parameter_set: ParameterSet
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
-    def __init__(self, gemms: int, name: str | None) -> None:
+    def __init__(self, gemms: int, name: str | None, eps: float = 0.0, /, **sizes: int) -> None:
         super().__init__(gemms)
         self.name = layer_name(name)
+        check_sizes(type(self).__name__, self.name, **sizes)
+        check_numbers(type(self).__name__, self.name, eps=eps)
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -90,7 +97,7 @@ class TransformerEngineBaseModule(ScaledModule):
         Args:
             tp_group: process group; only groups of one rank are supported so far.
         """
-        refuse_parallelism("tp_group", tp_group)
+        refuse_parallelism(self, "tp_group", tp_group)
         self.tp_group = tp_group
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -266,12 +273,13 @@ class TransformerEngineBaseModule(ScaledModule):
             warn(text, stacklevel=3)
 
     def _check_features(self, x: torch.Tensor, features: int) -> None:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, _Tensor) or x.layout is not _strided:
             refuse_input(type(self).__name__, "inp", x, self.name)
-        if x.ndim == 0 or x.shape[-1] != features:
+        shape = x.shape
+        if not shape or shape[-1] != features:
             raise ValueError(
                 f"[{type(self).__name__}] GEMM not possible: expected inp of shape "
-                f"(..., {features}), got {tuple(x.shape)} (layer {self.name})"
+                f"(..., {features}), got {tuple(shape)} (layer {self.name})"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,9 +322,11 @@ class TransformerEngineBaseModule(ScaledModule):
         The scales of FP8 weights in it are for `load_state_dict`, which casts with them.
 
         Raises:
-            ValueError: damaged contents, or those of a layer with another number of GEMMs.
+            ValueError: damaged contents, too many, or those of a layer with another number of
+                GEMMs.
         """
-        restored = extra_state.unpack(state, self.name)
+        matrices = [p for p in self._parameters.values() if p is not None and p.ndim == 2]
+        restored = extra_state.unpack(state, self.name, matrices)
         check_columns(restored, self.gemm_count, self.name)
         if restored:
             self.scaling = restored
@@ -326,63 +336,3 @@ class TransformerEngineBaseModule(ScaledModule):
         """Sizes, what else tells layers apart, and the layer's name."""
         shown = (*self._shown, "name")
         return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
-
-
-def refuse_parallelism(argument: str, group: Any) -> None:
-    """Groups of one rank are accepted, larger ones are not implemented."""
-    if group is None:
-        return
-    size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-    if size > 1:
-        raise NotImplementedError(
-            f"[parallel] {argument} with {size} ranks: tensor, sequence and context parallelism "
-            "are not implemented yet; a group of one rank is accepted"
-        )
-
-
-def refuse_parallel_sizes(
-    module: str, tp_group: Any, tp_size: int, sequence_parallel: bool
-) -> None:
-    """Parallel arguments are accepted as long as they mean one rank."""
-    refuse_parallelism(f"{module}(tp_group=...)", tp_group)
-    if tp_size > 1:
-        raise NotImplementedError(
-            f"[{module}] tp_size={tp_size}: tensor parallelism is not implemented yet "
-            f"(sequence_parallel={sequence_parallel} alone has no effect)"
-        )
-
-
-# Keywords of other versions that only tune communication between several ranks.
-_OVERLAP_ARGUMENTS = frozenset(
-    {
-        "ub_atomic_gemm_ag",
-        "ub_atomic_gemm_rs",
-        "ub_bulk_dgrad",
-        "ub_bulk_wgrad",
-        "ub_name",
-        "ub_overlap_ag",
-        "ub_overlap_rs",
-        "ub_overlap_rs_dgrad",
-        "ub_split_ag",
-        "ub_split_rs",
-        "ub_tp_comm_overlap",
-        "rng_tracker_name",
-        "symmetric_ar_type",
-    }
-)
-
-# Keywords of newer versions, and what they may be so far.
-_LATER = {"activation_params": None, "checkpoint": False, "delay_wgrad_compute": False}
-
-
-def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:
-    """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
-    unknown = set(others) - _OVERLAP_ARGUMENTS - _LATER.keys()
-    if unknown:
-        refuse_keywords(module, unknown)
-    for name in others.keys() & _LATER.keys():
-        if others[name] != _LATER[name]:
-            raise NotImplementedError(
-                f"[{module.__name__}] {name}={others[name]!r} is not implemented yet, only "
-                f"{_LATER[name]!r} is"
-            )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.modules.arguments import check_numbers
+
 
 class DropPath(nn.Module):
     """Zero a sample's branch with probability `drop_prob`; scale the others by `1/(1-drop_prob)`.
@@ -16,6 +18,7 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0, batch_dim: int = 0) -> None:
         super().__init__()
+        check_numbers("DropPath", None, drop_prob=drop_prob)
         if not 0.0 <= drop_prob < 1.0:
             raise ValueError(f"[DropPath] expected 0 <= drop_prob < 1, got {drop_prob}")
         self.drop_prob = drop_prob

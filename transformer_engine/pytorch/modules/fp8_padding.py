@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.modules.arguments import check_sizes
+from transformer_engine.pytorch.modules.inputs import refuse_input
 from transformer_engine.pytorch.stages.matmul import TOKEN_ALIGNMENT
 
 
@@ -29,16 +31,15 @@ class _Padding(nn.Module):
         super().__init__()
         self.num_gemms = num_gemms
         self.align_size = TOKEN_ALIGNMENT if align_size is None else align_size
-        if num_gemms < 1 or self.align_size < 1:
-            raise ValueError(
-                f"[{type(self).__name__}] expected num_gemms >= 1 and align_size >= 1, got "
-                f"{num_gemms} and {self.align_size}"
-            )
+        sizes = {"num_gemms": num_gemms, "align_size": self.align_size}
+        check_sizes(type(self).__name__, None, 1, **sizes)
 
     def _padded(self, m_splits: Sequence[int]) -> list[int]:
         return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
 
     def _check(self, inp: torch.Tensor, m_splits: Sequence[int], rows: int) -> None:
+        if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
+            refuse_input(type(self).__name__, "inp", inp, None)
         if len(m_splits) != self.num_gemms or inp.ndim != 2 or inp.shape[0] != rows:
             raise ValueError(
                 f"[{type(self).__name__}] expected inp of {rows} rows for {self.num_gemms} parts, "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.modules.arguments import check_sizes
 from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
@@ -57,9 +58,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         # Not registered as submodules: their parameters are this module's, under its names.
         self._parts: tuple[Linear, ...] = ()
-        super().__init__(num_gemms, name)
-        if num_gemms < 1:
-            raise ValueError(f"[GroupedLinear] expected num_gemms >= 1, got {num_gemms}")
+        super().__init__(num_gemms, name, in_features=in_features, out_features=out_features)
+        check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
         self.num_gemms = num_gemms

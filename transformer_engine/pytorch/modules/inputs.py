@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,31 +18,16 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
-    """TypeError for an input that is no tensor.
+    """TypeError for an input that is no tensor, or not a dense one.
 
     Raises:
         TypeError: always.
     """
     where = f" (layer {layer})" if layer else ""
-    raise TypeError(
-        f"[{module}] expected {parameter} to be a torch.Tensor, got {type(value).__name__}{where}"
-    )
-
-
-def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
-    """TypeError for keywords that a constructor does not know, with the nearest that it does.
-
-    Raises:
-        TypeError: always.
-    """
-    known = [name for name in inspect.signature(module).parameters if name != "others"]
-    described = []
-    for name in sorted(unknown):
-        near = difflib.get_close_matches(name, known, 1)
-        described.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    raise TypeError(
-        f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
-    )
+    wanted, got = "a torch.Tensor", type(value).__name__
+    if isinstance(value, torch.Tensor):
+        wanted, got = "a dense torch.Tensor", f"one of layout {value.layout}"
+    raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:

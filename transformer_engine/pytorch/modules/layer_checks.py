@@ -9,6 +9,7 @@ import torch
 from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import check_mask_dtype, mask_type
 from transformer_engine.pytorch.export import exporting, refuse_training
+from transformer_engine.pytorch.modules.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.modules.inputs import refuse_input
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 BATCH_DIM = {"sbhd": 1, "bshd": 0, "thd": 0}
 
 
-def check_layer(layer: TransformerLayer, fuses_only_wgrad: bool) -> None:
-    """Check the constructor's arguments as the layer has noted them."""
+def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad: bool) -> None:
+    """Check the constructor's arguments as the layer has noted them, but for those of children."""
+    kind, name = "TransformerLayer", layer.name
+    check_sizes(kind, name, hidden_size=layer.hidden_size, ffn_hidden_size=ffn_hidden_size)
+    rates = {"hidden_dropout": layer.hidden_dropout, "drop_path_rate": layer.drop_path_rate}
+    check_numbers(kind, name, **rates)
     mask_type(layer.self_attn_mask_type, "self_attn_mask_type")
     if layer.enc_dec_attn_mask_type is not None:
         mask_type(layer.enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
@@ -69,12 +74,13 @@ def check_inputs(
     kind: str | None,
 ) -> None:
     """Check what `forward` is given."""
-    if not isinstance(hidden_states, torch.Tensor):
+    if not isinstance(hidden_states, torch.Tensor) or hidden_states.layout is not torch.strided:
         refuse_input("TransformerLayer", "hidden_states", hidden_states, layer.name)
-    if hidden_states.ndim == 0 or hidden_states.shape[-1] != layer.hidden_size:
+    shape = hidden_states.shape
+    if not shape or shape[-1] != layer.hidden_size:
         raise ValueError(
             f"[TransformerLayer] expected hidden_states of shape (..., {layer.hidden_size}),"
-            f" got {tuple(hidden_states.shape)}"
+            f" got {tuple(shape)}"
         )
     if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0]):
         raise ValueError(

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain import Chain
-from transformer_engine.pytorch.modules.base import accept_overlap_arguments, refuse_parallel_sizes
+from transformer_engine.pytorch.modules.arguments import (
+    accept_overlap_arguments,
+    refuse_parallel_sizes,
+)
 from transformer_engine.pytorch.modules.linear import (
     OneWeight,
     parallel_mode_of,
@@ -97,9 +100,9 @@ class LayerNormLinear(OneWeight):
         return_input: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(1, name)
+        super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
         accept_overlap_arguments(LayerNormLinear, others)
-        refuse_parallel_sizes("LayerNormLinear", tp_group, tp_size, sequence_parallel)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
         self.in_features = in_features
         self.out_features = out_features
         self.eps = eps

@@ -10,11 +10,11 @@ from torch import nn
 
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.modules.base import (
-    TransformerEngineBaseModule,
+from transformer_engine.pytorch.modules.arguments import (
     accept_overlap_arguments,
     refuse_parallel_sizes,
 )
+from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.modules.linear import weight_attributes
 from transformer_engine.pytorch.modules.norms import check_normalization, norm_parameters
 from transformer_engine.pytorch.modules.parameters import (
@@ -104,9 +104,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return_input: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(2, name)
+        super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         accept_overlap_arguments(LayerNormMLP, others)
-        refuse_parallel_sizes("LayerNormMLP", tp_group, tp_size, sequence_parallel)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
         kind = activation_kind(activation)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size

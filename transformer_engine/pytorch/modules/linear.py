@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain import Chain
-from transformer_engine.pytorch.modules.base import (
-    TransformerEngineBaseModule,
+from transformer_engine.pytorch.modules.arguments import (
     accept_overlap_arguments,
     refuse_parallel_sizes,
 )
+from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.modules.parameters import (
     InitMethod,
     ParameterSet,
@@ -119,9 +119,9 @@ class Linear(OneWeight):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        super().__init__(1, name)
+        super().__init__(1, name, in_features=in_features, out_features=out_features)
         accept_overlap_arguments(Linear, others)
-        refuse_parallel_sizes("Linear", tp_group, tp_size, sequence_parallel)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias

@@ -10,7 +10,12 @@ from torch import nn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.extra_state import OptionalExtraState
-from transformer_engine.pytorch.modules.inputs import refuse_input, refuse_keywords
+from transformer_engine.pytorch.modules.arguments import (
+    check_numbers,
+    check_sizes,
+    refuse_keywords,
+)
+from transformer_engine.pytorch.modules.inputs import refuse_input
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -79,9 +84,12 @@ class NormModule(OptionalExtraState, NormChain):
         **others: Any,
     ) -> None:
         _check_others(type(self), others)
+        name = name or type(self).__name__
+        check_numbers(self.kind, name, eps=eps)
         super().__init__(Norm(self.kind, eps, zero_centered_gamma))
-        self.name = name or type(self).__name__
+        self.name = name
         self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
+        check_sizes(self.kind, name, hidden_size=self.hidden_size)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self._parameter_set = ParameterSet(None)
@@ -110,12 +118,13 @@ class NormModule(OptionalExtraState, NormChain):
             ValueError: another last size.
             TypeError: no tensor, or another dtype.
         """
-        if not isinstance(inp, torch.Tensor):
+        if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
             refuse_input(self.kind, "inp", inp, self.name)
-        if inp.ndim == 0 or inp.shape[-1] != self.hidden_size:
+        shape = inp.shape
+        if not shape or shape[-1] != self.hidden_size:
             raise ValueError(
                 f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
-                f"{tuple(inp.shape)} (layer {self.name})"
+                f"{tuple(shape)} (layer {self.name})"
             )
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
@@ -157,10 +166,10 @@ def _one_size(
             f"{hidden_size} and {normalized_shape}"
         )
     size: Any = hidden_size if hidden_size is not None else normalized_shape
-    if isinstance(size, int):
-        return size
+    if isinstance(size, str) or not isinstance(size, Sequence):
+        return size  # type: ignore[return-value]
     if len(size) == 1:
-        return int(size[0])
+        return size[0]
     raise NotImplementedError(
         f"[{module}] expected a size of one axis, got {tuple(size)}: flatten the last axes first"
     )

@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
+from transformer_engine.pytorch.modules.arguments import check_sizes
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -119,11 +120,11 @@ class ParameterSet:
 
 def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
     kind = type(module).__name__
-    got = f"got {spec.shape} ({spec.name})"
-    if not all(hasattr(size, "__index__") for size in spec.shape):
-        raise TypeError(f"[{kind}] expected sizes that are ints, {got}")
-    if min(spec.shape) < 0:
-        raise ValueError(f"[{kind}] expected sizes of 0 or more, {got}")
+    if not callable(spec.init):
+        raise TypeError(
+            f"[{kind}] expected a function that initialises {spec.name}, got {spec.init!r} "
+            f"(layer {module.name})"
+        )
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise TypeError(
             f"[{kind}] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes"
@@ -155,7 +156,8 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
     if split is None:
         return {}
     if isinstance(split, Mapping):
-        sizes = {name.rstrip("_"): int(size) for name, size in split.items()}
+        sizes = {name.rstrip("_"): size for name, size in split.items()}
+        check_sizes(layer, None, **sizes)
         if sum(sizes.values()) != features:
             raise ValueError(
                 f"[{layer}] expected the sizes of parameters_split to add up to out_features="

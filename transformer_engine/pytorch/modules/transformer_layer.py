@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
 from transformer_engine.pytorch.attention.query_key import RotaryAngles
-from transformer_engine.pytorch.modules.base import accept_overlap_arguments
+from transformer_engine.pytorch.modules.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.modules.drop_path import DropPath
 from transformer_engine.pytorch.modules.dropout_add import dropout_add
 from transformer_engine.pytorch.modules.inputs import names_layer
@@ -171,7 +171,7 @@ class TransformerLayer(nn.Module):
         self.parallel_attention_mlp = parallel_attention_mlp
         self.attn_input_format = attn_input_format
         self.name = layer_name(name)
-        check_layer(self, fuse_wgrad_accumulation and not fuse_qkv_params)
+        check_layer(self, ffn_hidden_size, fuse_wgrad_accumulation and not fuse_qkv_params)
         shared: dict[str, Any] = {
             "init_method": init_method,
             "output_layer_init_method": output_layer_init_method,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.modules.arguments import check_sizes
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
@@ -96,6 +97,7 @@ class Bias(FusibleOperation):
         super().__init__()
         self.size = size
         self._parameter_set = ParameterSet(None)
+        check_sizes("Bias", None, size=size)
         spec = ParameterSpec("bias", (size,), nn.init.zeros_)
         self._parameter_set.create(self, [spec], params_dtype_of(None, dtype), device)
 
