@@ -63,6 +63,7 @@ def _emulated(monkeypatch):
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphed, "capturing", capturing)
 
 
