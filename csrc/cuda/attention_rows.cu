@@ -34,10 +34,11 @@ struct Side {
   int64_t tokens;  // of a sequence; unused for thd
 };
 
-// Rows are cleared in words of 16 bytes.
+// Rows are cleared in words of 16 bytes. A row is `heads` runs of `words`.
 struct Cleared {
   uint4* data;
-  int64_t words;  // of a row
+  int64_t words, heads;
+  int64_t row_stride, head_stride;  // in words
   bool of_key;
 };
 
@@ -100,8 +101,10 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
   if (row >= side.rows) return;
   const Place place = place_of(a, side, row);
   if (!is_dead(a, tensor.of_key, place)) return;
-  for (int64_t i = lane; i < tensor.words; i += kWarp)
-    tensor.data[row * tensor.words + i] = make_uint4(0, 0, 0, 0);
+  for (int64_t head = 0; head < tensor.heads; ++head) {
+    uint4* run = tensor.data + row * tensor.row_stride + head * tensor.head_stride;
+    for (int64_t i = lane; i < tensor.words; i += kWarp) run[i] = make_uint4(0, 0, 0, 0);
+  }
   if (blockIdx.y != 0 || a.statistics == nullptr) return;
   const bool packed = a.format == AttentionFormat::Thd;
   for (int64_t h = lane; h < a.heads; h += kWarp) {
@@ -118,6 +121,18 @@ Side side_of(const AttentionSequences& sequences, const TensorView& t, Attention
           .starts = starts.ptr<int32_t>(),
           .rows = packed ? t.size(0) : t.size(0) * t.size(1),
           .tokens = packed ? 0 : t.size(format == AttentionFormat::Sbhd ? 0 : 1)};
+}
+
+Cleared cleared_of(const TensorView& t, bool of_key) {
+  const int64_t elements = static_cast<int64_t>(sizeof(uint4)) / size_of(t.dtype);
+  const int64_t size = t.size(-1), heads = t.size(-2);
+  const bool together = heads == 1 || t.stride(-2) == size;
+  return {.data = static_cast<uint4*>(t.data),
+          .words = (together ? heads : 1) * size / elements,
+          .heads = together ? 1 : heads,
+          .row_stride = t.stride(-3) / elements,
+          .head_stride = t.stride(-2) / elements,
+          .of_key = of_key};
 }
 
 }  // namespace
@@ -142,9 +157,7 @@ void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream
   int64_t most = 0;
   for (int i = 0; i < rows.count; ++i) {
     const Side& side = rows.of_key[i] ? a.key : a.query;
-    a.tensors[i] = {.data = static_cast<uint4*>(rows.rows[i].data),
-                    .words = rows.rows[i].bytes() / side.rows / static_cast<int64_t>(sizeof(uint4)),
-                    .of_key = rows.of_key[i]};
+    a.tensors[i] = cleared_of(rows.rows[i], rows.of_key[i]);
     most = side.rows > most ? side.rows : most;
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(most * kWarp, kThreads)),

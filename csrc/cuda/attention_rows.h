@@ -33,7 +33,7 @@ void write_places(const AttentionPlaces& places, cudaStream_t stream);
 // Zeroes rows of tokens outside every sequence, and of queries that see no key; their statistics
 // become +Inf, so that the backward gives every key the weight exp(-Inf) = 0 there.
 struct AttentionRows {
-  TensorView rows[3];  // contiguous, in the call's format
+  TensorView rows[3];  // in the call's format; sequences and tokens have one stride, that of rows
   bool of_key[3] = {};
   int count = 0;
   TensorView statistics;  // may be absent

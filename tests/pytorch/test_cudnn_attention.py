@@ -6,6 +6,7 @@ from itertools import accumulate
 import attention_reference as reference
 import pytest
 import torch
+from pytorch.cases.cudnn_attention import CASES, CROSS, LONGEST, SELF, Case
 
 import transformer_engine.pytorch as te
 from transformer_engine import _C
@@ -16,84 +17,12 @@ from transformer_engine.pytorch.attention.sink import NO_SINK, Sink
 
 pytestmark = pytest.mark.gpu
 
-LONGEST = 96
 BOUND = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-# Real queries and keys of each sequence; of the padding types only.
-SELF = ((70, 70), (96, 96), (1, 1))
-CROSS = ((40, 96), (96, 33), (0, 5), (7, 0))
 
 
 @pytest.fixture(autouse=True)
 def _cudnn_alone(monkeypatch):
     monkeypatch.setattr(core, "choose", lambda *call: cudnn.BACKEND)
-
-
-@dataclass(frozen=True)
-class Case:
-    mask_type: str = "no_mask"
-    qkv_format: str = "bshd"
-    dtype: torch.dtype = torch.bfloat16
-    queries: int = LONGEST
-    keys: int = LONGEST
-    heads: int = 4
-    groups: int = 4
-    size: int = 64
-    value_size: int = 64
-    window: tuple[int, int] | None = None
-    lengths: tuple[tuple[int, int], ...] = ()
-    room: int = 0  # tokens between sequences of thd
-    bias: tuple[int, int] = ()
-    bias_type: str = "no_bias"
-    sink: bool = False
-    packed: bool = False  # query, key and value are views of one tensor
-
-    def __str__(self):
-        default = Case()
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
-        return " ".join(changed).replace("torch.", "") or "default"
-
-    @property
-    def batch(self):
-        return len(self.lengths) or 2
-
-
-CASES = [
-    Case(),
-    Case("causal", "sbhd"),
-    Case("causal", dtype=torch.float16),
-    Case("causal", groups=2, packed=True),
-    Case("causal", "sbhd", groups=1, size=128, value_size=128, packed=True),
-    Case("causal", size=192, value_size=128),
-    Case("causal", size=256, value_size=256, heads=2, groups=2),
-    Case("no_mask", "sbhd", size=40, value_size=72, queries=77, keys=133),
-    Case("causal", queries=40),
-    Case("causal_bottom_right", queries=40),
-    Case("causal_bottom_right", queries=33, keys=95, window=(20, 0)),
-    Case("causal", window=(17, 0)),
-    Case("no_mask", window=(10, 5)),
-    Case("no_mask", window=(10, 10), queries=40),
-    Case("no_mask", "sbhd", window=(10, -1)),
-    Case("no_mask", window=(-1, 10)),
-    Case("padding", lengths=SELF),
-    Case("padding", "sbhd", lengths=CROSS, groups=2),
-    Case("padding_causal", lengths=SELF, size=128, value_size=128),
-    Case("padding_causal_bottom_right", lengths=CROSS),
-    Case("padding", lengths=CROSS, window=(12, 12)),
-    Case("padding_causal", "sbhd", lengths=CROSS, window=(12, 0)),
-    Case("padding", "thd", lengths=SELF, packed=True),
-    Case("padding_causal", "thd", lengths=SELF, groups=2),
-    Case("padding_causal", "thd", lengths=SELF, room=16, size=128, value_size=128),
-    Case("padding", "thd", lengths=CROSS, room=8),
-    Case("padding_causal_bottom_right", "thd", lengths=CROSS, groups=1),
-    Case("padding", "thd", lengths=CROSS, window=(12, 12)),
-    Case("padding_causal", "thd", lengths=((5, 5),) * 9, size=128, value_size=64),
-    Case("no_mask", bias=(1, 4), bias_type="post_scale_bias"),
-    Case("causal", "sbhd", bias=(1, 4), bias_type="post_scale_bias"),
-    Case("causal", bias_type="alibi"),
-    Case("causal", bias_type="alibi", heads=6, groups=6, queries=40),
-    Case("causal", sink=True),
-    Case("no_mask", sink=True, groups=2),
-]
 
 
 def make(case, device="cuda"):
@@ -108,7 +37,10 @@ def make(case, device="cuda"):
         "thd": lambda i: tokens[i],
     }[case.qkv_format]
     heads = (case.heads, case.groups, case.groups)
-    if case.packed:
+    if case.packed == "heads":
+        x = torch.randn(*lead(0), case.heads, 3, case.size, device=device, dtype=case.dtype)
+        tensors = x.unbind(-2)
+    elif case.packed:
         x = torch.randn(*lead(0), sum(heads), case.size, device=device, dtype=case.dtype)
         tensors = x.split(heads, -2)
     else:

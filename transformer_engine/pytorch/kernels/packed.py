@@ -27,7 +27,7 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Args:
         parts: `[..., heads, size]` each, of one dtype.
     """
-    places = _places_of(parts)
+    places = places_of(*parts)
     if places is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
     whole = parts[0].new_empty(places.shape)
@@ -39,13 +39,14 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def whole_of(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
     """The tensor `[..., features]` that such parts fill in this way, in their memory."""
-    places, storages = _places_of(parts), {x.untyped_storage().data_ptr() for x in parts}
+    places, storages = places_of(*parts), {x.untyped_storage().data_ptr() for x in parts}
     if places is None or places.by_head is not by_head or len(storages) > 1:
         return None
     return parts[0].as_strided(places.shape, places.strides)
 
 
-def _places_of(parts: tuple[torch.Tensor, ...]) -> Places | None:
+def places_of(*parts: torch.Tensor) -> Places | None:
+    """Of parts `[..., heads, size]` that fill one tensor; None of others."""
     first, size = parts[0].data_ptr(), parts[0].element_size()
     return _places(
         tuple(x.shape for x in parts),

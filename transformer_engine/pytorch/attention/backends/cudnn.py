@@ -40,6 +40,7 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
+from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)
@@ -86,8 +87,7 @@ class _Attention(torch.autograd.Function):
             seed,
             ctx.needs_input_grad[3],
             ctx.needs_input_grad[4],
-            # Padded results are cleared row by row; compiled code must know strides beforehand.
-            sequences[0] is None and not torch.compiler.is_compiling(),
+            not torch.compiler.is_compiling(),  # where strides must be known beforehand
         )
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
@@ -112,7 +112,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if bias is not None:
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
-    query, key, value = _readable(query), _readable(key), _readable(value)
+    query, key, value = _readable(query, key, value)
     options = (settings, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
         key, value = key.view_as(key), value.view_as(value)
@@ -164,15 +164,20 @@ def _settings(
     return settings_of(_FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, unless cuDNN cannot read 16 bytes at a time with strides as these.
+def _readable(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors themselves, unless cuDNN cannot read 16 bytes at a time with strides as these.
 
-    Nor is it given thd whose tokens do not follow each other (parts of a packed projection): see
-    docs/adr/0013-cudnn-graphs.md.
+    Of thd it wants gradients with the strides of inputs: those are the parts of one tensor that
+    `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
     """
-    if x.is_contiguous() or (x.dim() == 4 and _in_steps_of_eight(x.stride(), x.shape)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    if inputs[0].dim() == 3 and (torch.compiler.is_compiling() or places_of(*inputs) is None):
+        return tuple(x.contiguous() for x in inputs)
+    return tuple(
+        x
+        if x.is_contiguous() or _in_steps_of_eight(x.stride(), x.shape)
+        else x.clone(memory_format=torch.contiguous_format)
+        for x in inputs
+    )
 
 
 @remembered
