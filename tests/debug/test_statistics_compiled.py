@@ -163,7 +163,7 @@ def test_cuda_graphs_of_a_compiler(tmp_path: Path, recipe: str) -> None:
                     with scope(recipe):
                         y = call(batch(module, 10 * index + part))
                     y.float().square().mean().backward()
-                module.zero_grad()
+                    module.zero_grad()  # a gradient is the graph's memory until then
                 debug_api.step()
         logs.append(logged(tmp_path / name))
     eager, compiled = logs

@@ -23,7 +23,8 @@ from transformer_engine.pytorch.attention.requirements import (
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
 _TORCH_ORDER: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
-_CUDNN_FIRST = [_CUDNN, *(backend for backend in _TORCH_ORDER if backend != _CUDNN)]
+_OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
+_CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
 
 
 def _attend(
@@ -60,12 +61,9 @@ def _attend(
 
 
 @remembered
-def _cudnn_must_be_asked_for(device: int) -> bool:
-    """Whether torch by itself prefers a slower kernel on a GPU (of Hopper or later)."""
-    if not _TORCH_ORDER or torch.cuda.get_device_capability(device)[0] < 9:
-        return False
-    x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
-    return torch._fused_sdp_choice(x, x, x, is_causal=True) != _CUDNN
+def _has_fast_cudnn(device: int) -> bool:
+    """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later."""
+    return bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _fastest(
@@ -77,17 +75,19 @@ def _fastest(
 ) -> torch.Tensor:
     """Run cuDNN first where it is twice as fast as the flash attention (version 2) of torch.
 
+    It is the last where a cache of keys grows: it would make a plan, in 10 ms, for each length.
     `torch.nn.attention.sdpa_kernel(..., set_priority=True)` does the same for 20 us. An order that
     the user has set stays, and so do kernels that the user has switched off.
     """
     if (
         query.device.type != "cuda"
         or torch.compiler.is_compiling()
-        or not _cudnn_must_be_asked_for(query.device.index)
+        or not _has_fast_cudnn(query.device.index)
         or torch._C._get_sdp_priority_order() != _TORCH_ORDER
     ):
         return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
-    torch._C._set_sdp_priority_order(_CUDNN_FIRST)
+    grows = query.shape[2] < key.shape[2] and not torch.is_grad_enabled()
+    torch._C._set_sdp_priority_order(_CUDNN_LAST if grows else _CUDNN_FIRST)
     try:
         return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
     finally:
