@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -161,3 +162,6 @@ def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
     assert losses == sorted(losses, reverse=True)
     # Two layers of four experts, three GEMMs of each in three steps.
     assert te.gemm_report().total("fp8") == te.gemm_report().total() == 2 * 4 * 3 * 3
+    other = gpt(device, **experts, fp8_recipe="tensorwise").decoder.layers[0].mlp.experts
+    assert other.load_state_dict(mlp.state_dict(), strict=True) == ([], [])
+    assert_bitwise(other.linear_fc1.weight3, mlp.linear_fc1.weight3)

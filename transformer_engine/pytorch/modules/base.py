@@ -73,7 +73,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
-        self.primary_weights_in_fp8 = model_init().enabled
+        self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
         self._runs: dict[Any, Run] = {}
         self._announced: set[Hashable] = set()
