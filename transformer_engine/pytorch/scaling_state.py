@@ -40,6 +40,11 @@ class ScalingState:
         count = self.scale.numel()
         self.scales = [self.scale[i : i + 1] for i in range(count)]
         self.amaxes = [self.amax_history[0, i : i + 1] for i in range(count)]
+        if not torch.compiler.is_compiling():
+            # As `torch._dynamo.mark_static_address`, which is slow to import: CUDA graphs of a
+            # compiler read and write these, not copies that they make of their inputs.
+            for view in (*self.scales, *self.amaxes):
+                view._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: object) -> ScalingState:
         # Attribute by attribute, the views would become tensors of their own.
