@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from rank_device import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
@@ -10,8 +11,8 @@ from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
 def _scales(rank: int, recipe: DelayedScaling, group: dist.ProcessGroup) -> tuple[float, float]:
     """Of input and gradient after one step with amaxes that differ between the ranks."""
-    layer = te.Linear(16, 16, device="cpu", init_method=torch.nn.init.ones_)
-    x = torch.zeros(16, 16)
+    layer = te.Linear(16, 16, device=here(), init_method=torch.nn.init.ones_)
+    x = torch.zeros(16, 16, device=here())
     x[0, 0] = float(rank + 1)
     with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
         y = layer(x)

@@ -2,17 +2,19 @@
 
 import torch
 import torch.distributed as dist
+from rank_device import here
 
 import transformer_engine.pytorch as te
 
 
 def _inputs(rank: int) -> torch.Tensor:
-    return torch.arange(3 * 5 * 16, dtype=torch.float32).view(3, 5, 16) * (rank + 1)
+    numbers = torch.arange(3 * 5 * 16, dtype=torch.float32, device=here())
+    return numbers.view(3, 5, 16) * (rank + 1)
 
 
 def _gradients(rank: int, reentrant: bool, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
     """Of the weight; what is multiplied is what was kept of the input."""
-    layer = te.Linear(16, 16, bias=False, device="cpu", params_dtype=torch.float32)
+    layer = te.Linear(16, 16, bias=False, device=here(), params_dtype=torch.float32)
     x = _inputs(rank).requires_grad_()
     y = te.checkpoint(
         layer,
@@ -22,7 +24,7 @@ def _gradients(rank: int, reentrant: bool, tp_group: dist.ProcessGroup | None) -
         use_reentrant=reentrant,
     )
     y.backward(torch.ones_like(y))
-    return layer.weight.grad
+    return layer.weight.grad.cpu()
 
 
 def expected(first: int, second: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two processes over gloo, on the CPU, for all tests of ranks: each start takes seconds."""
+"""Two processes for all tests of ranks, over gloo or NCCL: each start takes seconds."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -16,14 +16,16 @@ SCENARIOS = (
 )
 
 
-def run_rank(rank: int, store: str, results: str) -> None:
+def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     """Save what every scenario gives on this rank, by name."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
     outcomes = {run.__name__: run(rank) for run in SCENARIOS}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from debug_session import debugging, inspect, logged, section
+from rank_device import here
 from statistics_reference import ALL
 from statistics_session import Every, FakeManager, Session, moments_of
 
@@ -19,12 +20,13 @@ def parts_of(rank: int) -> list[torch.Tensor]:
     """Micro-batches of a rank: unequal ones, and none on rank 1 in some tests."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((100, 3, 1), (7,))[rank]
-    return [torch.randn(n, 8, generator=generator) + 10 * rank for n in sizes]
+    parts = [torch.randn(n, 8, generator=generator) + 10 * rank for n in sizes]
+    return [part.to(here()) for part in parts]
 
 
 def _known(session: Session, *layers: str) -> None:
     for layer in layers:
-        session.collector.tensor(layer, "activation", torch.device("cpu"))
+        session.collector.tensor(layer, "activation", here())
 
 
 def unequal_micro_batches(rank: int) -> Outcome:
@@ -48,7 +50,7 @@ def a_rank_without_tensors(rank: int) -> Outcome:
 def layers_in_another_order(rank: int) -> Outcome:
     session = Session(FakeManager({"a": moments_of("max"), "b": moments_of("max")}))
     for layer in ("ab", "ba")[rank]:
-        session.feed(layer, "activation", torch.full((2,), ord(layer) + 10.0 * rank))
+        session.feed(layer, "activation", torch.full((2,), ord(layer) + 10.0 * rank, device=here()))
     session.step()
     return {key[1]: values["max"] for key, values in session.logged().items()}
 
@@ -82,7 +84,7 @@ def steps_between(rank: int) -> Outcome:
     _known(session, "layer")
     for iteration in range(5):
         if rank == 0 or iteration != 4:
-            session.feed("layer", "activation", torch.ones(4 + iteration))
+            session.feed("layer", "activation", torch.ones(4 + iteration, device=here()))
         session.step()
     collectives = session.collector.account.collectives
     return {i: v["l1_norm"] for (i, _, _), v in session.logged().items()}, collectives
@@ -94,7 +96,9 @@ def layers_that_come_later(rank: int) -> Outcome:
     session = Session(FakeManager(layers))
     for count in (1, 100, 100):
         for i in range(count):
-            session.feed(f"layer.{i}", "activation", torch.full((2,), float(i + rank)))
+            session.feed(
+                f"layer.{i}", "activation", torch.full((2,), float(i + rank), device=here())
+            )
         session.step()
     found = session.logged()
     return {i: v["max"] for (step, name, _), v in found.items() if step == 2 for i in [name]}
@@ -104,7 +108,7 @@ def different_layers(rank: int) -> Outcome:
     layers = ({"a": moments_of("max"), "both": moments_of("max")}, {"both": moments_of("max")})
     session = Session(FakeManager(layers[rank], config_hash=rank))
     for layer in layers[rank]:
-        session.feed(layer, "activation", torch.ones(2))
+        session.feed(layer, "activation", torch.ones(2, device=here()))
     try:
         session.step()
     except RuntimeError as error:
@@ -116,9 +120,9 @@ def different_layers_later(rank: int) -> Outcome:
     session = Session(FakeManager({"a": moments_of("max"), "b": moments_of("max")}))
     try:
         for iteration in range(3):
-            session.feed("a", "activation", torch.ones(2))
+            session.feed("a", "activation", torch.ones(2, device=here()))
             if rank == 0 and iteration:
-                session.feed("b", "activation", torch.ones(2))
+                session.feed("b", "activation", torch.ones(2, device=here()))
             session.step()
     except RuntimeError as error:
         return f"{iteration}: {error}"
