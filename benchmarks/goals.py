@@ -124,6 +124,7 @@ GOALS = [
         r"layers",
     ),
     Goal("GPU idle in its replays", "<= 3 %", "-", "graph", r"layers, idle"),
+    Goal("torch.compile, over eager", "<= 1.00x", "-", "compiled", r"compiled.*"),
     Goal("offload copies, of a plain cudaMemcpyAsync", ">= 0.9", "-", "offload", r"copies"),
     Goal("offload step, over max(compute, copies)", "<= 1.05x", "-", "offload", r"step"),
 ]
