@@ -119,7 +119,7 @@ _OVERLAP_ARGUMENTS = frozenset(
 )
 
 # Keywords of newer versions, and what they may be so far.
-_LATER = {"activation_params": None, "checkpoint": False, "delay_wgrad_compute": False}
+_LATER = {"activation_params": None, "delay_wgrad_compute": False}
 
 
 def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:

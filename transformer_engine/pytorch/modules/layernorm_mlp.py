@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain import Chain
+from transformer_engine.pytorch.checkpointing import checkpoint
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
 from transformer_engine.pytorch.modules.arguments import (
     accept_overlap_arguments,
@@ -59,6 +61,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         seq_length: accepted for older scripts (nothing is compiled just in time).
         micro_batch_size: likewise.
         name: for messages, reports and the debugger; the GEMMs are `<name>.fc1`, `<name>.fc2`.
+        checkpoint: keep nothing but the input for the backward, which computes the rest again:
+            gradients are the same, bit for bit. It may be set at any time. Under `torch.compile` it
+            breaks the graph.
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
@@ -102,6 +107,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         micro_batch_size: int | None = None,
         name: str | None = None,
         return_input: bool = False,
+        checkpoint: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
@@ -117,6 +123,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
         tap = tap_of(return_layernorm_output, return_input)
         self.set_parallel_mode = set_parallel_mode
         self.tp_group = tp_group
@@ -174,7 +181,19 @@ class LayerNormMLP(TransformerEngineBaseModule):
         Raises:
             ValueError: a last size other than `hidden_size`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+            NotImplementedError: `checkpoint` under `torch.compile(fullgraph=True)`.
         """
+        if self.checkpoint and torch.is_grad_enabled() and not exporting():
+            return checkpoint(
+                self._forward,
+                inp,
+                is_first_microbatch,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in here draws random numbers
+            )
+        return self._forward(inp, is_first_microbatch)
+
+    def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
         self._check_features(inp, self.hidden_size)
         own = self._parameters
         bias = own.get("fc2_bias")
