@@ -17,10 +17,11 @@ from torch import nn
 
 BAR = 1.0
 WAYS = {"compiled": None, "compiled in graphs": "reduce-overhead"}
-CASES = {
-    "h1024": (Size(1024, 4096, 16, 1024, 8), ("bf16", "fp8 delayed", "fp8 current")),
-    "h4096": (Size(4096, 16384, 32, 2048, 2), ("bf16", "fp8 delayed")),
-}
+CASES = (
+    ("h1024", Size(1024, 4096, 16, 1024, 8), 1, ("torch", "bf16", "fp8 delayed", "fp8 current")),
+    ("h4096", Size(4096, 16384, 32, 2048, 2), 1, ("torch", "bf16", "fp8 delayed")),
+    (f"GPT, {LAYERS} layers", SIZE, LAYERS, ("bf16", "fp8 delayed")),
+)
 
 
 def compiled(module: nn.Module, mode: str | None) -> nn.Module:
@@ -31,9 +32,9 @@ def compiled(module: nn.Module, mode: str | None) -> nn.Module:
 def measure(
     report: Report, case: str, size: Size, layers: int, precisions: tuple[str, ...]
 ) -> None:
-    """Two rows for each precision, and for plain torch."""
+    """Two rows for each precision."""
     x = random(size.batch, size.sequence, size.hidden)
-    for name in ("torch", *precisions):
+    for name in precisions:
         torch._dynamo.reset()
         build = PlainLayer if name == "torch" else our_layer
         model = nn.Sequential(*(build(size) for _ in range(layers)))
@@ -56,9 +57,8 @@ def measure(
 def main() -> None:
     require_gpu()
     report = Report("compiled")
-    for case, (size, precisions) in CASES.items():
-        measure(report, case, size, 1, precisions)
-    measure(report, f"GPT, {LAYERS} layers", SIZE, LAYERS, ("bf16", "fp8 delayed"))
+    for case in CASES:
+        measure(report, *case)
 
 
 if __name__ == "__main__":
