@@ -12,7 +12,7 @@ GRAD_QKV, GRAD_OUT, GRAD_PRODUCT = 0, 3, 5
 
 
 class Result(NamedTuple):
-    """Codes of what a call returns, and the amaxes it leaves, by column.
+    """What a call returns before its last cast, and the amaxes it leaves, by column.
 
     Attributes:
         out: `[batch, queries, heads, size]`.
@@ -44,7 +44,14 @@ def of_groups(x, per_group):
 
 
 def attention(inputs, grad, seen, scales, bias=0.0, of_grads=E5M2):
-    """All tensors `[batch, sequence, heads, size]`; `scales` are forward's and backward's."""
+    """All tensors `[batch, sequence, heads, size]`; `scales` are forward's and backward's.
+
+    `of_grads` is the format of gradients; None casts none.
+    """
+
+    def cast(x, column):
+        return x if of_grads is None else fp8(x, backward[column], of_grads)
+
     query, key, value = inputs
     forward, backward = (x.cpu() for x in scales)
     per_group, scale = query.shape[2] // key.shape[2], 1 / math.sqrt(query.shape[-1])
@@ -56,11 +63,11 @@ def attention(inputs, grad, seen, scales, bias=0.0, of_grads=E5M2):
     weights = weights.masked_fill(blind, 0.0)
     rounded = fp8(weights, forward[SOFTMAX])
     out = rounded @ v
-    grad_out = fp8(heads_first(grad), backward[GRAD_OUT], of_grads)
+    grad_out = cast(heads_first(grad), GRAD_OUT)
     grad_weights = grad_out @ v.mT
     centre = (weights * grad_weights).sum(-1, keepdim=True)
     exact = scale * weights * (grad_weights - centre)
-    grad_product = fp8(exact, backward[GRAD_PRODUCT], of_grads)
+    grad_product = cast(exact, GRAD_PRODUCT)
     gradients = (
         (grad_product @ k).transpose(1, 2),
         of_groups(grad_product.mT @ q, per_group),
@@ -68,8 +75,8 @@ def attention(inputs, grad, seen, scales, bias=0.0, of_grads=E5M2):
     )
     largest = max(amax(x.detach()) for x in inputs)
     return Result(
-        encode(out.transpose(1, 2), E4M3, forward[OUT]),
-        tuple(encode(g, of_grads, backward[GRAD_QKV]) for g in gradients),
+        out.transpose(1, 2),
+        gradients,
         {QKV: largest, SOFTMAX: amax(weights), OUT: amax(out)},
         {
             GRAD_OUT: amax(grad),

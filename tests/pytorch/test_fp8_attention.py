@@ -100,12 +100,18 @@ def in_format(x, case, side):
     return x
 
 
-def assert_codes(actual, scale, format, expected):
-    """Nearly all codes are equal; the others come from sums that fp32 and float64 round apart."""
-    codes = encode(actual.detach().cpu(), format, scale.cpu())
-    assert (codes != expected).double().mean() < 5e-3
-    got, wanted = (decode(x, format).double() for x in (codes, expected.contiguous()))
-    assert (got - wanted).norm() < 5e-3 * wanted.norm()
+def assert_nearest(actual, scale, format, expected):
+    """Codes of what FP8 has nearest to `expected`, give or take what sums in fp32 are off.
+
+    Sums of products of codes often lie half way between two codes: of some inputs at 2 % of the
+    places. A softmax gradient that gets another code changes a row.
+    """
+    scale, off = scale.cpu(), 1e-5 * expected.abs() + 1e-6 * expected.abs().max()
+    x = (actual.detach().cpu(), expected - off, expected + off)
+    got, low, high = (decode(encode(t, format, scale), format) for t in x)
+    distance = got - got.clamp(low, high)
+    assert distance.count_nonzero() < 2e-3 * got.numel()
+    assert distance.norm() < 5e-3 * got.norm()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -140,10 +146,10 @@ def test_is_its_definition(case, device):
     bias = arguments.get("core_attention_bias", torch.zeros(())).double().cpu()
     expected = definition.attention(x, grad, seen, (forward, backward), bias, of_grads)
     flat = in_format(expected.out, case, 0).flatten(-2)
-    assert_codes(out, forward[OUT], E4M3, flat)
+    assert_nearest(out, forward[OUT], E4M3, flat)
     for i, (t, codes) in enumerate(zip(given, expected.gradients, strict=True)):
         wanted = in_format(codes, case, min(i, 1))
-        assert_codes(t.grad, backward[GRAD_QKV], of_grads, wanted)
+        assert_nearest(t.grad, backward[GRAD_QKV], of_grads, wanted)
     for column, amax in expected.forward.items():
         assert row[column] == pytest.approx(amax, rel=1e-3)
     newest = core.scaling[BACKWARD].amax_history[-1]
