@@ -55,12 +55,11 @@ def test_against_definition(stand_in, case):
 
 
 def test_tensors_are_taken_as_they_lie():
-    packed = torch.empty(5, 2, 12, 16)
-    assert all(cudnn._readable(x) is x for x in packed.split(4, 2))
-    interleaved = torch.empty(5, 2, 4, 3, 16)
-    assert all(cudnn._readable(x) is x for x in interleaved.unbind(3))
+    packed, interleaved = torch.empty(5, 2, 12, 16), torch.empty(5, 2, 4, 3, 16)
     one = torch.empty(1, 7, 1, 24)[:, :, :, :16]
-    assert cudnn._readable(one) is one
+    of_thd = torch.empty(10, 12, 16)
+    for inputs in (packed.split(4, 2), interleaved.unbind(3), (one,), of_thd.split(4, 1)):
+        assert all(a is b for a, b in zip(cudnn._readable(*inputs), inputs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +68,11 @@ def test_tensors_are_taken_as_they_lie():
         torch.randn(5, 2, 4, 17)[..., 1:],
         torch.randn(5, 2, 16, 4).transpose(2, 3),
         torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16),
-        torch.randn(10, 12, 16)[:, :4],  # thd of a packed projection
+        torch.randn(10, 12, 16)[:, :4],  # thd of a packed projection, but not the whole of it
     ],
 )
 def test_strides_that_cudnn_cannot_read_are_copied(x):
-    copy = cudnn._readable(x)
+    (copy,) = cudnn._readable(x)
     assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 

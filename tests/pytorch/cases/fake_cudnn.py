@@ -17,7 +17,7 @@ def attention_backward(grad, query, key, value, out, statistics, *options_and_ne
     settings, scale, dropout, sequences, bias, sink, seed, needs_bias, needs_sink, packed = (
         options_and_needs
     )
-    assert packed == (sequences[0] is None)
+    assert packed
     assert grad.is_contiguous() and grad.shape == out.shape and statistics is not None
     wanted = [True, True, True, needs_bias, needs_sink]
     inputs = [
