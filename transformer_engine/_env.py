@@ -25,6 +25,8 @@ class AttentionVariables(NamedTuple):
         flash_backward: NVTE_FUSED_ATTN_USE_FAv2_BWD, default 0.
         workspace: NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT; None leaves the choice to the backend.
         debug: NVTE_DEBUG_LEVEL where NVTE_DEBUG=1: 1 tells the backend, 2 why; else 0.
+        fp8_backward: NVTE_FP8_DPA_BWD: whether FP8 attention has its backward in FP8, too; None
+            leaves the choice to the backend.
     """
 
     flash: bool = True
@@ -38,6 +40,7 @@ class AttentionVariables(NamedTuple):
     flash_backward: bool = False
     workspace: bool | None = None
     debug: int = 0
+    fp8_backward: bool | None = None
 
 
 _ATTENTION = (
@@ -53,6 +56,7 @@ _ATTENTION = (
     "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT",
     "NVTE_DEBUG",
     "NVTE_DEBUG_LEVEL",
+    "NVTE_FP8_DPA_BWD",
 )
 _SWITCHES = 7  # that many of them are on unless they are 0
 _READ = (
@@ -77,7 +81,8 @@ def parsed_attention_variables() -> AttentionVariables:
     """The same without the quick look beforehand, which torch.compile cannot trace."""
     values = [os.environ.get(name) for name in _ATTENTION]
     switches = [value is None or value.strip() != "0" for value in values[:_SWITCHES]]
-    backend, flash_backward, workspace, debug, level = [_number(v) for v in values[_SWITCHES:]]
+    numbers = [_number(v) for v in values[_SWITCHES:]]
+    backend, flash_backward, workspace, debug, level, fp8_backward = numbers
     return AttentionVariables._make(
         (
             *switches,
@@ -85,6 +90,7 @@ def parsed_attention_variables() -> AttentionVariables:
             bool(flash_backward),
             None if workspace is None else bool(workspace),
             (level or 0) if debug else 0,
+            None if fp8_backward is None else bool(fp8_backward),
         )
     )
 

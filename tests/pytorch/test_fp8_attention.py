@@ -26,6 +26,11 @@ RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 HEADS, SIZE, LENGTH = 4, 16, 24
 
 
+@pytest.fixture(autouse=True)
+def _without_cudnn(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+
+
 @dataclass(frozen=True)
 class Case:
     mask_type: str = "causal"
@@ -157,6 +162,27 @@ def test_is_its_definition(case, device):
         assert newest[column].item() == pytest.approx(amax, rel=0.02)
     unused = set(range(9)) - set(expected.forward)
     assert all(row[i] == 0.0 for i in unused)
+
+
+def test_backward_in_high_precision(device, monkeypatch):
+    """Of the values that the forward multiplied, as if its casts were not there."""
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    case, core = Case(), attention(qkv_format="bshd")
+    x, _, seen = inputs_of(case, device)
+    given = [t.clone().requires_grad_() for t in x]
+    train_a_little(core, given)
+    forward = core.scaling[FORWARD].scale.clone()
+    for t in given:
+        t.grad = None
+    with te.fp8_autocast(fp8_recipe=RECIPE):
+        out = core(*given)
+    grad = torch.randn(x[0].shape, device=device)
+    out.backward(grad.flatten(-2))
+    expected = definition.attention(x, grad, seen, (forward, forward), of_grads=None)
+    assert_nearest(out, forward[OUT], E4M3, expected.out.flatten(-2))
+    for t, wanted in zip(given, expected.gradients, strict=True):
+        assert (t.grad.cpu() - wanted).norm() < 1e-5 * wanted.norm()
+    assert not core.scaling[BACKWARD].amax_history.any()
 
 
 def attention(**more):

@@ -7,24 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine._env import (
-    AttentionVariables,
-    attention_variables,
-    parsed_attention_variables,
-)
+from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.masks import MASK_TYPES, MaskRule, mask_rule
-
-
-def environment() -> AttentionVariables:
-    """The variables that choose a backend, as they are now; torch.compile can trace it."""
-    compiling = torch.compiler.is_compiling()
-    return parsed_attention_variables() if compiling else attention_variables()
-
-
-def repeatable(allowed: AttentionVariables) -> bool:
-    """Whether gradients must repeat bit for bit."""
-    return torch.are_deterministic_algorithms_enabled() or not allowed.nondeterministic
 
 
 class Problem(NamedTuple):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.attention.environment import environment
 from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
@@ -75,7 +76,10 @@ class Slot(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """All casts of one call, and whether its backward is the last of the step."""
+    """All casts of one call, and whether its backward is the last of the step.
+
+    Without the slots of gradients the backward is in high precision.
+    """
 
     qkv: Slot
     softmax: Slot
@@ -213,7 +217,8 @@ def _casts(
         format = forward_format(recipe) if scope.enabled else None
         return Slot(scale, forward.amaxes[column] if counts or not scope.enabled else None, format)
 
-    of_backward = _backward_slots(backward, backward_format(recipe), counts and scope.enabled)
+    casts = counts and scope.enabled and environment().fp8_backward is not False
+    of_backward = _backward_slots(backward, backward_format(recipe), casts)
     return Casts(of_forward(_QKV), of_forward(_SOFTMAX), of_forward(_OUT), *of_backward)
 
 

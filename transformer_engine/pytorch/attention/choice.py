@@ -11,11 +11,10 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backend import (
     Backend,
     Problem,
-    environment,
     refusal,
-    repeatable,
 )
 from transformer_engine.pytorch.attention.call import NO_BIAS, Bias, Call, CallShape
+from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.table import capability, ranked, table
 from transformer_engine.pytorch.notices import warn_once

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables, attention_variables
-from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal, repeatable
+from transformer_engine.pytorch.attention.backend import Backend, Problem, refusal
 from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.call import check_bias_type
+from transformer_engine.pytorch.attention.environment import repeatable
 from transformer_engine.pytorch.attention.formats import check_format
 from transformer_engine.pytorch.attention.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.attention.policy import preference

@@ -14,15 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.backend import (
-    Backend,
-    Problem,
-    Requirement,
-    environment,
-    repeatable,
-)
+from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
 from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.dense import check_bias_shape
+from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.requirements import (
     GPU,

@@ -17,11 +17,10 @@ from torch.torch_version import TorchVersion
 from transformer_engine.pytorch.attention.backend import (
     Problem,
     Requirement,
-    environment,
-    repeatable,
 )
 from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.dense import Attend
+from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.requirements import (
     GPU,
     HIGH_PRECISION,
