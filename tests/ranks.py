@@ -5,6 +5,7 @@ from pathlib import Path
 
 import amax_ranks
 import checkpoint_ranks
+import cross_entropy_ranks
 import statistics_ranks
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 SCENARIOS = (
     amax_ranks.scales_of_a_group,
     checkpoint_ranks.kept_parts,
+    cross_entropy_ranks.losses_and_gradients,
     *statistics_ranks.SCENARIOS,
 )
 

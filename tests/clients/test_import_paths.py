@@ -30,6 +30,7 @@ PATHS = {
     "transformer_engine.pytorch.attention.multi_head_attention": ("MultiheadAttention",),
     "transformer_engine.pytorch.attention.rope": ("RotaryPositionEmbedding",),
     "transformer_engine.pytorch.cpu_offload": ("mark_not_offload",),
+    "transformer_engine.pytorch.cross_entropy": ("parallel_cross_entropy",),
     "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker", "checkpoint"),
     "transformer_engine.pytorch.float8_tensor": ("Float8Tensor",),
     "transformer_engine.pytorch.graph": ("make_graphed_callables",),
@@ -55,6 +56,13 @@ PATHS = {
     "transformer_engine.pytorch.module.layernorm_mlp": ("LayerNormMLP",),
     "transformer_engine.pytorch.module.linear": ("Linear",),
     "transformer_engine.pytorch.module.rmsnorm": ("RMSNorm",),
+    "transformer_engine.pytorch.permutation": (
+        "moe_permute",
+        "moe_permute_with_probs",
+        "moe_sort_chunks_by_index",
+        "moe_sort_chunks_by_index_with_probs",
+        "moe_unpermute",
+    ),
     "transformer_engine.pytorch.quantization": ("autocast",),
     "transformer_engine.pytorch.quantized_tensor": ("QuantizedTensor", "Quantizer"),
     "transformer_engine.pytorch.tensor": ("Float8Tensor", "QuantizedTensor", "Quantizer"),
@@ -152,9 +160,14 @@ def test_nothing_warns_where_warnings_are_errors() -> None:
 
 def test_names_that_are_not_implemented_are_absent() -> None:
     """So that `try: from ... import ...` and `hasattr` find out."""
-    for name in ("NVFP4Quantizer", "MXFP8Tensor", "initialize_ub", "moe_permute"):
+    for name in (
+        "NVFP4Quantizer",
+        "MXFP8Tensor",
+        "initialize_ub",
+        "moe_permute_and_pad_with_probs",
+    ):
         assert not hasattr(te.pytorch, name)
-    for module in ("tensor.mxfp8_tensor", "permutation", "cross_entropy"):
+    for module in ("tensor.mxfp8_tensor", "newton_schulz", "ep"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"transformer_engine.pytorch.{module}")
     assert not hasattr(te.common.recipe, "MXFP8BlockScaling")

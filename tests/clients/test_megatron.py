@@ -138,6 +138,34 @@ def test_a_checkpoint_goes_on_bit_for_bit(device: str, megatron: Any) -> None:
     assert trained(target, device, 2) == trained(source, device, 2)
 
 
+def test_fused_losses_and_permutations_are_the_plain_ones(device: str, megatron: Any) -> None:
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.manual_seed(0)
+    tokens = torch.randn(10, 16, device=device)
+    probs = torch.rand(10, 4, device=device)
+    routed = probs > 0.5
+    count = int(routed.sum())
+    found = []
+    for fused in (False, True):
+        rows, weights, places = moe_utils.permute(tokens, routed, probs * routed, count, fused)
+        back = moe_utils.unpermute(rows, places, tokens.shape, probs * routed, routed, fused)
+        moved = moe_utils.sort_chunks_by_idxs(
+            tokens, torch.tensor([3, 7]), torch.tensor([1, 0]), probs[:, 0], fused
+        )
+        found.append([rows, weights, back, *moved])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    logits, labels = torch.randn(6, 2, 32, device=device), torch.randint(32, (6, 2), device=device)
+    group = megatron.get_tensor_model_parallel_group()
+    torch.testing.assert_close(
+        extension.te_parallel_cross_entropy(logits, labels, group),
+        tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), labels),
+    )
+
+
 def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
     """Megatron's MLP of four experts, by itself: its router asks for a CUDA device."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}

@@ -41,6 +41,7 @@ from transformer_engine.pytorch.availability import (
 )
 from transformer_engine.pytorch.checkpointing import checkpoint
 from transformer_engine.pytorch.convert import ConversionReport, convert
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export import onnx_export
 from transformer_engine.pytorch.gemm import gemm_report
@@ -55,6 +56,13 @@ from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
 from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.offload import get_cpu_offload_context, mark_not_offload
+from transformer_engine.pytorch.permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
@@ -116,7 +124,13 @@ __all__ = [
     "make_graphed_callables",
     "mark_not_offload",
     "module",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "onnx_export",
     "ops",
+    "parallel_cross_entropy",
     "quantized_model_init",
 ]

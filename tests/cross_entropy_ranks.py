@@ -1,0 +1,31 @@
+"""What each rank of distributed/test_cross_entropy runs."""
+
+import torch
+import torch.distributed as dist
+from rank_device import here
+
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+CLASSES = 12  # of both ranks
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all classes, and targets in both halves, some ignored."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 5, CLASSES, generator=generator)
+    target = torch.randint(CLASSES, (4, 5), generator=generator)
+    target[0, :2] = -100
+    return logits, target
+
+
+def losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
+    """Of this rank's half of the classes, without and with smoothing."""
+    group = dist.new_group([0, 1])
+    found = []
+    for smoothing in (0.0, 0.1):
+        logits, target = problem()
+        half = logits.chunk(2, dim=-1)[rank].to(here()).requires_grad_()
+        losses = parallel_cross_entropy(half, target.to(here()), smoothing, False, group)
+        (losses * torch.arange(20.0, device=here()).view(4, 5)).sum().backward()
+        found.append([losses.detach().cpu(), half.grad.cpu()])
+    return found

@@ -1,0 +1,309 @@
+"""Tokens in the order of their experts, and back: the two ends of a mixture of experts.
+
+Compositions of torch operations, on any device, without waiting for a GPU where the number of rows
+is given. What `moe_permute` and its sister return beside the rows, `row_id_map`, says the token and
+the column of the routing map that each row is of, int64 `[rows, 2]`; programs only hand it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None = -1,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy each token once for each of its experts, sorted by expert, then by token.
+
+    Args:
+        inp: `[tokens, hidden]`.
+        routing_map: bool or 0 and 1 `[tokens, experts]` of `map_type` `"mask"`; `[tokens, topk]`,
+            numbers of experts, of `"index"`.
+        num_out_tokens: number of rows: of a mask, that of its ones; of indices, rows beyond it are
+            left out. None or below 1: as many as there are, for which the host waits with a mask.
+        max_token_num: has no effect.
+        map_type: `"mask"` or `"index"`.
+
+    Returns:
+        `(rows [num_out_tokens, hidden], row_id_map)`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown kind of map; on a CPU, a number of rows that
+            is not that of the ones.
+        TypeError: an input in FP8, or none.
+
+    >>> tokens = torch.tensor([[1.0], [2.0]])
+    >>> rows, row_id_map = moe_permute(tokens, torch.tensor([[True, True], [True, False]]), 3)
+    >>> rows.flatten(), moe_unpermute(rows, row_id_map, restore_shape=tokens.shape).flatten()
+    (tensor([1., 2., 1.]), tensor([2., 2.]))
+    """
+    _check_rows(inp)
+    row_id_map = _row_id_map(inp, routing_map, num_out_tokens, map_type)
+    rows: torch.Tensor = _Gather.apply(inp, row_id_map[:, 0])
+    return rows, row_id_map
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_permute` of a mask, with the weight of each row.
+
+    Args:
+        inp: `[tokens, hidden]`.
+        probs: `[tokens, experts]`.
+        routing_map: bool or 0 and 1 `[tokens, experts]`.
+        num_out_tokens: see `moe_permute`.
+
+    Returns:
+        `(rows [num_out_tokens, hidden], weights [num_out_tokens], row_id_map)`.
+
+    Raises:
+        ValueError: see `moe_permute`; `probs` of another shape than the map.
+        TypeError: see `moe_permute`.
+
+    >>> probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    >>> moe_permute_with_probs(torch.tensor([[1.0], [2.0]]), probs, probs > 0, 3)[1]
+    tensor([0.2500, 1.0000, 0.7500])
+    """
+    if probs.shape != routing_map.shape:
+        raise ValueError(
+            f"[moe_permute_with_probs] expected probs of shape {tuple(routing_map.shape)}, as the "
+            f"routing map, got {tuple(probs.shape)}"
+        )
+    rows, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
+    return rows, _weights(probs, row_id_map), row_id_map
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum the rows of each token in fp32, in the order of the tokens.
+
+    On a GPU the order of the sums may differ from run to run, unless
+    `torch.use_deterministic_algorithms` is on.
+
+    Args:
+        inp: `[rows, hidden]`.
+        row_id_map: of `moe_permute`.
+        merging_probs: weights of the rows, of the shape of the routing map.
+        restore_shape: `[tokens, hidden]`; None is the shape of `inp`.
+        map_type: has no effect: `row_id_map` knows.
+        probs: older name of `merging_probs`.
+
+    Returns:
+        `restore_shape`, in the dtype of `inp`.
+
+    Raises:
+        ValueError: shapes that do not fit; weights under both names.
+        TypeError: an input in FP8, or none.
+
+    >>> rows, row_id_map = moe_permute(torch.ones(2, 1), torch.ones(2, 2, dtype=torch.bool), 4)
+    >>> moe_unpermute(rows, row_id_map, torch.tensor([[0.5, 0.25], [1.0, 1.0]]), [2, 1]).flatten()
+    tensor([0.7500, 2.0000])
+    """
+    _check_rows(inp)
+    tokens, hidden = inp.shape if restore_shape is None else restore_shape
+    if row_id_map.shape != (inp.shape[0], 2) or hidden != inp.shape[1]:
+        raise ValueError(
+            f"[moe_unpermute] expected rows [{row_id_map.shape[0]}, {hidden}], as row_id_map and "
+            f"restore_shape say, got {tuple(inp.shape)}"
+        )
+    if probs is not None and merging_probs is not None:
+        raise ValueError("[moe_unpermute] expected one of merging_probs and probs, got both")
+    probs = merging_probs if probs is None else probs
+    weighted = inp
+    if probs is not None:
+        if probs.ndim != 2 or probs.shape[0] != tokens:
+            raise ValueError(
+                f"[moe_unpermute] expected merging_probs [{tokens}, ...], of the shape of the "
+                f"routing map, got {tuple(probs.shape)}"
+            )
+        weighted = inp.float() * _weights(probs, row_id_map)[:, None]
+    result: torch.Tensor = _Scatter.apply(weighted, row_id_map[:, 0], tokens, inp.dtype)
+    return result
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor,
+    split_sizes: torch.Tensor | Sequence[int],
+    sorted_index: torch.Tensor | Sequence[int],
+) -> torch.Tensor:
+    """Cut rows into chunks and put these into another order.
+
+    Args:
+        inp: `[rows, hidden]`.
+        split_sizes: `[chunks]`, rows of each, which add up to `rows`.
+        sorted_index: `[chunks]`, which chunk comes first, second, ...
+
+    Returns:
+        `[rows, hidden]`.
+
+    Raises:
+        ValueError: shapes that do not fit; on a CPU, sizes that do not add up.
+        TypeError: an input in FP8, or none.
+
+    >>> moe_sort_chunks_by_index(torch.arange(4.0)[:, None], [1, 3], [1, 0]).flatten()
+    tensor([1., 2., 3., 0.])
+    """
+    _check_rows(inp)
+    return inp.index_select(0, _chunk_order(inp, split_sizes, sorted_index))
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    split_sizes: torch.Tensor | Sequence[int],
+    sorted_index: torch.Tensor | Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moe_sort_chunks_by_index` of rows and of a weight of each.
+
+    Args:
+        inp: `[rows, hidden]`.
+        probs: `[rows]`.
+        split_sizes: see `moe_sort_chunks_by_index`.
+        sorted_index: see `moe_sort_chunks_by_index`.
+
+    Returns:
+        `(rows, weights)`, of the shapes of `inp` and `probs`.
+
+    Raises:
+        ValueError: see `moe_sort_chunks_by_index`; another number of weights than of rows.
+        TypeError: see `moe_sort_chunks_by_index`.
+
+    >>> rows, weights = torch.ones(3, 1), torch.tensor([0.1, 0.2, 0.3])
+    >>> moe_sort_chunks_by_index_with_probs(rows, weights, [2, 1], [1, 0])[1]
+    tensor([0.3000, 0.1000, 0.2000])
+    """
+    _check_rows(inp)
+    if probs.shape != inp.shape[:1]:
+        raise ValueError(
+            f"[moe_sort_chunks_by_index] expected probs [{inp.shape[0]}], one for each row, got "
+            f"{tuple(probs.shape)}"
+        )
+    order = _chunk_order(inp, split_sizes, sorted_index)
+    return inp.index_select(0, order), probs.index_select(0, order)
+
+
+def _check_rows(inp: torch.Tensor) -> None:
+    if not isinstance(inp, torch.Tensor) or isinstance(inp, QuantizedTensor):
+        raise TypeError(
+            f"[permutation] expected inp to be a tensor in high precision, got {type(inp).__name__}"
+        )
+    if inp.ndim != 2:
+        raise ValueError(f"[permutation] expected inp [rows, hidden], got {tuple(inp.shape)}")
+
+
+def _row_id_map(
+    inp: torch.Tensor, routing_map: torch.Tensor, rows: int | None, map_type: str
+) -> torch.Tensor:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"[moe_permute] expected map_type 'mask' or 'index', got {map_type!r}")
+    if routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
+        raise ValueError(
+            f"[moe_permute] expected a routing map of {inp.shape[0]} tokens, got "
+            f"{tuple(routing_map.shape)}"
+        )
+    tokens, columns = routing_map.shape
+    given = rows is not None and rows > 0
+    if map_type == "index":
+        places = routing_map.flatten().argsort(stable=True)[: rows if given else None]
+        return torch.stack([places // columns, places % columns], 1)
+    chosen = routing_map.bool()
+    if not given or routing_map.device.type == "cpu":
+        ones = int(chosen.sum())
+        if given and rows != ones:
+            raise ValueError(
+                f"[moe_permute] expected num_out_tokens={ones}, the ones of the mask, got {rows}"
+            )
+        rows = ones
+    # Of a stable sort the chosen come first, by expert and then by token.
+    places = (~chosen).t().flatten().byte().argsort(stable=True)[:rows]
+    return torch.stack([places % tokens, places // tokens], 1)
+
+
+def _weights(probs: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
+    tokens, columns = row_id_map.unbind(1)
+    return probs.flatten().gather(0, tokens * probs.shape[1] + columns)
+
+
+def _chunk_order(
+    inp: torch.Tensor,
+    split_sizes: torch.Tensor | Sequence[int],
+    sorted_index: torch.Tensor | Sequence[int],
+) -> torch.Tensor:
+    """Where each row of the result comes from."""
+    sizes = torch.as_tensor(split_sizes).to(inp.device, torch.int64)
+    order = torch.as_tensor(sorted_index).to(inp.device, torch.int64)
+    rows = inp.shape[0]
+    if sizes.ndim != 1 or sizes.shape != order.shape:
+        raise ValueError(
+            "[moe_sort_chunks_by_index] expected as many sizes as indices of chunks, got "
+            f"{tuple(sizes.shape)} and {tuple(order.shape)}"
+        )
+    if inp.device.type == "cpu" and int(sizes.sum()) != rows:
+        raise ValueError(
+            f"[moe_sort_chunks_by_index] expected sizes that add up to {rows}, got {sizes.tolist()}"
+        )
+    # A chunk moves by the difference of its starts.
+    starts, moved = sizes.cumsum(0) - sizes, sizes[order]
+    shifts = starts[order] - (moved.cumsum(0) - moved)
+    return torch.arange(rows, device=inp.device) + shifts.repeat_interleave(moved, output_size=rows)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of tokens; gradients of one token are summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.count, ctx.dtype = inp.shape[0], inp.dtype
+        return inp.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (tokens,) = ctx.saved_tensors
+        return _Scatter.apply(grad, tokens, ctx.count, ctx.dtype), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sums of rows, in fp32, by token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, count: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.dtype = rows.dtype
+        sums = torch.zeros(count, rows.shape[1], dtype=torch.float32, device=rows.device)
+        return sums.index_add_(0, tokens, rows.float()).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        gathered: torch.Tensor = _Gather.apply(grad, tokens)
+        return gathered.to(ctx.dtype), None, None, None
