@@ -1,0 +1,28 @@
+// Division of many numbers by one that is known before: a multiplication and a shift.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.h"
+
+namespace te {
+
+// Divides 0 ... 2^31 - 1 by 1 ... 2^31.
+class Divisor {
+ public:
+  explicit Divisor(uint32_t value) : value_(value) {
+    while ((uint64_t{1} << shift_) < value) ++shift_;
+    const uint64_t over = (uint64_t{1} << shift_) - value;
+    factor_ = static_cast<uint32_t>((over << 32) / value + 1);
+  }
+
+  TE_HD uint32_t value() const { return value_; }
+  TE_HD uint32_t quotient(uint32_t number) const {
+    return (static_cast<uint32_t>(uint64_t{number} * factor_ >> 32) + number) >> shift_;
+  }
+
+ private:
+  uint32_t value_, factor_, shift_ = 0;  // quotient = number * (2^32 + factor) / 2^(32 + shift)
+};
+
+}  // namespace te
