@@ -1,4 +1,4 @@
-// Reinterpretation between float and its bits, on host and device.
+// Reinterpretation between floating point and its bits, on host and device.
 #pragma once
 
 #include <bit>
@@ -21,6 +21,14 @@ TE_HD float bits_float(uint32_t bits) {
   return __uint_as_float(bits);
 #else
   return std::bit_cast<float>(bits);
+#endif
+}
+
+TE_HD uint32_t low_bits(double value) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint32_t>(__double2loint(value));
+#else
+  return static_cast<uint32_t>(std::bit_cast<uint64_t>(value));
 #endif
 }
 
