@@ -1,14 +1,18 @@
-// A block takes some neighbouring places of a sequence. Its threads make the sines and cosines of
-// those places once; then each turns the same elements of several tokens: those of one place in all
-// sequences of the batch, where no sequence has a start of its own.
+// A thread turns one unit: two packs of kVector elements of a head, half the turned elements apart.
+// Where pairs are interleaved they are within a pack. A unit of elements that pass through is one
+// pack. With kVector = 1 any size and alignment goes; then the two elements of an interleaved pair
+// are a unit.
 //
-// A unit of work is two packs of kVector elements, half the turned elements apart. Where pairs are
-// interleaved they are within a pack. With kVector = 1 any size and alignment goes; then the two
-// elements of an interleaved pair are a unit.
+// A block takes some heads of one place of a sequence, or of several places where one has few: all
+// sequences of the batch together, where no sequence has a start of its own. Its threads first ask
+// for their packs, then make the sines and cosines of those places, and turn when both are there.
+// One unit a thread and few registers keep three quarters of a multiprocessor's threads loading;
+// more units a thread, or angles before loads, measured worse on an H200.
 #include "ops/rope.h"
 
 #include <algorithm>
 
+#include "core/divisor.h"
 #include "core/rope_math.h"
 #include "core/rope_position.h"
 #include "cuda/device/pack_io.cuh"
@@ -17,8 +21,7 @@
 namespace te::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kTokensInFlight = 4;  // tokens of a unit whose loads are issued before any is used
+constexpr int kThreads = 128, kBlocksInFlight = 12;
 
 template <class T>
 struct Rope {
@@ -27,192 +30,240 @@ struct Rope {
   const float* freqs;
   RopePositions positions;
   RopeShape shape;
-  int tokens_of_place;  // 1, or the batch
-  int tokens_of_item;   // that a thread turns at a time, at most kTokensInFlight
-  int places_of_block;
+  uint32_t rows;      // heads of all tokens of a place
+  uint32_t per_head;  // units
+  uint32_t places_of_block;
+  Divisor units_of_block;  // of a head; blockIdx.z counts these
+  Divisor rows_of_block;   // of each of its places
+  Divisor parts;           // blocks, each with other rows, that share their places
+  Divisor heads, turned;
 };
 
 // Whether a unit's two packs are half the turned elements apart, not neighbours.
 template <int kVector, bool kInterleaved>
 constexpr bool kHalvesApart = kVector > 1 || !kInterleaved;
 
+// Elements of a pack that are turned at a time.
+template <int kVector>
+constexpr int kGroup = kVector >= 4 ? 4 : 1;
+
 // The sines and cosines of a position in shared memory, in the order in which units read them:
-// groups of four neighbours (or single ones) of all units side by side, so that no banks conflict.
+// groups of neighbours of all units side by side, so that no banks conflict.
 template <int kVector, bool kInterleaved>
 struct AngleTable {
-  static constexpr int kWidth = kVector >= 4 ? 4 : 1, kOfUnit = 2 * kVector;
+  static constexpr int kWidth = kGroup<kVector>, kOfUnit = 2 * kVector;
   float* cosines;
   float* sines;
-  int turned;
+  uint32_t turned;
 
-  __device__ __forceinline__ int slot(int unit, int k) const {
+  // Elements of a unit count through its first pack, then its second.
+  __device__ __forceinline__ uint32_t slot(uint32_t unit, uint32_t k) const {
     return (k / kWidth * (turned / kOfUnit) + unit) * kWidth + k % kWidth;
   }
-  __device__ __forceinline__ void put(int element, float angle) const {
-    const int half = turned / 2, i = element < half ? element : element - half;
-    const int at = kHalvesApart<kVector, kInterleaved>
-                       ? slot(i / kVector, i % kVector + (element < half ? 0 : kVector))
-                       : slot(element / kOfUnit, element % kOfUnit);
-    sincosf(angle, &sines[at], &cosines[at]);
+  __device__ __forceinline__ void put(uint32_t element, float angle) const {
+    const uint32_t half = turned / 2, i = element < half ? element : element - half;
+    const uint32_t at = kHalvesApart<kVector, kInterleaved>
+                            ? slot(i / kVector, i % kVector + (element < half ? 0 : kVector))
+                            : slot(element / kOfUnit, element % kOfUnit);
+    const SineCosine of_angle = sine_cosine(angle);
+    sines[at] = of_angle.sine;
+    cosines[at] = of_angle.cosine;
   }
-  __device__ __forceinline__ void get(const float* from, int unit, float (&to)[kOfUnit]) const {
+  // Those of a group of either pack.
+  __device__ __forceinline__ void get(const float* from, uint32_t unit, uint32_t first,
+                                      float (&to)[2 * kWidth]) const {
 #pragma unroll
-    for (int k = 0; k < kOfUnit; k += kWidth) {
-      const auto group = load_pack<float, kWidth>(from + slot(unit, k));
+    for (int pack = 0; pack < 2; ++pack) {
+      const auto group = load_pack<float, kWidth>(from + slot(unit, first + pack * kVector));
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) to[k + j] = group.at[j];
+      for (int k = 0; k < kWidth; ++k) to[pack * kWidth + k] = group.at[k];
     }
   }
 };
 
-// Where a unit's two packs are in a head, or the one of a unit that only passes through.
-struct Place {
-  int head, unit, a, b;  // the unit counts within its head
-  bool passes;
+// What a block does.
+struct Share {
+  int64_t first_place;
+  uint32_t places, part;
 };
+
+template <class T>
+__device__ __forceinline__ Share share_of_block(const Rope<T>& args) {
+  const uint32_t block = args.parts.quotient(blockIdx.x);
+  const int64_t first = int64_t{block} * args.places_of_block;
+  const int64_t left = args.shape.sequence - first;
+  return {first, static_cast<uint32_t>(min(left, int64_t{args.places_of_block})),
+          blockIdx.x - block * args.parts.value()};
+}
+
+// What a thread does.
+struct Unit {
+  uint32_t place, row, index;  // in the block, of the place, in the head
+  bool exists, turns;
+};
+
+template <class T>
+__device__ __forceinline__ Unit unit_of_thread(const Rope<T>& args, const Share& share,
+                                               uint32_t pairs) {
+  const uint32_t lane = args.units_of_block.quotient(threadIdx.x);
+  const uint32_t units = args.units_of_block.value(), rows = args.rows_of_block.value();
+  const uint32_t place = args.rows_of_block.quotient(lane);
+  const uint32_t row = share.part * rows + lane - place * rows;
+  const uint32_t index = blockIdx.z * units + threadIdx.x - lane * units;
+  const bool exists = place < share.places && row < args.rows && index < args.per_head;
+  return {place, row, index, exists, index < pairs};
+}
 
 template <int kVector, bool kInterleaved>
-__device__ __forceinline__ Place place_of(int unit, int turned, int size) {
-  const int pairs = turned / (2 * kVector), per_head = pairs + (size - turned) / kVector;
-  const int head = unit / per_head, i = unit % per_head;
-  if (i >= pairs) return {head, i, turned + (i - pairs) * kVector, 0, true};
-  if (kHalvesApart<kVector, kInterleaved>)
-    return {head, i, i * kVector, turned / 2 + i * kVector, false};
-  return {head, i, 2 * i * kVector, (2 * i + 1) * kVector, false};
-}
+struct Angles {
+  using Table = AngleTable<kVector, kInterleaved>;
+  float* memory;
+  uint32_t turned;
 
-// Elements of a unit count through its first pack, then its second.
-template <int kVector, bool kInterleaved, bool kBackward>
-__device__ __forceinline__ void turn_unit(float (&v)[2 * kVector],
-                                          const float (&cosine)[2 * kVector],
-                                          const float (&sine)[2 * kVector]) {
-#pragma unroll
-  for (int p = 0; p < kVector; ++p) {
-    const int a = kInterleaved ? 2 * p : p, b = kInterleaved ? a + 1 : p + kVector;
-    const RopePair y = turn<kBackward>({v[a], v[b]}, {cosine[a], sine[a], cosine[b], sine[b]});
-    v[a] = y.a;
-    v[b] = y.b;
+  __device__ __forceinline__ Table of_place(uint32_t place) const {
+    float* const own = memory + 2 * place * turned;
+    return {own, own + turned, turned};
   }
-}
+  template <class T>
+  __device__ __forceinline__ void make(const Rope<T>& args, const Share& share) const {
+    for (uint32_t i = threadIdx.x; i < share.places * turned; i += kThreads) {
+      const uint32_t place = args.turned.quotient(i), element = i - place * turned;
+      const int64_t position = args.positions.of(share.first_place + place, blockIdx.y);
+      of_place(place).put(element, args.freqs[position * turned + element]);
+    }
+  }
+};
 
-template <class T, int kVector>
-__device__ __forceinline__ void widen_two(const Pack<T, kVector>& a, const Pack<T, kVector>& b,
-                                          float (&v)[2 * kVector]) {
+// Widens a group of either pack.
+template <class T, int N>
+__device__ __forceinline__ void widen_two(const Pack<T, N>& a, const Pack<T, N>& b,
+                                          float (&v)[2 * N]) {
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
+  for (int k = 0; k < N; ++k) {
     v[k] = static_cast<float>(a.at[k]);
-    v[kVector + k] = static_cast<float>(b.at[k]);
+    v[N + k] = static_cast<float>(b.at[k]);
   }
 }
 
-template <class T, int kVector>
-__device__ __forceinline__ void store_half(T* to, const float (&v)[2 * kVector], int first) {
-  float half[kVector];
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> narrow_half(const float (&v)[2 * N], int first) {
+  float half[N];
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) half[k] = v[first + k];
-  store_pack(to, narrow<T, kVector>(half));
+  for (int k = 0; k < N; ++k) half[k] = v[first + k];
+  return narrow<T, N>(half);
 }
 
-// Turns the packs of some tokens from `first` on; all are loaded before any is used.
+// Turns two packs in place, group by group, so that few registers hold angles.
 template <class T, int kVector, bool kInterleaved, bool kBackward>
-__device__ __forceinline__ void turn_tokens(const Rope<T>& args, const T* x, T* out, Place at,
-                                            int first,
-                                            const AngleTable<kVector, kInterleaved>& angles) {
-  const int64_t x_batch = args.shape.x_batch, out_batch = args.shape.out_batch;
-  const auto has = [&](int t) {
-    return t < args.tokens_of_item && first + t < args.tokens_of_place;
-  };
-  Pack<T, kVector> a[kTokensInFlight], b[kTokensInFlight];
+__device__ __forceinline__ void turn_packs(Pack<T, kVector>& a, Pack<T, kVector>& b,
+                                           const AngleTable<kVector, kInterleaved>& table,
+                                           uint32_t unit) {
+  constexpr int N = kGroup<kVector>;
 #pragma unroll
-  for (int t = 0; t < kTokensInFlight; ++t)
-    if (has(t)) {
-      a[t] = load_pack<T, kVector>(x + (first + t) * x_batch + at.a);
-      b[t] = load_pack<T, kVector>(x + (first + t) * x_batch + at.b);
-    }
-  float cosine[2 * kVector], sine[2 * kVector];
-  angles.get(angles.cosines, at.unit, cosine);
-  angles.get(angles.sines, at.unit, sine);
+  for (int first = 0; first < kVector; first += N) {
+    auto& from_a = reinterpret_cast<Pack<T, N>&>(a.at[first]);
+    auto& from_b = reinterpret_cast<Pack<T, N>&>(b.at[first]);
+    stay_packed(from_a);
+    stay_packed(from_b);
+    float cosine[2 * N], sine[2 * N], v[2 * N];
+    table.get(table.cosines, unit, first, cosine);
+    table.get(table.sines, unit, first, sine);
+    widen_two<T, N>(from_a, from_b, v);
 #pragma unroll
-  for (int t = 0; t < kTokensInFlight; ++t)
-    if (has(t)) {
-      float v[2 * kVector];
-      widen_two<T, kVector>(a[t], b[t], v);
-      turn_unit<kVector, kInterleaved, kBackward>(v, cosine, sine);
-      T* to = out + (first + t) * out_batch;
-      store_half<T, kVector>(to + at.a, v, 0);
-      store_half<T, kVector>(to + at.b, v, kVector);
+    for (int p = 0; p < N; ++p) {
+      const int i = kInterleaved ? 2 * p : p, j = kInterleaved ? i + 1 : p + N;
+      const RopePair y = turn<kBackward>({v[i], v[j]}, {cosine[i], sine[i], cosine[j], sine[j]});
+      v[i] = y.a;
+      v[j] = y.b;
     }
+    from_a = narrow_half<T, N>(v, 0);
+    from_b = narrow_half<T, N>(v, N);
+    stay_packed(from_a);
+    stay_packed(from_b);
+  }
 }
 
 template <class T, int kVector, bool kInterleaved, bool kBackward>
-__global__ void __launch_bounds__(kThreads) rope_kernel(const Rope<T> args) {
+__global__ void __launch_bounds__(kThreads, kBlocksInFlight)
+    rope_kernel(const __grid_constant__ Rope<T> args) {
   extern __shared__ __align__(16) float memory[];
   const RopeShape& shape = args.shape;
-  const int turned = static_cast<int>(shape.turned), size = static_cast<int>(shape.size);
-  const int64_t first_place = int64_t{blockIdx.x} * args.places_of_block, b = blockIdx.y;
-  const int places =
-      static_cast<int>(min(int64_t{args.places_of_block}, shape.sequence - first_place));
-  const auto angles_of = [&](int place) {
-    float* const own = memory + 2 * place * turned;
-    return AngleTable<kVector, kInterleaved>{own, own + turned, turned};
-  };
-  for (int i = static_cast<int>(threadIdx.x); i < places * turned; i += kThreads) {
-    const int place = i / turned, element = i % turned;
-    angles_of(place).put(element,
-                         args.freqs[args.positions.of(first_place + place, b) * turned + element]);
+  const auto turned = static_cast<uint32_t>(shape.turned);
+  const uint32_t pairs = turned / (2 * kVector);
+  const Share share = share_of_block(args);
+  const Unit unit = unit_of_thread(args, share, pairs);
+
+  constexpr bool kApart = kHalvesApart<kVector, kInterleaved>;
+  const uint32_t at =
+      unit.turns ? unit.index * (kApart ? kVector : 2) : turned + (unit.index - pairs) * kVector;
+  const uint32_t gap = !unit.turns ? 0 : kApart ? turned / 2 : 1;
+  const int64_t place = share.first_place + unit.place;
+  const uint32_t token = args.heads.quotient(unit.row);
+  const uint32_t head = unit.row - token * args.heads.value();
+  const int64_t batch = int64_t{blockIdx.y} + token;
+  Pack<T, kVector> a, b;
+  if (unit.exists) {
+    const T* const from =
+        args.x + place * shape.x_sequence + batch * shape.x_batch + head * shape.x_head + at;
+    a = load_pack_here<T, kVector>(from);
+    b = load_pack_here<T, kVector>(from + gap);
   }
+  const Angles<kVector, kInterleaved> angles{memory, turned};
+  angles.make(args, share);
   __syncthreads();
+  if (!unit.exists) return;
 
-  const T* x = args.x + first_place * shape.x_sequence + b * shape.x_batch;
-  T* out = args.out + first_place * shape.out_sequence + b * shape.out_batch;
-  const int per_head = turned / (2 * kVector) + (size - turned) / kVector;
-  const int units = static_cast<int>(shape.heads) * per_head;
-  const int groups = (args.tokens_of_place - 1) / args.tokens_of_item + 1;
-  for (int item = static_cast<int>(threadIdx.x); item < places * groups * units; item += kThreads) {
-    const Place at = place_of<kVector, kInterleaved>(item % units, turned, size);
-    const int first = item / units % groups * args.tokens_of_item, place = item / units / groups;
-    const T* from = x + place * shape.x_sequence + at.head * shape.x_head;
-    T* to = out + place * shape.out_sequence + at.head * shape.size;
-    if (!at.passes) {
-      turn_tokens<T, kVector, kInterleaved, kBackward>(args, from, to, at, first, angles_of(place));
-      continue;
-    }
-    for (int t = first; t < min(first + args.tokens_of_item, args.tokens_of_place); ++t)
-      store_pack(to + t * shape.out_batch + at.a,
-                 load_pack<T, kVector>(from + t * shape.x_batch + at.a));
+  T* const to = args.out + place * shape.out_sequence + batch * shape.out_batch +
+                head * static_cast<uint32_t>(shape.size) + at;
+  if (unit.turns) {
+    turn_packs<T, kVector, kInterleaved, kBackward>(a, b, angles.of_place(unit.place), unit.index);
+    store_pack_global<T, kVector>(to + gap, b);
   }
+  store_pack_global<T, kVector>(to, a);
+}
+
+// Tokens of a place that one block may take: those of all sequences, if they share their positions.
+int64_t tokens_of_place(const RopeArgs& how, const RopeShape& shape) {
+  return how.starts || how.cu_seqlens ? 1 : shape.batch;
+}
+
+// Rows are shared out evenly to as few blocks as hold them. A block with threads to spare takes
+// more places.
+template <class T, int kVector>
+Rope<T> share_out(const RopeArgs& how, const RopeShape& shape) {
+  constexpr int64_t kAnglesOfBlock = 4096;  // their sines and cosines fit in 32 KiB
+  const int64_t turned = std::max<int64_t>(1, shape.turned);
+  const int64_t rows = shape.heads * tokens_of_place(how, shape);
+  const int64_t per_head = shape.turned / (2 * kVector) + (shape.size - shape.turned) / kVector;
+  const int64_t units = std::min<int64_t>(per_head, kThreads), lanes = kThreads / units;
+  const int64_t parts = ceil_div(rows, lanes), rows_of_block = ceil_div(rows, parts);
+  const int64_t places = std::min({lanes / rows_of_block, kAnglesOfBlock / turned, shape.sequence});
+  const auto by = [](int64_t value) { return Divisor(static_cast<uint32_t>(value)); };
+  return {how.x.ptr<T>(),
+          how.out.ptr<T>(),
+          how.freqs.ptr<float>(),
+          {how.starts.ptr<int32_t>(), how.cu_seqlens.ptr<int32_t>(),
+           how.cu_seqlens ? how.cu_seqlens.numel() - 1 : shape.batch, shape.positions},
+          shape,
+          static_cast<uint32_t>(rows),
+          static_cast<uint32_t>(per_head),
+          static_cast<uint32_t>(places),
+          by(units),
+          by(rows_of_block),
+          by(parts),
+          by(shape.heads),
+          by(turned)};
 }
 
 template <class T, int kVector>
-bool can_go_wide(const Rope<T>& args) {
-  const RopeShape& s = args.shape;
-  const auto whole = [](int64_t count) { return count % kVector == 0; };
-  return s.turned % (2 * kVector) == 0 && whole(s.size) && whole(s.x_sequence) &&
-         whole(s.x_batch) && whole(s.x_head) && is_aligned(args.x, 16) && is_aligned(args.out, 16);
-}
-
-// As much for a block as repays making the angles, and as many tokens for a thread at a time as
-// leave work for every thread.
-template <class T>
-void share_out(Rope<T>& args, int64_t packs_of_place) {
-  constexpr int64_t kPacksOfBlock = 4 * kThreads, kMostPlaces = 8, kFloats = 48 * 1024 / 4;
-  const int64_t fitting =
-      std::min(kMostPlaces, kFloats / (2 * std::max<int64_t>(1, args.shape.turned)));
-  const int64_t places =
-      std::clamp<int64_t>(kPacksOfBlock / std::max<int64_t>(1, packs_of_place), 1, fitting);
-  args.places_of_block = static_cast<int>(places);
-  args.tokens_of_item =
-      static_cast<int>(std::clamp<int64_t>(places * packs_of_place / kThreads, 1, kTokensInFlight));
-}
-
-template <class T, int kVector>
-void launch(Rope<T> args, const RopeArgs& how, cudaStream_t stream) {
-  const RopeShape& shape = args.shape;
-  share_out(args, shape.heads * shape.size / (2 * kVector) * args.tokens_of_place);
-  const dim3 grid(static_cast<unsigned>(ceil_div(shape.sequence, args.places_of_block)),
-                  static_cast<unsigned>(shape.batch / args.tokens_of_place));
-  const size_t memory = 2 * sizeof(float) * static_cast<size_t>(shape.turned) *
-                        static_cast<size_t>(args.places_of_block);
+void launch(const RopeArgs& how, const RopeShape& shape, cudaStream_t stream) {
+  const Rope<T> args = share_out<T, kVector>(how, shape);
+  const dim3 grid(
+      static_cast<unsigned>(ceil_div(shape.sequence, args.places_of_block) * args.parts.value()),
+      static_cast<unsigned>(shape.batch / tokens_of_place(how, shape)),
+      static_cast<unsigned>(ceil_div(args.per_head, args.units_of_block.value())));
+  const size_t memory =
+      2 * sizeof(float) * static_cast<size_t>(shape.turned) * args.places_of_block;
   dispatch_bool(how.interleaved, [&](auto interleaved) {
     dispatch_bool(how.backward, [&](auto backward) {
       rope_kernel<T, kVector, interleaved(), backward()><<<grid, kThreads, memory, stream>>>(args);
@@ -221,31 +272,31 @@ void launch(Rope<T> args, const RopeArgs& how, cudaStream_t stream) {
   check_launch("rope");
 }
 
+template <class T, int kVector>
+bool can_go_wide(const RopeArgs& how, const RopeShape& s) {
+  const auto whole = [](int64_t count) { return count % kVector == 0; };
+  return s.turned % (2 * kVector) == 0 && whole(s.size) && whole(s.x_sequence) &&
+         whole(s.x_batch) && whole(s.x_head) && is_aligned(how.x.data, 16) &&
+         is_aligned(how.out.data, 16);
+}
+
 template <class T>
 void run(const RopeArgs& how, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(T);
   const RopeShape shape(how);
-  const int64_t sequences = how.cu_seqlens ? how.cu_seqlens.numel() - 1 : shape.batch;
-  const bool shared = !how.starts && !how.cu_seqlens;
-  const Rope<T> args{
-      how.x.ptr<T>(),
-      how.out.ptr<T>(),
-      how.freqs.ptr<float>(),
-      {how.starts.ptr<int32_t>(), how.cu_seqlens.ptr<int32_t>(), sequences, shape.positions},
-      shape,
-      shared ? static_cast<int>(shape.batch) : 1,
-      1,
-      1};
-  require(shape.batch <= 65535 || shared, Kind::Unsupported, "rope",
+  const int64_t tokens = tokens_of_place(how, shape);
+  require(shape.batch / tokens <= 65535, Kind::Unsupported, "rope",
           "expected at most 65535 sequences with start positions, got ", shape.batch);
-  require(shape.turned <= 4096 && shape.heads * shape.size * args.tokens_of_place < (1 << 30),
+  require(shape.turned <= 4096 && shape.heads * shape.size * tokens < (1 << 30) &&
+              shape.size <= (1 << 22),
           Kind::Unsupported, "rope",
-          "expected at most 4096 turned elements and 2^30 elements of a position, got ",
-          shape.turned, " and ", shape.heads * shape.size * args.tokens_of_place);
-  if (can_go_wide<T, kWide>(args)) {
-    launch<T, kWide>(args, how, stream);
+          "expected at most 4096 turned elements, 2^22 elements of a head and 2^30 of a position,"
+          " got ",
+          shape.turned, ", ", shape.size, " and ", shape.heads * shape.size * tokens);
+  if (can_go_wide<T, kWide>(how, shape)) {
+    launch<T, kWide>(how, shape, stream);
   } else {
-    launch<T, 1>(args, how, stream);
+    launch<T, 1>(how, shape, stream);
   }
 }
 

@@ -141,6 +141,41 @@ def test_halves_may_have_angles_of_their_own(device, interleaved):
     assert float((y.detach() * g).sum()) == pytest.approx(back, rel=1e-4, abs=1e-4)
 
 
+def test_large_angles(device):
+    """Of long contexts, and beyond any: 2^49 is where neighbouring floats are 10^7 turns apart."""
+    angles = torch.logspace(0, 49, 64 * 16, base=2.0).view(64, 1, 1, 16)
+    t = torch.randn(64, 1, 2, 16)
+    out = apply_rotary_pos_emb(t.to(device), angles.to(device), fused=True)
+    pairs, exact = t.double(), angles.double()
+    other = torch.cat((-pairs[..., 8:], pairs[..., :8]), dim=-1)
+    torch.testing.assert_close(
+        out.cpu().double(), pairs * exact.cos() + other * exact.sin(), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "size"),
+    [(1, 1, 128), (3, 5, 64), (2, 3, 96), (2, 40, 128), (1, 1, 2080), (1, 2, 516)],
+)
+def test_blocks_of_heads(device, batch_first, batch, heads, size):
+    """Few heads of many places to a block, heads of one place to many, a head to several."""
+    length = 37
+    angles = torch.randn(length, size, device=device)
+    shape = (batch, length, heads, size) if batch_first else (length, batch, heads, size)
+    t = torch.randn(shape, device=device)
+    out = apply_rotary_pos_emb(
+        t, angles[:, None, None], "bshd" if batch_first else "sbhd", fused=True
+    )
+    place = (slice(None), slice(None), None) if batch_first else (slice(None), None, None)
+    angle = (angles[None] if batch_first else angles)[place].double()
+    x = t.double()
+    other = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), dim=-1)
+    torch.testing.assert_close(
+        out.double(), x * angle.cos() + other * angle.sin(), rtol=0, atol=4e-6
+    )
+
+
 @pytest.mark.gpu
 def test_capture():
     t = torch.randn(8, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
