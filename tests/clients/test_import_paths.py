@@ -105,6 +105,14 @@ MORE = {
     "transformer_engine.pytorch.module.layernorm_linear": ("general_gemm",),
     "transformer_engine.pytorch.module.linear": ("general_gemm",),
     "transformer_engine.pytorch.ops": ("BasicLinear", "FusibleOperation", "Sequential", "SwiGLU"),
+    "transformer_engine.pytorch.optimizers": (
+        "FusedAdam",
+        "FusedSGD",
+        "multi_tensor_applier",
+        "multi_tensor_l2norm",
+        "multi_tensor_scale",
+        "multi_tensor_scale_tensor",
+    ),
     "transformer_engine.pytorch.quantization": ("FP8GlobalStateManager",),
     "transformer_engine.pytorch.router": ("fused_topk_with_score_function", "fused_moe_aux_loss"),
     "transformer_engine.pytorch.utils": (

@@ -18,6 +18,7 @@ from transformer_engine.pytorch import (
     fp8,
     module,
     ops,
+    optimizers,
 )
 from transformer_engine.pytorch.attention import (
     DotProductAttention,
@@ -131,6 +132,7 @@ __all__ = [
     "moe_unpermute",
     "onnx_export",
     "ops",
+    "optimizers",
     "parallel_cross_entropy",
     "quantized_model_init",
 ]

@@ -1,0 +1,243 @@
+"""Optimizers and lists of tensors: torch's results where torch has the same."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.optimizers import (
+    FusedAdam,
+    FusedSGD,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+)
+
+SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = [(5, 7), (3,), (), (0, 4)]
+    return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in shapes]
+
+
+def train(optimizer, own, steps=4, attribute="grad"):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in own:
+            gradient = torch.randn(p.shape, generator=generator)
+            setattr(p, attribute, gradient.to(p.device, p.dtype))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_fp32_parameters_take_the_steps_of_torch(adam_w_mode, device):
+    ours, theirs = parameters(device), parameters(device)
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    train(FusedAdam(ours, adam_w_mode=adam_w_mode, **SETTINGS), ours)
+    train(kind(theirs, fused=True, **SETTINGS), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_are_computed_in_fp32(dtype, masters, device):
+    """With masters they follow fp32 parameters; without, each step starts from what was rounded."""
+    own = parameters(device, dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in own]
+    optimizer = FusedAdam(own, master_weights=masters, **SETTINGS)
+    reference = torch.optim.AdamW(wide, fused=True, **SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for p, w in zip(own, wide, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
+            w.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, w in zip(own, wide, strict=True):
+            assert_bitwise(p.detach(), w.detach().to(dtype))
+            if not masters:
+                w.data.copy_(p)
+    for p, w in zip(own, wide, strict=True):
+        state = optimizer.state[p]
+        assert {t.dtype for t in state.values()} == {torch.float32}
+        assert_bitwise(state["exp_avg_sq"], reference.state[w]["exp_avg_sq"])
+        if masters:
+            assert_bitwise(state["master_param"], w.detach())
+
+
+def test_parameters_kept_in_fp8_follow_their_masters(device):
+    torch.manual_seed(0)
+    with te.fp8_model_init(preserve_high_precision_init_val=True):
+        layer = te.Linear(32, 32, bias=False, device=device)
+    start = layer.weight.get_high_precision_init_val().to(device)
+    optimizer = FusedAdam(layer.parameters(), lr=1e-5, master_weights=True)
+    wide = nn.Parameter(start.clone())
+    train(optimizer, [layer.weight])
+    train(torch.optim.AdamW([wide], lr=1e-5, weight_decay=0.0, fused=True), [wide])
+    assert_bitwise(optimizer.state[layer.weight]["master_param"], wide.detach())
+    assert layer.weight.get_high_precision_init_val() is None
+    made = layer.weight._quantizer(wide.detach())
+    assert_bitwise(layer.weight._data, made._data)
+
+
+def test_fp8_parameters_need_masters():
+    with te.fp8_model_init():
+        layer = te.Linear(32, 32, device="cpu")
+    layer.weight.grad = torch.ones(32, 32)
+    with pytest.raises(RuntimeError, match=r"expected master_weights=True for .* FP8"):
+        FusedAdam(layer.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_runs_take_the_same_steps(dtype):
+    own = parameters(dtype=dtype)
+    optimizer = FusedAdam(own, master_weights=True, **SETTINGS)
+    train(optimizer, own)
+    again = [nn.Parameter(p.detach().clone()) for p in own]
+    resumed = FusedAdam(again, master_weights=True)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert [group["step"] for group in state["param_groups"]] == [4]
+    resumed.load_state_dict(state)
+    train(optimizer, own)
+    train(resumed, again)
+    for one, other in zip(own, again, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+    assert {t.dtype for s in resumed.state.values() for t in s.values()} == {torch.float32}
+
+
+def test_states_that_programs_make_themselves():
+    """Megatron fills in the means before the first step, and counts steps in the group."""
+    ours, theirs = parameters(), parameters()
+    optimizer = FusedAdam(ours)
+    for p in ours:
+        optimizer.state[p]["exp_avg"] = torch.zeros_like(p.data)
+        optimizer.state[p]["exp_avg_sq"] = torch.zeros_like(p.data)
+    train(optimizer, ours)
+    train(FusedAdam(theirs), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+    p = ours[0]
+    optimizer.set_scaled_state(p, "exp_avg", torch.ones(5, 7, dtype=torch.bfloat16))
+    assert_bitwise(optimizer.get_unscaled_state(p, "exp_avg"), torch.ones(5, 7))
+
+
+def test_groups_gradients_elsewhere_and_closures():
+    first, second, *_ = parameters()
+    groups = [{"params": [first]}, {"params": [second], "lr": 0.0}]
+    optimizer = FusedAdam(groups, lr=0.1, use_decoupled_grad=True)
+    before = first.detach().clone(), second.detach().clone()
+    train(optimizer, [first, second], attribute="decoupled_grad")
+    assert first.grad is None and not torch.equal(first, before[0])
+    assert torch.equal(second, before[1])
+    assert optimizer.step(torch.is_grad_enabled) is True
+    second.decoupled_grad = None
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+
+
+def test_sgd_is_that_of_torch(device):
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    ours, theirs = parameters(device), parameters(device)
+    train(FusedSGD(ours, **settings), ours)
+    train(torch.optim.SGD(theirs, fused=True, **settings), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda p: FusedAdam(p, amsgrad=True), NotImplementedError, "amsgrad=False, the only"),
+        (lambda p: FusedAdam(p, bias_correction=False), NotImplementedError, "got False"),
+        (lambda p: FusedAdam(p, capturable=True), NotImplementedError, "capturable=False"),
+        (
+            lambda p: FusedAdam(p, exp_avg_dtype=torch.uint8),
+            NotImplementedError,
+            "exp_avg_dtype=torch.float32, the only one that is implemented, got torch.uint8",
+        ),
+        (lambda p: FusedAdam(p, store_param_remainders=True), NotImplementedError, "remainders"),
+        (lambda p: FusedAdam(p, set_grad_none=False), NotImplementedError, "set_grad_none=True"),
+        (lambda p: FusedAdam(p, lr=-1.0), ValueError, "lr, eps and weight_decay of 0 or more"),
+        (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError, r"betas in \[0, 1\)"),
+        (lambda p: FusedAdam(p).step(grad_scaler=1), NotImplementedError, "grad_scaler=None"),
+        (lambda p: FusedSGD(p, 0.1, wd_after_momentum=True), NotImplementedError, "FusedSGD"),
+    ],
+)
+def test_what_is_refused(make, error, message):
+    with pytest.raises(error, match=rf"^\[Fused\w+\] expected .*{message}|\[{message}\]"):
+        make(parameters())
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="expected dense gradients"):
+        FusedAdam(table.parameters()).step()
+
+
+@pytest.mark.gpu
+def test_capture_is_refused():
+    own = parameters("cuda")
+    optimizer = FusedAdam(own)
+    train(optimizer, own)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="expected no CUDA graph capture"),
+        torch.cuda.graph(graph),
+    ):
+        optimizer.step()
+
+
+def flag(device):
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("pair", ["fp32 fp32", "fp16 fp32", "fp32 bf16", "bf16 bf16"])
+def test_scaled_lists(pair, device):
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    given, wanted = (kinds[name] for name in pair.split())
+    inputs = [p.detach() for p in parameters(device, given)]
+    outputs = [torch.empty_like(x, dtype=wanted) for x in inputs]
+    found = flag(device)
+    multi_tensor_applier(multi_tensor_scale, found, [inputs, outputs], 3.0)
+    for x, y in zip(inputs, outputs, strict=True):
+        assert_bitwise(y, (x.float() * 3.0).to(wanted))
+    assert found.item() == 0
+    factor = torch.tensor([0.5], device=device)
+    halves = [(y.float() * 0.5).to(wanted) for y in outputs]
+    multi_tensor_applier(multi_tensor_scale_tensor, found, [outputs, outputs], factor)
+    for y, half in zip(outputs, halves, strict=True):
+        assert_bitwise(y, half)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_scaling_tells_of_what_is_not_finite(value, device):
+    tensors = [torch.ones(3, device=device), torch.tensor([1.0, value], device=device)]
+    found = flag(device)
+    multi_tensor_applier(multi_tensor_scale, found, [tensors, tensors], 0.5)
+    assert found.item() == 1 and tensors[0][0] == 0.5
+    multi_tensor_applier(multi_tensor_scale, found, [tensors[:1], tensors[:1]], 2.0)
+    assert found.item() == 1  # others may have set it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_lists(dtype, device):
+    tensors = [p.detach() for p in parameters(device, dtype)]
+    norm, each = multi_tensor_applier(multi_tensor_l2norm, flag(device), [tensors], True)
+    expected = torch.cat([t.double().flatten() for t in tensors]).norm()
+    torch.testing.assert_close(norm, expected[None].float())
+    assert norm.dtype is torch.float32 and each.shape == (3,)  # one is empty
+    assert multi_tensor_applier(multi_tensor_l2norm, flag(device), [tensors])[1].numel() == 0
+    assert multi_tensor_applier(multi_tensor_l2norm, flag(device), [[]])[0].item() == 0.0
+
+
+def test_lists_of_several_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"expected lists of one length, got \[1, 0\]"):
+        multi_tensor_applier(multi_tensor_scale, flag("cpu"), [[torch.ones(1)], []], 1.0)

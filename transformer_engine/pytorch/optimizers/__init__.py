@@ -1,0 +1,23 @@
+"""Optimizers, and operations on lists of tensors, under the names that training programs import.
+
+They run on the fused and foreach kernels of torch; optimizers of torch step the parameters of this
+package just as well, those in FP8 included.
+"""
+
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.optimizers.fused_sgd import FusedSGD
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+)
+
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+]

@@ -1,0 +1,243 @@
+"""`FusedAdam`: Adam in fp32, whatever the dtype of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+_FUSED = ("cpu", "cuda")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with states in fp32, by torch's fused kernels.
+
+    Parameters of fewer bits are computed in fp32 and rounded at the end of each step, or kept in
+    fp32 beside. Steps are counted in the parameter group, as `group["step"]`.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay of the means of gradients and of their squares.
+        eps: added to the root.
+        weight_decay: factor of the parameter in the step.
+        amsgrad: False.
+        bias_correction: True.
+        adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
+        capturable: False: steps are counted on the host.
+        master_weights: keep parameters that are not in fp32 in fp32 beside, as `master_param` of
+            their state. FP8 parameters start with their `get_high_precision_init_val()` if there is
+            one, and need it.
+        master_weight_dtype: float32.
+        exp_avg_dtype: float32.
+        exp_avg_sq_dtype: float32.
+        use_decoupled_grad: gradients are in `parameter.decoupled_grad`.
+        store_param_remainders: False.
+        set_grad_none: of older versions; None or True.
+
+    Raises:
+        NotImplementedError: other values of these arguments.
+        ValueError: numbers that cannot be.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
+    >>> weight.grad = torch.ones_like(weight)
+    >>> optimizer.step()
+    >>> weight.data, optimizer.get_unscaled_state(weight, "master_param").dtype
+    (tensor([0.5000, 0.5000], dtype=torch.bfloat16), torch.float32)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        refuse_others(
+            "FusedAdam",
+            amsgrad=(amsgrad, False),
+            bias_correction=(bias_correction, True),
+            capturable=(capturable, False),
+            master_weight_dtype=(master_weight_dtype, torch.float32),
+            exp_avg_dtype=(exp_avg_dtype, torch.float32),
+            exp_avg_sq_dtype=(exp_avg_sq_dtype, torch.float32),
+            store_param_remainders=(store_param_remainders, False),
+            set_grad_none=(set_grad_none is not False, True),
+        )
+        factors = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        if min(factors.values()) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(
+                "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
+                f"got {factors} and {betas}"
+            )
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        super().__init__(params, {"betas": betas, **factors})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew.
+            grad_scaler: None; give the optimizer to the scaler's `step` instead.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
+                capture.
+        """
+        refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
+        if capturing():
+            raise RuntimeError(
+                "[FusedAdam] expected no CUDA graph capture, whose replays would repeat the number "
+                "of this step; torch.optim.AdamW(capturable=True) counts on the GPU"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for parameter in group["params"]:
+                if self._gradient(parameter) is not None:
+                    by_device.setdefault(parameter.device, []).append(parameter)
+            for device, parameters in by_device.items():
+                self._step(group, parameters, device)
+        return loss
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self.use_decoupled_grad:
+            return getattr(parameter, "decoupled_grad", None)
+        return parameter.grad
+
+    def _step(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], device: torch.device
+    ) -> None:
+        gradients: list[Any] = [self._gradient(parameter) for parameter in parameters]
+        if not all(gradient.layout is torch.strided for gradient in gradients):
+            raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
+        for parameter in parameters:
+            self.initialize_state(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        values = [
+            state["master_param"] if "master_param" in state else parameter.float()
+            for parameter, state in zip(parameters, states, strict=True)
+        ]
+        so_far = torch.full((len(values),), group["step"] - 1.0, device=device).unbind()
+        beta1, beta2 = group["betas"]
+        (adamw if self.adam_w_mode else adam)(
+            values,
+            [gradient.float() for gradient in gradients],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            list(so_far),
+            fused=device.type in _FUSED,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, value in zip(parameters, values, strict=True):
+            if value is not parameter:
+                parameter.copy_(value)
+
+    @torch.no_grad()
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Make what a parameter's state lacks.
+
+        Args:
+            param: of this optimizer.
+            store_param_remainders: False.
+        """
+        refuse_others("FusedAdam", store_param_remainders=(store_param_remainders, False))
+        state = self.state[param]
+        quantized = isinstance(param, QuantizedTensor)
+        if quantized and not self.master_weights:
+            raise RuntimeError(
+                "[FusedAdam] expected master_weights=True for parameters kept in FP8, which small "
+                "steps would leave as they are, got False"
+            )
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=torch.float32)
+        narrow = quantized or param.dtype != torch.float32
+        if self.master_weights and narrow and "master_param" not in state:
+            state["master_param"] = _initial(param)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """A tensor of a parameter's state, fp32.
+
+        Args:
+            param: of this optimizer.
+            state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
+        """
+        state: torch.Tensor = self.state[param][state_name]
+        return state
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Overwrite a tensor of a parameter's state.
+
+        Args:
+            param: of this optimizer.
+            state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
+            unscaled_state: of the parameter's shape.
+        """
+        self.initialize_state(param)
+        self.state[param][state_name].copy_(unscaled_state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave, in fp32: torch's optimizers take the parameters' dtype.
+
+        Args:
+            state_dict: of an optimizer of the same groups.
+        """
+        super().load_state_dict(state_dict)  # type: ignore[arg-type]
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        for group, saved in groups:
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        kept = torch.zeros_like(parameter, dtype=torch.float32)
+                        self.state[parameter][name] = kept.copy_(value)
+
+
+def _initial(param: Any) -> torch.Tensor:
+    """A parameter in fp32, as it was before it was quantised where that was kept."""
+    kept = getattr(param, "get_high_precision_init_val", lambda: None)()
+    if kept is None:
+        return param.detach().float()
+    param.clear_high_precision_init_val()
+    return kept.to(param.device, torch.float32)
