@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 
 #include "bindings/bindings.h"
+#include "bindings/quantized_args.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/attention.h"
 
@@ -46,7 +48,8 @@ AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors 
           .sink = extras[1],
           .seed = extras[2],
           .out = results[0],
-          .statistics = results[1]};
+          .statistics = results[1],
+          .fp8 = {}};
 }
 
 void run(const AttentionArgs& args, const AttentionGradients* gradients,
@@ -73,6 +76,41 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
   const AttentionGradients given{
       .out = out, .query = query, .key = key, .value = value, .bias = bias, .sink = sink};
   run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given, allocate);
+}
+
+using Fp8 = std::array<TensorView, 2>;  // scales, amax
+
+// Codes travel as bytes: query, key, value and the result are E4M3.
+AttentionArgs fp8_arguments(const Inputs& inputs, const Settings& settings, float scale,
+                            const Results& results, const Fp8& fp8) {
+  const auto codes = [](const TensorView& t) { return with_format(t, DType::Float8E4M3); };
+  AttentionArgs args = arguments({codes(inputs[0]), codes(inputs[1]), codes(inputs[2])}, settings,
+                                 {scale, 0.0f}, {}, {}, {codes(results[0]), results[1]});
+  args.fp8 = {.scales = fp8[0], .amax = fp8[1]};
+  return args;
+}
+
+void fp8_attention_forward_into(const Inputs& inputs, const Settings& settings, float scale,
+                                const Results& results, const Fp8& fp8,
+                                const py::function& allocate) {
+  run(fp8_arguments(inputs, settings, scale, results, fp8), nullptr, allocate);
+}
+
+// `gradients`: of the result; then, written, of query, key and value; codes of `format`.
+void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
+                                 const Results& results, const Fp8& fp8,
+                                 const std::array<TensorView, 4>& gradients, int format,
+                                 const py::function& allocate) {
+  const auto codes = [&](int i) {
+    return with_format(gradients[static_cast<size_t>(i)], static_cast<DType>(format));
+  };
+  const AttentionGradients given{.out = codes(0),
+                                 .query = codes(1),
+                                 .key = codes(2),
+                                 .value = codes(3),
+                                 .bias = {},
+                                 .sink = {}};
+  run(fp8_arguments(inputs, settings, scale, results, fp8), &given, allocate);
 }
 
 // A contiguous tensor that has no memory.
@@ -120,6 +158,31 @@ std::string refusal(const std::array<Sizes, 3>& sizes, int dtype, int device,
   return attention_refusal(args, &gradients);
 }
 
+// The same for FP8; `format` is that of gradients, None where the backward is another.
+std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Settings& settings,
+                        bool with_statistics, std::optional<int> format) {
+  const auto of = [&](const Sizes& s) { return imagined(s, DType::Float8E4M3, device); };
+  const Inputs inputs{of(sizes[0]), of(sizes[1]), of(sizes[2])};
+  Sizes out = sizes[0];
+  out.back() = sizes[2].back();
+  const TensorView statistics =
+      imagined(with_statistics ? Sizes{1} : Sizes{}, DType::Float32, device);
+  AttentionArgs args = arguments(inputs, settings, {1.0f, 0.0f}, {}, {}, {of(out), statistics});
+  args.fp8.scales = imagined({6, 2}, DType::Float32, device);
+  std::string reason = attention_refusal(args, nullptr);
+  if (!reason.empty() || !format) return reason;
+  const auto codes = [&](const TensorView& t) {
+    return with_format(t, static_cast<DType>(*format));
+  };
+  const AttentionGradients gradients{.out = codes(args.out),
+                                     .query = codes(inputs[0]),
+                                     .key = codes(inputs[1]),
+                                     .value = codes(inputs[2]),
+                                     .bias = {},
+                                     .sink = {}};
+  return attention_refusal(args, &gradients);
+}
+
 }  // namespace
 
 void bind_attention(py::module_& m) {
@@ -132,6 +195,12 @@ void bind_attention(py::module_& m) {
   m.def("attention_refusal", &refusal, arg("sizes"), arg("dtype"), arg("device"), arg("settings"),
         arg("dropout"), arg("padded"), arg("bias"), arg("bias_grad"), arg("sink"), arg("sink_grad"),
         arg("training"));
+  m.def("fp8_attention_forward", &fp8_attention_forward_into, arg("inputs"), arg("settings"),
+        arg("scale"), arg("results"), arg("fp8"), arg("allocate"));
+  m.def("fp8_attention_backward", &fp8_attention_backward_into, arg("inputs"), arg("settings"),
+        arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"), arg("allocate"));
+  m.def("fp8_attention_refusal", &fp8_refusal, arg("sizes"), arg("device"), arg("settings"),
+        arg("statistics"), arg("format"));
   m.def("attention_graph_count", &cuda::attention_graph_count);
 }
 

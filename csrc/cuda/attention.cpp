@@ -125,6 +125,35 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
   write_places(p, stream);
 }
 
+// Scales and amaxes of FP8; `scales` and `amax` as in AttentionFp8.
+void add_fp8(AttentionPointers& pointers, const AttentionFp8& fp8, bool backward) {
+  if (!fp8) return;
+  float* const scales = fp8.scales.ptr<float>();
+  float* const amax = fp8.amax.ptr<float>();
+  const auto descale = [&](int row) { return scales + 2 * row; };
+  const auto scale = [&](int row) { return scales + 2 * row + 1; };
+  for (const Slot slot : {Slot::DescaleQuery, Slot::DescaleKey, Slot::DescaleValue})
+    at(pointers, slot) = descale(0);
+  at(pointers, Slot::DescaleSoftmax) = descale(1);
+  at(pointers, Slot::ScaleSoftmax) = scale(1);
+  at(pointers, Slot::DescaleOut) = descale(2);
+  at(pointers, Slot::ScaleOut) = scale(2);
+  if (!backward) {
+    at(pointers, Slot::AmaxSoftmax) = amax;
+    at(pointers, Slot::AmaxOut) = amax + 1;
+    return;
+  }
+  at(pointers, Slot::DescaleGradOut) = descale(3);
+  at(pointers, Slot::DescaleGradProduct) = descale(4);
+  at(pointers, Slot::ScaleGradProduct) = scale(4);
+  for (const Slot slot : {Slot::ScaleGradQuery, Slot::ScaleGradKey, Slot::ScaleGradValue})
+    at(pointers, slot) = scale(5);
+  at(pointers, Slot::AmaxGradProduct) = amax;
+  at(pointers, Slot::AmaxGradQuery) = amax + 1;
+  at(pointers, Slot::AmaxGradKey) = amax + 2;
+  at(pointers, Slot::AmaxGradValue) = amax + 3;
+}
+
 AttentionPointers pointers_of(const AttentionArgs& args, const AttentionGradients* gradients) {
   AttentionPointers pointers{};
   at(pointers, Slot::Query) = args.query.data;
@@ -138,6 +167,7 @@ AttentionPointers pointers_of(const AttentionArgs& args, const AttentionGradient
     at(pointers, Slot::Seed) = args.seed.data;
     at(pointers, Slot::Offset) = args.seed.ptr<int64_t>() + 1;
   }
+  add_fp8(pointers, args.fp8, gradients != nullptr);
   if (gradients == nullptr) return pointers;
   at(pointers, Slot::GradOut) = gradients->out.data;
   at(pointers, Slot::GradQuery) = gradients->query.data;

@@ -56,6 +56,8 @@ fe::DataType_t data_type(int64_t dtype) {
   switch (static_cast<DType>(dtype)) {
     case DType::Float16: return fe::DataType_t::HALF;
     case DType::BFloat16: return fe::DataType_t::BFLOAT16;
+    case DType::Float8E4M3: return fe::DataType_t::FP8_E4M3;
+    case DType::Float8E5M2: return fe::DataType_t::FP8_E5M2;
     default: return fe::DataType_t::FLOAT;
   }
 }
@@ -75,6 +77,8 @@ class Builder {
 
   void forward();
   void backward();
+  void fp8_forward();
+  void fp8_backward();
 
   fe::graph::Graph take() { return std::move(graph_); }
 
@@ -94,7 +98,14 @@ class Builder {
   // A small tensor of contiguous elements, `[a, b, c, d]`.
   Tensor plain(Slot slot, fe::DataType_t type, const std::array<int64_t, 4>& sizes);
   Tensor bias(Slot slot, int64_t dtype);
-  // Options that both directions spell alike.
+  // One fp32 number: a scale, or the amax that the graph writes.
+  Tensor number(Slot slot) { return plain(slot, fe::DataType_t::FLOAT, {1, 1, 1, 1}); }
+  static void describe_amax(const Tensor& tensor, Slot slot);
+  void describe_input_gradients(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v);
+  // Name, scale and mask: options that all directions spell alike.
+  template <class Attributes>
+  void set_mask(Attributes& attributes);
+  // The others of 16 bit.
   template <class Attributes>
   void set_options(Attributes& attributes);
 
@@ -104,6 +115,8 @@ class Builder {
 };
 
 constexpr int64_t uid_of(Slot slot) { return static_cast<int64_t>(slot) + 1; }
+
+constexpr bool is_gradient(Slot slot) { return slot >= Slot::GradOut && slot <= Slot::GradValue; }
 
 Tensor Builder::places(Slot slot) {
   if (!key_.packed) return nullptr;
@@ -119,7 +132,7 @@ void Builder::describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
   tensor->set_uid(uid_of(slot))
       .set_dim({sizes.batch, sizes.heads, sizes.tokens, sizes.size})
       .set_stride({batch, strides.head, strides.token, 1})
-      .set_data_type(data_type(key_.dtype));
+      .set_data_type(data_type(is_gradient(slot) ? key_.grad_dtype : key_.dtype));
   if (key_.packed) tensor->set_ragged_offset(places(places_slot));
 }
 
@@ -153,14 +166,28 @@ Tensor Builder::bias(Slot slot, int64_t dtype) {
   return plain(slot, data_type(dtype), {key_.bias_batch, key_.bias_heads, key_.queries, key_.keys});
 }
 
+void Builder::describe_amax(const Tensor& tensor, Slot slot) {
+  tensor->set_uid(uid_of(slot))
+      .set_dim({1, 1, 1, 1})
+      .set_stride({1, 1, 1, 1})
+      .set_data_type(fe::DataType_t::FLOAT)
+      .set_output(true);
+}
+
 template <class Attributes>
-void Builder::set_options(Attributes& attributes) {
-  attributes.set_name("attention").set_attn_scale(key_.scale()).set_alibi_mask(key_.alibi != 0);
+void Builder::set_mask(Attributes& attributes) {
+  attributes.set_name("attention").set_attn_scale(key_.scale());
   attributes.set_diagonal_alignment(key_.bottom_right ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
                                                       : fe::DiagonalAlignment_t::TOP_LEFT);
   // cuDNN counts the diagonal itself among the keys on the left.
   if (key_.left >= 0) attributes.set_diagonal_band_left_bound(static_cast<int>(key_.left) + 1);
   if (key_.right >= 0) attributes.set_diagonal_band_right_bound(static_cast<int>(key_.right));
+}
+
+template <class Attributes>
+void Builder::set_options(Attributes& attributes) {
+  set_mask(attributes);
+  attributes.set_alibi_mask(key_.alibi != 0);
   if (key_.padded) {
     const std::array<int64_t, 4> lengths{key_.batch, 1, 1, 1};
     attributes.set_padding_mask(true)
@@ -216,10 +243,58 @@ void Builder::backward() {
   describe_statistics(statistics);
   const auto [grad_q, grad_k, grad_v] =
       graph_.sdpa_backward(q, k, v, out, grad_out, statistics, attributes);
+  describe_input_gradients(grad_q, grad_k, grad_v);
+}
+
+void Builder::describe_input_gradients(const Tensor& grad_q, const Tensor& grad_k,
+                                       const Tensor& grad_v) {
   describe(grad_q, Slot::GradQuery, query_sizes(), key_.grad_query, Slot::GradQueryPlaces);
   describe(grad_k, Slot::GradKey, key_sizes(), key_.grad_key, Slot::GradKeyPlaces);
   describe(grad_v, Slot::GradValue, value_sizes(), key_.grad_value, Slot::GradValuePlaces);
   for (const auto& grad : {grad_q, grad_k, grad_v}) grad->set_output(true);
+}
+
+void Builder::fp8_forward() {
+  auto attributes = fe::graph::SDPA_fp8_attributes().set_generate_stats(key_.statistics != 0);
+  set_mask(attributes);
+  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
+  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
+  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto [out, statistics, amax_softmax, amax_out] = graph_.sdpa_fp8(
+      q, k, v, number(Slot::DescaleQuery), number(Slot::DescaleKey), number(Slot::DescaleValue),
+      number(Slot::DescaleSoftmax), number(Slot::ScaleSoftmax), number(Slot::ScaleOut), attributes);
+  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  out->set_output(true);
+  describe_amax(amax_softmax, Slot::AmaxSoftmax);
+  describe_amax(amax_out, Slot::AmaxOut);
+  if (!statistics) return;
+  describe_statistics(statistics);
+  statistics->set_output(true);
+}
+
+void Builder::fp8_backward() {
+  fe::graph::SDPA_fp8_backward_attributes attributes;
+  set_mask(attributes);
+  attributes.set_deterministic_algorithm(key_.deterministic != 0);
+  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
+  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
+  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
+  describe_statistics(statistics);
+  const auto [grad_q, grad_k, grad_v, amax_q, amax_k, amax_v, amax_product] =
+      graph_.sdpa_fp8_backward(
+          q, k, v, out, grad_out, statistics, number(Slot::DescaleQuery), number(Slot::DescaleKey),
+          number(Slot::DescaleValue), number(Slot::DescaleOut), number(Slot::DescaleGradOut),
+          number(Slot::DescaleSoftmax), number(Slot::DescaleGradProduct),
+          number(Slot::ScaleSoftmax), number(Slot::ScaleGradQuery), number(Slot::ScaleGradKey),
+          number(Slot::ScaleGradValue), number(Slot::ScaleGradProduct), attributes);
+  describe_input_gradients(grad_q, grad_k, grad_v);
+  describe_amax(amax_q, Slot::AmaxGradQuery);
+  describe_amax(amax_k, Slot::AmaxGradKey);
+  describe_amax(amax_v, Slot::AmaxGradValue);
+  describe_amax(amax_product, Slot::AmaxGradProduct);
 }
 
 std::string refusal(const std::string& message) {
@@ -262,7 +337,10 @@ AttentionPlan plan(const AttentionKey& key) {
   open_library();
   const cudnnHandle_t handle = handle_of(key.device);
   Builder builder(key);
-  key.backward ? builder.backward() : builder.forward();
+  if (key.fp8())
+    key.backward ? builder.fp8_backward() : builder.fp8_forward();
+  else
+    key.backward ? builder.backward() : builder.forward();
   fe::graph::Graph graph = builder.take();
   fe::error_t status = graph.validate();
   if (status.is_good()) status = graph.build_operation_graph(handle);

@@ -79,6 +79,7 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   value = strides_of(args.value, format);
   out = strides_of(args.out, format);
   if (!backward) return;
+  grad_dtype = static_cast<int64_t>(gradients->out.dtype);
   bias_grad = static_cast<bool>(gradients->bias);
   sink_grad = static_cast<bool>(gradients->sink);
   grad_query = strides_of(gradients->query, format);

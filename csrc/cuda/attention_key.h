@@ -17,8 +17,9 @@ struct AttentionStrides {
 // Numbers only, all of one size: its bytes are its hash.
 struct AttentionKey {
   int64_t device = 0, dtype = 0, backward = 0;
-  int64_t packed = 0;  // thd: tensors have offsets for each sequence
-  int64_t padded = 0;  // each sequence has a length of its own
+  int64_t grad_dtype = 0;  // of the backward
+  int64_t packed = 0;      // thd: tensors have offsets for each sequence
+  int64_t padded = 0;      // each sequence has a length of its own
   // Of packed sequences batch, longest and tokens are rounded up, so that few graphs serve all.
   int64_t batch = 0, queries = 0, keys = 0, query_tokens = 0, key_tokens = 0;
   int64_t heads = 0, groups = 0, key_size = 0, value_size = 0;
@@ -32,6 +33,7 @@ struct AttentionKey {
   AttentionKey(const AttentionArgs& args, const AttentionGradients* gradients);
   bool operator==(const AttentionKey&) const = default;
 
+  bool fp8() const { return is_fp8(static_cast<DType>(dtype)); }
   float scale() const;
   float dropout() const;
 };
@@ -69,6 +71,26 @@ enum class AttentionSlot : int {
   GradQueryPlaces,
   GradKeyPlaces,
   GradValuePlaces,
+  // fp32 [1], of FP8
+  DescaleQuery,
+  DescaleKey,
+  DescaleValue,
+  DescaleSoftmax,
+  ScaleSoftmax,
+  DescaleOut,
+  ScaleOut,
+  DescaleGradOut,
+  DescaleGradProduct,
+  ScaleGradProduct,
+  ScaleGradQuery,
+  ScaleGradKey,
+  ScaleGradValue,
+  AmaxSoftmax,
+  AmaxOut,
+  AmaxGradProduct,
+  AmaxGradQuery,
+  AmaxGradKey,
+  AmaxGradValue,
   Count
 };
 

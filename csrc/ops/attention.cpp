@@ -14,8 +14,6 @@ void check_input(const TensorView& t, const TensorView& query, AttentionFormat f
   const int rank = format == AttentionFormat::Thd ? 3 : 4;
   require(t.rank == rank && t.numel() > 0 && t.stride(-1) == 1, Kind::Value, kOp, "expected ", name,
           " of ", rank, " axes, of which none is empty and the last is contiguous, got ", t);
-  require(t.dtype == DType::Float16 || t.dtype == DType::BFloat16, Kind::Type, kOp,
-          "expected float16 or bfloat16 for ", name, ", got ", t.dtype);
   check::dtype(t, query.dtype, kOp, name);
   check::same_device(t, query, kOp, name);
 }
@@ -25,6 +23,10 @@ void check_inputs(const AttentionArgs& args) {
   const TensorView &q = args.query, &k = args.key, &v = args.value;
   require(q.device.type == DeviceType::CUDA, Kind::Unsupported, kOp,
           "expected tensors on a GPU, got ", q);
+  const bool fits_kind = args.fp8 ? q.dtype == DType::Float8E4M3
+                                  : q.dtype == DType::Float16 || q.dtype == DType::BFloat16;
+  require(fits_kind, Kind::Type, kOp, "expected ", args.fp8 ? "float8_e4m3" : "float16 or bfloat16",
+          " for query, got ", q.dtype);
   check_input(q, q, format, "query");
   check_input(k, q, format, "key");
   check_input(v, q, format, "value");
@@ -92,9 +94,10 @@ void check_extras(const AttentionArgs& args) {
 }
 
 // The result or its gradient: contiguous, heads of the query, size of the value.
-void check_out(const TensorView& out, const AttentionArgs& args, std::string_view name) {
+void check_out(const TensorView& out, DType dtype, const AttentionArgs& args,
+               std::string_view name) {
   check::contiguous(out, kOp, name);
-  check::dtype(out, args.query.dtype, kOp, name);
+  check::dtype(out, dtype, kOp, name);
   check::same_device(out, args.query, kOp, name);
   bool fits = out.rank == args.query.rank && out.size(-1) == args.value.size(-1);
   for (int i = 0; fits && i + 1 < out.rank; ++i) fits = out.size(i) == args.query.size(i);
@@ -103,7 +106,7 @@ void check_out(const TensorView& out, const AttentionArgs& args, std::string_vie
 }
 
 void check_results(const AttentionArgs& args) {
-  check_out(args.out, args, "the result");
+  check_out(args.out, args.query.dtype, args, "the result");
   if (!args.statistics) return;
   check::vector(args.statistics, args.out.numel() / args.out.size(-1), DType::Float32, kOp,
                 "the statistics");
@@ -112,7 +115,7 @@ void check_results(const AttentionArgs& args) {
 
 // Gradients may be parts of one tensor, as the inputs may. Those of padded sequences are cleared by
 // rows, which must have one stride. cuDNN writes thd with the strides of its inputs alone.
-void check_gradient(const TensorView& t, const TensorView& like, bool padded,
+void check_gradient(const TensorView& t, const TensorView& like, DType dtype, bool padded,
                     std::string_view name) {
   bool fits = t.rank == like.rank && t.stride(-1) == 1;
   if (fits && padded && t.rank == 4)
@@ -121,23 +124,37 @@ void check_gradient(const TensorView& t, const TensorView& like, bool padded,
   for (int i = 0; fits && i < t.rank; ++i) fits = t.size(i) == like.size(i);
   require(fits, Kind::Value, kOp, "expected ", name, " of shape ", ShapeOf{like},
           ", of which the last axis is contiguous, got ", t);
-  check::dtype(t, like.dtype, kOp, name);
+  check::dtype(t, dtype, kOp, name);
   check::same_device(t, like, kOp, name);
 }
 
 void check_gradients(const AttentionArgs& args, const AttentionGradients& gradients) {
   require(static_cast<bool>(args.statistics), Kind::Value, kOp,
           "expected the statistics that the forward left, got none");
-  check_out(gradients.out, args, "the gradient of the result");
+  const bool fp8 = args.fp8 && is_fp8(gradients.out.dtype);
+  const DType dtype = fp8 ? gradients.out.dtype : args.query.dtype;
+  check_out(gradients.out, dtype, args, "the gradient of the result");
   const bool padded = static_cast<bool>(args.of_query.ends);
-  check_gradient(gradients.query, args.query, padded, "the gradient of query");
-  check_gradient(gradients.key, args.key, padded, "the gradient of key");
-  check_gradient(gradients.value, args.value, padded, "the gradient of value");
+  check_gradient(gradients.query, args.query, dtype, padded, "the gradient of query");
+  check_gradient(gradients.key, args.key, dtype, padded, "the gradient of key");
+  check_gradient(gradients.value, args.value, dtype, padded, "the gradient of value");
   if (gradients.bias) {
     check::same_shape(gradients.bias, args.bias, kOp, "the gradient of the bias");
     check::dtype(gradients.bias, args.query.dtype, kOp, "the gradient of the bias");
   }
   if (gradients.sink) check::same_shape(gradients.sink, args.sink, kOp, "the gradient of the sink");
+}
+
+void check_fp8(const AttentionArgs& args, bool backward) {
+  if (!args.fp8) return;
+  const bool plain =
+      !args.bias && !args.sink && !args.seed && !args.of_query.ends && !args.of_key.ends;
+  require(plain, Kind::Unsupported, kOp,
+          "expected no bias, sink, dropout and unequal sequences in FP8, got some");
+  check::vector(args.fp8.scales, backward ? 12 : 6, DType::Float32, kOp, "the scales");
+  check::vector(args.fp8.amax, backward ? 4 : 2, DType::Float32, kOp, "the amax");
+  check::same_device(args.fp8.scales, args.query, kOp, "the scales");
+  check::same_device(args.fp8.amax, args.query, kOp, "the amax");
 }
 
 }  // namespace
@@ -152,6 +169,7 @@ int64_t attention_workspace_bytes(const AttentionArgs& args, const AttentionGrad
   check_sequences(args);
   check_extras(args);
   check_results(args);
+  check_fp8(args, gradients != nullptr);
   if (gradients != nullptr) check_gradients(args, *gradients);
   return cuda::attention_workspace_bytes(args, gradients, stream);
 }

@@ -6,6 +6,9 @@
 //   Sums and softmax are fp32. A query that sees no key, and a token outside every sequence, has a
 //   result of zero and passes no gradient.
 //
+// In FP8 what a product reads is rounded to FP8: query, key and value, the softmax result, and in
+// the backward the gradients of the result and of the product of query and key.
+//
 // There is no CPU backend: the unfused path of the Python package is the definition.
 #pragma once
 
@@ -39,8 +42,20 @@ struct AttentionSettings {
   bool deterministic = false;
 };
 
+// Scales of FP8 and what becomes of the next ones. Absent: 16 bit.
+struct AttentionFp8 {
+  // fp32 [3, 2], pairs {1 / scale, scale}: inputs, softmax result, result; in the backward [6, 2]:
+  // then those of the gradients of the result, of the product of query and key, of the inputs.
+  TensorView scales;
+  // fp32, written, max |x|: [2], softmax result, result; in the backward [4], gradients of the
+  // product, of query, of key, of value.
+  TensorView amax;
+
+  explicit operator bool() const { return static_cast<bool>(scales); }
+};
+
 struct AttentionArgs {
-  TensorView query, key, value;  // fp16 or bf16; the last axis contiguous
+  TensorView query, key, value;  // fp16, bf16 or E4M3; the last axis contiguous
   AttentionSequences of_query, of_key;
   AttentionSettings settings;
   TensorView bias;        // [1 or batch, 1 or heads, queries, keys], contiguous
@@ -48,9 +63,11 @@ struct AttentionArgs {
   TensorView seed;        // int64 [2]: seed and offset of the dropout
   TensorView out;         // contiguous, format and dtype of query
   TensorView statistics;  // fp32 [batch, heads, queries], thd [tokens, heads]; absent: inference
+  AttentionFp8 fp8;       // without bias, sink, dropout and sequences
 };
 
-// What the backward reads and writes besides; all contiguous, those absent are not computed.
+// What the backward reads and writes besides; all contiguous, those absent are not computed. Of the
+// dtype of query, but with FP8 all of E4M3 or all of E5M2.
 struct AttentionGradients {
   TensorView out;                // read
   TensorView query, key, value;  // written
