@@ -19,6 +19,11 @@ RECIPE = DelayedScaling(amax_history_len=3, fp8_dpa=True)
 HEADS, SIZE, LENGTH = 4, 16, 24
 
 
+@pytest.fixture(autouse=True)
+def _without_cudnn(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+
+
 class Block(nn.Module):
     """Attention of one input, without or between layers with GEMMs."""
 

@@ -17,7 +17,13 @@ ROWS, COLS = 32, 48
 Arguments = tuple[Any, ...]
 # What rows of moments get is announced to nobody: nothing reads them before the step ends.
 WRITE_UNANNOUNCED = {"moments", "cast_moments"}
-ON_GPUS_ALONE = {"attention_forward", "attention_backward"}  # shapes: test_cudnn_adapter
+# Shapes: test_cudnn_adapter, test_cudnn_fp8_adapter.
+ON_GPUS_ALONE = {
+    "attention_forward",
+    "attention_backward",
+    "fp8_attention_forward",
+    "fp8_attention_backward",
+}
 
 
 def plain(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:

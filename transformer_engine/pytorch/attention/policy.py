@@ -10,6 +10,14 @@ forward with backward; warm caches):
     b8 h32 s2048 d64 causal             347   1405       350   1154
     host time of a forward                               148
 
+FP8 (recipes with fp8_dpa; cuDNN 9.19; casts included):
+
+                                  bf16, cuDNN     FP8, backward in 16 bit    in FP8
+    b4 h32 s4096 d128 causal        906   3639       949   4013               5334
+    b4 h32 s4096 d128 full         1624   6454      1327   6726               5673
+    b2 h64 kv8 s8192 d128 causal   3390  14929      2574  13982              19073
+    b2 h64 kv8 s8192 d128 full     6784  27807      4760  25949              22376
+
 flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it. Our own
 graphs of cuDNN take the time of torch's forward and 0.92-0.99 of its backward, and copy nothing.
 """
@@ -21,11 +29,11 @@ from transformer_engine.pytorch.attention.backend import Problem
 
 # Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
 # until tests/pytorch/test_attention_matrix.py passes with them there; or the environment asks.
-CONFIRMED = frozenset({"cudnn", "sdpa", "unfused"})
+CONFIRMED = frozenset({"cudnn", "cudnn_fp8", "sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")
-_LARGE = ("flash4", "cudnn", "flash3", "sdpa", "flash2", "unfused")
-_SMALL = ("cudnn", "sdpa", "flash3", "flash2", "flash4", "unfused")
+_LARGE = ("flash4", "cudnn", "cudnn_fp8", "flash3", "sdpa", "flash2", "unfused")
+_SMALL = ("cudnn", "cudnn_fp8", "sdpa", "flash3", "flash2", "flash4", "unfused")
 # FLOP of a forward that an H200 does in the 150 us that a call of flash-attn 4 keeps the host.
 _LARGE_FROM = 6e10
 
@@ -40,7 +48,7 @@ def preference(problem: Problem, allowed: AttentionVariables) -> tuple[str, ...]
 def _asked_for(allowed: AttentionVariables) -> tuple[str, ...]:
     """Whom the environment names by leaving out the other kind, or by its number."""
     if allowed.fused_backend is not None and allowed.fused:
-        return ("cudnn",)
+        return ("cudnn_fp8",) if allowed.fused_backend == 2 else ("cudnn",)
     return _FLASH if allowed.flash and not allowed.fused else ()
 
 

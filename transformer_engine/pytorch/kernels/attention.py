@@ -86,7 +86,7 @@ def attention_forward(
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     kept = None
     if statistics:
-        kept = query.new_empty(_statistics_shape(query, settings[0]), dtype=torch.float32)
+        kept = query.new_empty(statistics_shape(query, settings[0]), dtype=torch.float32)
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_forward(
@@ -97,7 +97,7 @@ def attention_forward(
             sequences,
             (bias, sink, seed),
             (out, kept),
-            _allocator(query.device),
+            allocator(query.device),
         )
     return out, kept
 
@@ -107,14 +107,17 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
+def allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
+    """Scratch memory of so many bytes."""
+
     def allocate(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, device=device)
 
     return allocate
 
 
-def _statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
+def statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
+    """Shape of the statistics that the forward leaves for the backward."""
     if format == THD:
         return query.shape[:-1]
     sequence = 0 if format == SBHD else 1
@@ -183,7 +186,7 @@ def attention_backward(
             (bias, sink, seed),
             (out, statistics),
             (grad, *gradients),
-            _allocator(query.device),
+            allocator(query.device),
         )
     *of_inputs, of_bias, of_sink = gradients
     if bias is not None and of_bias is not None:

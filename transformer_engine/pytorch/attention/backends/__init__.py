@@ -14,6 +14,7 @@ come from torch's default generator: who calls has put the tracker's states ther
 
 from transformer_engine.pytorch.attention.backends import (
     cudnn,
+    cudnn_fp8,
     flash2,
     flash3,
     flash4,
@@ -24,6 +25,7 @@ from transformer_engine.pytorch.attention.backends import (
 BACKENDS = (
     flash4.BACKEND,
     cudnn.BACKEND,
+    cudnn_fp8.BACKEND,
     flash3.BACKEND,
     sdpa.BACKEND,
     flash2.BACKEND,

@@ -14,7 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
+from transformer_engine.pytorch.attention.backend import (
+    Backend,
+    Problem,
+    Requirement,
+)
 from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.dense import check_bias_shape
 from transformer_engine.pytorch.attention.environment import environment, repeatable
@@ -97,7 +101,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     alibi = call.bias.type == "alibi"
     needs_grad = torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink)
     deterministic = needs_grad and repeatable(environment())
-    settings = _settings(shape, same, alibi, deterministic, longest)
+    how = settings_for(shape, same, alibi, deterministic, longest)
     dropout = call.dropout.p
     if dropout > 0.0:
         # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
@@ -108,7 +112,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
     query, key, value = _readable(query, key, value)
-    options = (settings, call.scale, dropout)
+    options = (how, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
         key, value = key.view_as(key), value.view_as(value)
     if needs_grad:
@@ -145,10 +149,18 @@ def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
 
 
 @remembered
-def _settings(
+def settings_for(
     shape: CallShape, same: bool, alibi: bool, repeatable: bool, longest: tuple[int, int]
 ) -> tuple[int, ...]:
-    """`same`: each sequence has as many queries as keys, so that both diagonals are one."""
+    """What the shape of a call says to cuDNN.
+
+    Args:
+        shape: of the call.
+        same: each sequence has as many queries as keys, so that both diagonals are one.
+        alibi: see `settings_of`.
+        repeatable: see `deterministic` of `settings_of`.
+        longest: see `settings_of`.
+    """
     band, rule = shape.band, shape.rule
     if band is not None:
         window, bottom_right = (band.left, band.right), band.diagonal != 0
@@ -183,11 +195,14 @@ def _in_steps_of_eight(strides: tuple[int, ...], sizes: torch.Size) -> bool:
     )
 
 
-@remembered
-def _refusal(problem: Problem) -> str:
-    """What cuDNN itself says of a problem; sizes that are not known are ordinary ones."""
-    if capturing():
-        return "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
+NOT_ASKED = "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
+
+
+def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Sizes of query, key and value to ask cuDNN about, and settings.
+
+    Sizes that are not known are ordinary ones.
+    """
     rule, format = problem.rule, _FORMATS[problem.qkv_format]
     batch, queries = problem.batch or 2, problem.queries or 512
     keys = problem.keys or queries
@@ -197,28 +212,31 @@ def _refusal(problem: Problem) -> str:
         (*lead[format](keys), problem.groups, problem.key_size),
         (*lead[format](keys), problem.groups, problem.value_size),
     )
-    padded = rule.type.padding
     bottom_right = rule.bottom_right and max(rule.left, rule.right) >= 0
-    if problem.alike if padded else queries == keys:
+    if problem.alike if rule.type.padding else queries == keys:
         bottom_right = False
-    settings = settings_of(
-        format,
-        (rule.left, rule.right),
-        bottom_right,
-        problem.bias_type == "alibi",
-        problem.repeatable,
-        (queries, keys),
-    )
+    alibi, longest = problem.bias_type == "alibi", (queries, keys)
+    window = (rule.left, rule.right)
+    return sizes, settings_of(format, window, bottom_right, alibi, problem.repeatable, longest)
+
+
+@remembered
+def _refusal(problem: Problem) -> str:
+    """What cuDNN itself says of a problem."""
+    if capturing():
+        return NOT_ASKED
+    sizes, how = question(problem)
     bias: tuple[int, ...] = ()
     if problem.bias_type == "post_scale_bias":
-        bias = problem.bias_shape or (1, problem.heads, queries, keys)
+        shape = (1, problem.heads, problem.queries or 512, problem.keys or problem.queries or 512)
+        bias = problem.bias_shape or shape
     return attention_refusal(
         sizes,
         problem.dtype,
         torch.cuda.current_device(),
-        settings,
+        how,
         problem.dropout,
-        padded,
+        problem.rule.type.padding,
         bias,
         problem.bias_grad,
         problem.softmax_type != "vanilla",

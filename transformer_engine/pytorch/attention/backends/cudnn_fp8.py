@@ -1,0 +1,268 @@
+"""cuDNN's fused attention in FP8, through graphs of our own: whole sequences, forward and backward.
+
+`unfused_fp8.py` says what it computes. cuDNN rounds some of it at other places: in the forward
+`exp(score - largest score so far)`, which it divides by the sum afterwards; in the backward weights
+from the statistics of the forward; `sum(d out * out)` is one of rounded values.
+
+The backward in high precision is cuDNN's in 16 bit, of the values that the forward multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch.attention.backend import (
+    Backend,
+    Problem,
+    Requirement,
+)
+from transformer_engine.pytorch.attention.backends import unfused_fp8
+from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
+from transformer_engine.pytorch.attention.call import Call, CallShape
+from transformer_engine.pytorch.attention.casts import Casts
+from transformer_engine.pytorch.attention.environment import environment, repeatable
+from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.attention.requirements import (
+    GPU,
+    NO_BIAS,
+    NO_DROPOUT,
+    NO_SINK,
+    SOMETHING,
+)
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.kernels.attention import attention_backward, attention_refusal
+from transformer_engine.pytorch.kernels.attention_fp8 import (
+    fp8_attention_backward,
+    fp8_attention_forward,
+    fp8_attention_refusal,
+)
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+
+# Settings, factor on the scores, whether the backward is in FP8.
+_Options = tuple[tuple[int, ...], float, bool]
+# What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
+# weight, which the state follows, would saturate.
+_SOFTMAX_SCALE = 448.0
+
+
+def _pairs(*scales: torch.Tensor) -> torch.Tensor:
+    """fp32 `[scales, 2]` = {1/scale, scale}."""
+    scale = torch.cat(scales)
+    return torch.stack((scale.reciprocal(), scale), dim=1)
+
+
+def _forward(
+    inputs: tuple[torch.Tensor, ...], casts: Casts, options: _Options, training: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """The result, and what the backward reads."""
+    query, key, value = (casts.qkv.codes(x)[0] for x in inputs)
+    of_softmax = casts.softmax.scale.new_full((1,), _SOFTMAX_SCALE)
+    scales = _pairs(casts.qkv.scale, of_softmax, casts.out.scale)
+    amaxes = (casts.softmax.amax, casts.out.amax)
+    settings, scale, _ = options
+    coded, statistics = fp8_attention_forward(
+        query, key, value, scales, settings, scale, training, amaxes
+    )
+    out = dequantize(coded, E4M3, scales[2], inputs[0].dtype)
+    return out, (query, key, value, coded, statistics, scales)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, casts: Casts, options: _Options, *inputs: torch.Tensor) -> torch.Tensor:
+        out, kept = _forward(inputs, casts, options, True)
+        ctx.save_for_backward(*kept)
+        ctx.casts, ctx.options, ctx.dtype = casts, options, inputs[0].dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = _gradients_in_fp8 if ctx.options[2] else _gradients_in_16_bit
+        results = gradients(ctx, grad, ctx.needs_input_grad[2:])
+        if ctx.casts.ends_backward:
+            autocast_stack().end_backward()
+        return None, None, *results
+
+
+def _gradients_in_fp8(
+    ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]
+) -> list[torch.Tensor | None]:
+    query, key, value, out, statistics, scales = ctx.saved_tensors
+    settings, scale, _ = ctx.options
+    of_out, of_product, of_inputs = ctx.casts[3:6]
+    scales = torch.cat((scales, _pairs(of_out.scale, of_product.scale, of_inputs.scale)))
+    codes, format = of_out.codes(grad)[0], of_out.format
+    amaxes = (of_product.amax, of_inputs.amax)
+    given = (codes, query, key, value, out, statistics, scales, settings, scale)
+    results = fp8_attention_backward(*given, format, amaxes, needs)
+    return [
+        dequantize(x, format, scales[5], ctx.dtype) if needed else None
+        for x, needed in zip(results, needs, strict=True)
+    ]
+
+
+def _gradients_in_16_bit(
+    ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]
+) -> list[torch.Tensor | None]:
+    *coded, statistics, scales = ctx.saved_tensors
+    settings, scale, _ = ctx.options
+    dtype, pairs = _sixteen_bit(ctx.dtype), (scales[0], scales[0], scales[0], scales[2])
+    query, key, value, out = (
+        dequantize(x, E4M3, pair, dtype) for x, pair in zip(coded, pairs, strict=True)
+    )
+    grad = grad.contiguous().to(dtype)
+    given = (grad, query, key, value, out, statistics, settings, scale)
+    results = attention_backward(*given, 0.0, (None,) * 4, None, None, None, False, False, False)
+    return [
+        x.to(ctx.dtype) if x is not None and needed else None
+        for x, needed in zip(results[:3], needs, strict=True)
+    ]
+
+
+def _sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype is torch.float32 else dtype
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """See `backends/__init__.py`."""
+    casts = call.casts
+    assert casts is not None
+    if casts.calibrating:
+        return unfused_fp8.attend(query, key, value, call, casts)
+    inputs = (query, key, value)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    deterministic = needs_grad and repeatable(environment())
+    in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
+    options = (settings_for(call.shape, False, False, deterministic, (0, 0)), call.scale, in_fp8)
+    if torch.compiler.is_compiling():  # it takes no tensor twice
+        inputs = (query.view_as(query), key.view_as(key), value.view_as(value))
+    if needs_grad:
+        out: torch.Tensor = _Attention.apply(casts, options, *inputs)
+    else:
+        out, _ = _forward(inputs, casts, options, False)
+    return out.flatten(-2)
+
+
+def _backward_in_fp8(problem: Problem | CallShape, allowed: AttentionVariables) -> bool:
+    """Whether the backward is in FP8, too: where asked for, else where that is the faster one."""
+    if allowed.fp8_backward is not None:
+        return allowed.fp8_backward
+    return not problem.rule.type.causal and _has_backward(problem)
+
+
+def _has_backward(problem: Problem | CallShape) -> bool:
+    """Whether cuDNN's backward in FP8 is right; it takes all lengths.
+
+    cuDNN 9.19 makes wrong gradients of queries beyond the last 16; up to 9.15 its backwards read
+    keys in steps of 128.
+    """
+    sizes, lengths = (problem.key_size, problem.value_size), (problem.queries, problem.keys)
+    return sizes == (128, 128) and all((length or 0) % 128 == 0 for length in lengths)
+
+
+def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
+    return problem.training and _backward_in_fp8(problem, allowed)
+
+
+@remembered
+def _refusal(problem: Problem, in_fp8: bool) -> str:
+    """What cuDNN itself says of a problem; sizes that are not known are ordinary ones.
+
+    Args:
+        problem: to solve.
+        in_fp8: whether its backward, if there is one, is in FP8.
+    """
+    if capturing():
+        return NOT_ASKED
+    sizes, how = question(problem)
+    device = torch.cuda.current_device()
+    format = E5M2 if problem.training and in_fp8 else None
+    reason = fp8_attention_refusal(sizes, device, how, problem.training, format)
+    if reason or not problem.training or in_fp8:
+        return reason
+    plain = (0.0, False, (), False, False, True)
+    return attention_refusal(sizes, _sixteen_bit(problem.dtype), device, how, *plain)
+
+
+def _taken_by_cudnn(problem: Problem, allowed: AttentionVariables) -> bool:
+    # As in `cudnn.py`: sizes may be symbols inside a trace.
+    if problem.compiling:
+        return _ordinary(problem) and _is_here()
+    return not _refusal(problem, _trains_in_fp8(problem, allowed))
+
+
+def _ordinary(problem: Problem) -> bool:
+    alike = problem.alike or not problem.rule.type.causal
+    sizes_fit = problem.key_size == problem.value_size <= 128
+    return not problem.windowed and alike and sizes_fit and problem.queries != 1
+
+
+@torch.compiler.assume_constant_result
+def _is_here() -> bool:
+    return not _refusal(Problem(device="cuda", key_size=128, value_size=128), True)
+
+
+def _reason(problem: Problem) -> str:
+    if problem.compiling:
+        return (
+            "takes several queries, heads up to 128 and no window inside torch.compile, and is for"
+            " builds with cuDNN"
+        )
+    return _refusal(problem, _trains_in_fp8(problem, environment()))
+
+
+def _fits(problem: Problem, allowed: AttentionVariables) -> bool:
+    if _trains_in_fp8(problem, allowed):
+        return _has_backward(problem)
+    sizes = (problem.key_size, problem.value_size)
+    return max(sizes) <= 256 and all(size % 16 == 0 for size in sizes)
+
+
+BACKEND = Backend(
+    "cudnn_fp8",
+    attend,
+    keeps_scores=False,
+    requirements=(
+        Requirement(
+            lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
+        ),
+        Requirement(
+            lambda problem, allowed: problem.fp8,
+            "computes in FP8 alone; use a recipe with fp8_dpa",
+        ),
+        GPU,
+        Requirement(
+            lambda problem, allowed: problem.capability is not None,
+            "cannot be asked without a GPU",
+        ),
+        Requirement(
+            lambda problem, allowed: (problem.capability or (9, 0)) >= (9, 0),
+            "needs a GPU of compute capability 9.0",
+        ),
+        SOMETHING,
+        Requirement(
+            lambda problem, allowed: not (problem.rule.type.padding or problem.rule.type.arbitrary),
+            "takes whole sequences; use attn_mask_type 'no_mask' or 'causal'",
+        ),
+        Requirement(
+            _fits,
+            "takes heads whose sizes are divisible by 16, up to 256; with NVTE_FP8_DPA_BWD=1 heads"
+            " of 128 and lengths divisible by 128",
+        ),
+        NO_BIAS,
+        NO_SINK,
+        NO_DROPOUT,
+        Requirement(
+            lambda problem, allowed: not problem.cache,
+            "would build a graph for each length that a cache grows to",
+        ),
+        Requirement(_taken_by_cudnn, _reason),
+    ),
+)
