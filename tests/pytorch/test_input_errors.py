@@ -261,5 +261,8 @@ def test_other_inputs_are_dense():
         grouped(torch.ones(4, 32).to_sparse(), [2, 2])
     with pytest.raises(TypeError, match=r"expected key_layer to be a dense .*decoder.attention"):
         attention()(Q[None], Q[None].to_sparse(), Q[None])
+    for operation in (te.ops.GELU(), te.ops.SwiGLU(), te.ops.Bias(32, device="cpu")):
+        with pytest.raises(TypeError, match=r"^.\w+. expected x to be a dense torch.Tensor"):
+            operation(SPARSE)
     with pytest.raises(TypeError, match=r"^.Fp8Padding. expected inp to be a dense torch.Tensor"):
         te.Fp8Padding(2)(torch.ones(4, 32).to_sparse(), [2, 2])

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.modules.inputs import refuse_input
 from transformer_engine.pytorch.modules.planned import PlannedChain
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.stages import Activation
@@ -40,6 +41,8 @@ class _Activation(PlannedChain, FusibleOperation):
         Args:
             x: `(..., n)`, fp32, fp16 or bf16; `n` is even for gated kinds.
         """
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            refuse_input(type(self).__name__, "x", x, None)
         if x.ndim == 0 or (is_gated(activation_kind(self.kind)) and x.shape[-1] % 2):
             raise ValueError(
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.modules.arguments import check_sizes
+from transformer_engine.pytorch.modules.inputs import refuse_input
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
@@ -111,6 +112,8 @@ class Bias(FusibleOperation):
         Args:
             x: `(..., size)`.
         """
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            refuse_input("Bias", "x", x, None)
         if x.ndim == 0 or x.shape[-1] != self.size:
             raise ValueError(f"[Bias] expected x of shape (..., {self.size}), got {tuple(x.shape)}")
         bias = self._parameters["bias"]
