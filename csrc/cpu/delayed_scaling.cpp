@@ -40,12 +40,13 @@ void delayed_scaling_update(const DelayedScalingArgs& args) {
     auto* history = reinterpret_cast<float*>(entry.history);
     auto* scale = reinterpret_cast<float*>(entry.scale);
     for (int64_t i = 0; i < entry.count; ++i) {
-      const Column column{history + i, entry.length, entry.count};
+      const int64_t at = i * entry.stride;
+      const Column column{history + at, entry.length, entry.count * entry.stride};
       const float other_ranks = reduced ? *reduced++ : 0.0f;
       const float newest = other_ranks != 0.0f ? other_ranks : column.row(0);
       if (newest == 0.0f) continue;
       const float amax = amax_of(column, newest, args.algorithm);
-      scale[i] = delayed_scale(amax, scale[i], args.fp8_max, margin_factor);
+      scale[at] = delayed_scale(amax, scale[at], args.fp8_max, margin_factor);
       roll(column, newest);
     }
   }
@@ -56,7 +57,7 @@ void gather_amax(const GatherAmaxArgs& args) {
   const ScalingEntry* table = args.table.ptr<ScalingEntry>();
   for (int64_t s = 0; s < args.table.size(0); ++s) {
     const auto* row = reinterpret_cast<const float*>(table[s].history);
-    for (int64_t i = 0; i < table[s].count; ++i) *out++ = row[i];
+    for (int64_t i = 0; i < table[s].count; ++i) *out++ = row[i * table[s].stride];
   }
 }
 

@@ -68,15 +68,16 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const Update args) {
   const int64_t first = args.reduced ? columns_before(args.table, blockIdx.x) : 0;
   for (int64_t i = blockIdx.y; i < entry.count; i += kColumnBlocks) {
     const float reduced = args.reduced ? args.reduced[first + i] : 0.0f;
-    const float newest = reduced != 0.0f ? reduced : history[i];
+    const int64_t at = i * entry.stride;
+    const float newest = reduced != 0.0f ? reduced : history[at];
     if (newest == 0.0f) continue;  // the same for all threads of the block
-    const float older = roll(history + i, entry.length, entry.count, newest);
+    const float older = roll(history + at, entry.length, entry.count * entry.stride, newest);
     block_amax.leave(older);
     __syncthreads();  // all have read row 0
     if (threadIdx.x == 0) {
       const float amax = args.most_recent ? newest : fmaxf(newest, block_amax.total());
-      scale[i] = delayed_scale(amax, scale[i], args.fp8_max, args.margin_factor);
-      history[i] = 0.0f;
+      scale[at] = delayed_scale(amax, scale[at], args.fp8_max, args.margin_factor);
+      history[at] = 0.0f;
     }
     __syncthreads();  // before the next column leaves its amax
   }
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const ScalingEntry* ta
   const int64_t first = columns_before(table, blockIdx.x);
   const auto* history = reinterpret_cast<const float*>(table[blockIdx.x].history);
   for (int64_t i = threadIdx.x; i < table[blockIdx.x].count; i += kThreads)
-    out[first + i] = history[i];
+    out[first + i] = history[i * table[blockIdx.x].stride];
 }
 
 }  // namespace

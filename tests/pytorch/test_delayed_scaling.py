@@ -14,8 +14,13 @@ SHAPES = [(1, 3), (2, 1), (16, 6), (1024, 3), (33, 40), (300, 1), (4, 0)]  # (le
 
 
 def table_of(states, device):
-    rows = [[h.data_ptr(), s.data_ptr(), h.shape[0], h.shape[1]] for h, s in states]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
+    rows = [[h.data_ptr(), s.data_ptr(), *h.shape, h.stride(1)] for h, s in states]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5).to(device)
+
+
+def spread(x, stride, device):
+    """The same values, so many elements apart."""
+    return torch.stack([x, *[torch.full_like(x, -7.0)] * (stride - 1)], -1).to(device)[..., 0]
 
 
 def expected_column(history, scale, newest, algorithm, fp8_max, margin):
@@ -60,14 +65,16 @@ def random_states():
 
 def check(states, device, reduced=None, algorithm="max", fp8_max=448.0, margin=0):
     expected = expected_update(states, reduced, algorithm, fp8_max, margin)
-    moved = [(h.to(device), s.to(device)) for h, s in states]
-    table = table_of(moved, device)
     if reduced is not None:
         reduced = reduced.to(device)
-    delayed_scaling_update(table, reduced, algorithm, fp8_max, margin)
-    for (history, scale), (new_history, new_scale) in zip(moved, expected, strict=True):
-        assert_bitwise(history, new_history)
-        assert_bitwise(scale, new_scale)
+    for stride in (1, 4):
+        moved = [tuple(spread(x, stride, device) for x in state) for state in states]
+        delayed_scaling_update(table_of(moved, device), reduced, algorithm, fp8_max, margin)
+        for state, new in zip(moved, expected, strict=True):
+            for got, wanted in zip(state, new, strict=True):
+                assert_bitwise(got, wanted)
+                if stride > 1:
+                    assert (got.as_strided(got.shape, got.stride(), 1) == -7.0).all()
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -120,7 +127,10 @@ def test_columns_of_one_state_are_independent(device):
 
 @pytest.mark.sanitize
 def test_gather(device):
-    states = [(h.to(device), s.to(device)) for h, s in random_states()]
+    states = [
+        tuple(spread(x, 1 + i % 4, device) for x in state)
+        for i, state in enumerate(random_states())
+    ]
     columns = sum(h.shape[1] for h, _ in states)
     got = gather_amax(table_of(states, device), columns)
     assert_bitwise(got, torch.cat([h[0] for h, _ in states]))
@@ -160,14 +170,14 @@ def test_as_library_operators(device):
     assert torch.ops.te.gather_amax(table, 2).tolist() == [0.0, 0.0]
 
 
-TABLE = torch.zeros(0, 4, dtype=torch.int64)
+TABLE = torch.zeros(0, 5, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("error", "message", "changed"),
     [
-        (TypeError, "int64 for the table", {"table": torch.zeros(0, 4)}),
-        (ValueError, r"shape \(states, 4\) for the table, got \(0, 3\)", {"table": TABLE[:, :3]}),
+        (TypeError, "int64 for the table", {"table": torch.zeros(0, 5)}),
+        (ValueError, r"shape \(states, 5\) for the table, got \(0, 3\)", {"table": TABLE[:, :3]}),
         (ValueError, "0 elements for the reduced amax", {"reduced": torch.ones(3)}),
         (TypeError, "float32 for the reduced amax", {"reduced": torch.ones(0).double()}),
         (ValueError, "a positive finite fp8_max", {"fp8_max": 0.0}),

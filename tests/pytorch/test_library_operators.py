@@ -41,7 +41,7 @@ def row(values: tuple[float, ...]) -> torch.Tensor:
 def table(device: str) -> torch.Tensor:
     """Of one module's history and scales, which live as long as the test."""
     history, scale = torch.ones(4, 3, device=device), torch.ones(3, device=device)
-    found = torch.tensor([[history.data_ptr(), scale.data_ptr(), 4, 3]], device=device)
+    found = torch.tensor([[history.data_ptr(), scale.data_ptr(), 4, 3, 1]], device=device)
     found.kept = history, scale
     return found
 

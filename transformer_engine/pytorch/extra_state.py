@@ -45,7 +45,7 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
     parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
     tensors = [t for state in states for t in (state.scale, state.amax_history)]
     for tensor in (*tensors, *weights):
-        parts.append(tensor.detach().cpu().reshape(-1).view(torch.uint8))
+        parts.append(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8))
     return torch.cat(parts)
 
 

@@ -19,19 +19,23 @@ from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
 
 FORWARD, BACKWARD = "forward", "backward"
+_STRIDE = 4  # floats
 
 
 class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
-    methods below, which raise `version`, so that the registry notices.
+    methods below, which raise `version`, so that the registry notices. Columns are 16 bytes apart:
+    CUDA graphs of a compiler copy inputs at other addresses, and amaxes would stay in the copies.
     """
 
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
         self.direction = direction
-        self.scale = torch.ones(count, dtype=torch.float32, device=device)
-        self.amax_history = torch.zeros(length, count, dtype=torch.float32, device=device)
+        self.scale = torch.ones(count, _STRIDE, dtype=torch.float32, device=device)[:, 0]
+        self.amax_history = torch.zeros(length, count, _STRIDE, dtype=torch.float32, device=device)[
+            ..., 0
+        ]
         self.version = 0
         self.member_of: ScalingMembers | None = None
         self._views()
@@ -52,11 +56,11 @@ class ScalingState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Among whose members it is, its module finds out at its next call.
-        return _state_of, (self.direction, self.scale, self.amax_history)
+        return _state_of, (self.direction, self.scale.clone(), self.amax_history.clone())
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Take over other tensors (loading, another device, another length)."""
-        self.scale, self.amax_history = scale, amax_history
+        """Take over other values (loading, another device, another length)."""
+        self.scale, self.amax_history = _spread(scale), _spread(amax_history)
         self.version += 1
         self._views()
 
@@ -79,6 +83,13 @@ class ScalingState:
         if kept:
             history[length - kept :] = old[old.shape[0] - kept :]
         self.replace(self.scale, history)
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    """The values, `_STRIDE` elements apart."""
+    spread = x.new_zeros(*x.shape, _STRIDE)[..., 0]
+    spread.copy_(x)
+    return spread
 
 
 def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:
@@ -114,7 +125,7 @@ class ScalingMembers:
         return list(states.values())
 
     def table(self, states: list[ScalingState]) -> torch.Tensor:
-        """int64 `[states, 4]`: history address, scale address, history length, columns."""
+        """int64 `[states, 5]`, see `kernels/delayed_scaling.py`."""
         # References rather than ids: another state may lie where a dead one lay.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
@@ -124,7 +135,7 @@ class ScalingMembers:
                     "graph capture; run one step with the same modules before capturing"
                 )
             rows = [
-                [s.amax_history.data_ptr(), s.scale.data_ptr(), *s.amax_history.shape]
+                [s.amax_history.data_ptr(), s.scale.data_ptr(), *s.amax_history.shape, _STRIDE]
                 for s in states
             ]
             self._table = torch.tensor(rows, dtype=torch.int64).to(states[0].scale.device)

@@ -1,8 +1,9 @@
 """The end-of-step update of all delayed-scaling states of a model.
 
-States are named by a table, int64 `[states, 4]` on their device: one row per state with the
-address of its history fp32 `[length, count]`, the address of its scale fp32 `[count]`, length and
-count. The caller keeps histories and scales alive and at these addresses.
+States are named by a table, int64 `[states, 5]` on their device: one row per state with the
+address of its history fp32 `[length, count]`, the address of its scale fp32 `[count]`, length,
+count, and the stride between columns of both; rows follow each other. The caller keeps histories
+and scales alive and at these addresses.
 """
 
 from __future__ import annotations
