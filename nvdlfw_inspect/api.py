@@ -24,7 +24,7 @@ from nvdlfw_inspect.logging import BaseLogger, print_rank_0
 from nvdlfw_inspect.namespaces import find_namespace
 from nvdlfw_inspect.registry import Registry
 from nvdlfw_inspect.startup import Settings, start
-from nvdlfw_inspect.utils import in_notebook, warn_user
+from nvdlfw_inspect.utils import in_notebook, integer, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
 
@@ -117,9 +117,12 @@ def initialize_training_step(train_step: int) -> None:
 
     Args:
         train_step: The number, from 0; a resumed training says where it goes on.
+
+    Raises:
+        TypeError: It is no integer.
     """
     if DEBUG_MANAGER is not None:
-        DEBUG_MANAGER.iteration = train_step
+        DEBUG_MANAGER.iteration = integer("initialize_training_step", "train_step", train_step)
 
 
 def flush() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -96,6 +97,19 @@ def warn_user(text: str) -> None:
 def _is_inside(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in _PASSED_BY
+
+
+def integer(op: str, argument: str, value: Any) -> int:
+    """Take an integer of any library as Python's.
+
+    Raises:
+        TypeError: It is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        got = type(value).__name__
+        raise TypeError(f"[{op}] expected {argument} as an integer, got {got}") from None
 
 
 def in_notebook() -> bool:

@@ -45,6 +45,18 @@ def test_lines_of_the_text_log(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_session_that_never_steps_says_what_is_missing(tmp_path: Path, steps: int) -> None:
+    with debugging(tmp_path, everything()):
+        inspect("layer", "activation", torch.ones(2))
+        for _ in range(steps):
+            debug_api.step()
+        inspect("layer", "activation", torch.ones(2))
+    (log,) = (tmp_path / "nvdlfw_inspect_logs").iterdir()
+    said = "WARNING - [step] statistics were taken but never written: expected a call of"
+    assert (said in log.read_text()) == (steps == 0)
+
+
 @pytest.mark.parametrize(
     ("schedule", "iterations"),
     [

@@ -62,6 +62,7 @@ def test_second_initialize_replaces_in_a_notebook(
         ({"config": "missing.yaml"}, FileNotFoundError),
         ({"feature_dirs": "missing"}, FileNotFoundError),
         ({"feature_dirs": 3}, ValueError),
+        ({"init_training_step": "first"}, TypeError),
         ({"statistics_logger": object()}, TypeError),
         ({"log_dir": "/dev/null/logs"}, ValueError),
     ],

@@ -57,6 +57,7 @@ class Collector:
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
         self.iteration: int = manager.iteration
+        self.stepped = False  # ever
         self.account = Account()
         self.weights_over_tp_group = weights_over_tp_group
         self._tensors: dict[tuple[str, str, torch.device], TensorStatistics | None] = {}
@@ -157,6 +158,10 @@ class Collector:
     def _live(self) -> list[TensorStatistics]:
         return [tensor for tensor in list(self._tensors.values()) if tensor is not None]
 
+    def taking(self) -> bool:
+        """Whether a layer has run whose statistics are due in this iteration."""
+        return any(tensor.due for tensor in self._live())
+
     def discard(self) -> None:
         """Forget what was taken in this iteration so far."""
         with self._lock:
@@ -171,6 +176,7 @@ class Collector:
             RuntimeError: the ranks of a group look at different tensors.
         """
         start = time.perf_counter()
+        self.stepped = True
         with self._lock:
             try:
                 self._send()

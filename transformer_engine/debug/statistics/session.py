@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from nvdlfw_inspect import api
 from nvdlfw_inspect.debug_manager import subscribe
 from transformer_engine.debug.statistics.collector import Collector
+
+_NEVER_STEPPED = (
+    "[step] statistics were taken but never written: expected a call of debug_api.step() after each"
+    " backward pass, got none"
+)
 
 
 class StatisticsListener:
@@ -30,7 +37,10 @@ class StatisticsListener:
 
     def ended(self, manager: Any) -> None:
         """A session ends."""
+        lost = manager.statistics.taking() and not manager.statistics.stepped
         manager.statistics.end()
+        if lost and not hasattr(sys, "last_value"):  # else the program dies of something worse
+            manager.log_message(_NEVER_STEPPED, level=logging.WARNING)
         if manager.statistics.account.steps:
             manager.log_message(str(manager.statistics.account))
 
