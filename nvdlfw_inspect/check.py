@@ -12,12 +12,13 @@ from typing import Any
 
 from nvdlfw_inspect import _engine
 from nvdlfw_inspect.calls import Calls
+from nvdlfw_inspect.clashes import clashes
 from nvdlfw_inspect.engine import engine
 from nvdlfw_inspect.layer_names import assign_layer_names
 from nvdlfw_inspect.loading import FeatureLoader
 from nvdlfw_inspect.registry import import_built_in
+from nvdlfw_inspect.report.table import count_of
 
-HELP = "validate a configuration and print what it would do, without training"
 EXAMPLES = """examples:
   python -m nvdlfw_inspect check config.yaml
   python -m nvdlfw_inspect check config.yaml --model my_package.model:build
@@ -53,12 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"check: {error}", file=sys.stderr)
         return 2
     config = _load(text, str(path), arguments.feature_dirs)
+    errors = config.errors or clashes(config, layers or [])
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    for problem in config.errors:
+    for problem in errors:
         print(f"error: {problem}", file=sys.stderr)
-    if config.errors:
-        print(f"{path}: {_count(len(config.errors), 'mistake')}", file=sys.stderr)
+    if errors:
+        print(f"{path}: {count_of(len(errors), 'mistake')}", file=sys.stderr)
         return 1
     _print_plan(config, _engine.parse_yaml(text, str(path)) or {}, str(path), layers)
     return 0
@@ -77,7 +79,7 @@ def _load(text: bytes, origin: str, directories: list[str]) -> _engine.LoadedCon
 def _layers_of(factory: str) -> list[str]:
     """Names of the layers of a model that have GEMMs, in the order of its modules."""
     module_name, colon, name = factory.partition(":")
-    if not colon:
+    if not (colon and name and all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(f"expected --model MODULE:FACTORY, got {factory!r}")
     sys.path.insert(0, "")
     model: Any = getattr(importlib.import_module(module_name), name)()
@@ -107,7 +109,7 @@ def _print_plan(
     if not sections:
         print(f"{origin}: valid, no sections")
         return
-    print(f"{origin}: valid, {on} of {_count(len(sections), 'section')} enabled")
+    print(f"{origin}: valid, {on} of {count_of(len(sections), 'section')} enabled")
     plans = config.plans(layers or [])
     for line in _describe(plans, layers):
         print(line)
@@ -126,7 +128,7 @@ def _describe(plans: list[Plan], layers: list[str] | None) -> Iterator[str]:
             if layers is None:
                 yield f"{section}:"
             else:
-                yield f"{section}: {len(selected)} of {_count(len(layers), 'layer')}"
+                yield f"{section}: {len(selected)} of {count_of(len(layers), 'layer')}"
                 yield from (f"    {name}" for name in selected)
         last = section
         yield f"  {feature}"
@@ -145,10 +147,6 @@ def _timetable(targets: list[Target]) -> list[str]:
         f"{' in '.join(filter(None, (names, ', '.join(filter(None, used))))) or 'all'}: {steps}"
         for (steps, names), used in gemms.items()
     ] or ["nothing"]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _steps(schedule: _engine.Schedule) -> str:

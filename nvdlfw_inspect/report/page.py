@@ -16,7 +16,6 @@ from nvdlfw_inspect.report.table import Column, Table, extent, number, table_of,
 from nvdlfw_inspect.report.templates import asset, render
 from nvdlfw_inspect.report.verdicts import Verdicts, judge
 
-HELP = "write a page of charts, verdicts and advice about a run"
 EXAMPLES = """\
 examples:
   python -m nvdlfw_inspect report log -o report.html

@@ -13,7 +13,6 @@ from nvdlfw_inspect.report.rules import Level
 from nvdlfw_inspect.report.table import Table, extent, table_of, tally
 from nvdlfw_inspect.report.verdicts import Verdicts, judge
 
-HELP = "show the worst layers of a run in the terminal"
 EXAMPLES = """\
 examples:
   python -m nvdlfw_inspect summary log

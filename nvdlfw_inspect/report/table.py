@@ -73,22 +73,31 @@ def number(value: float, statistic: str = "") -> str:
     return f"{value:.4g}"
 
 
+def count_of(number: int, noun: str) -> str:
+    """Writes how many there are.
+
+    >>> count_of(1, "step"), count_of(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def tally(verdicts: Verdicts) -> str:
     """Counts the series at each level and what was read, in a line."""
     run, counts = verdicts.run, verdicts.counts
     found = ", ".join(f"{counts[level]:,} {level.word}" for level in sorted(Level, reverse=True))
-    return f"{found}: {len(verdicts.rows):,} series of {len(run.layers):,} layers"
+    return f"{found}: {len(verdicts.rows):,} series of {count_of(len(run.layers), 'layer')}"
 
 
 def extent(verdicts: Verdicts) -> str:
     """Says in a line which steps and ranks were read, and what was left out."""
     run = verdicts.run
     steps = run.steps
-    ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
-    text = f"{run.records:,} records of {len(steps):,} steps, {steps[0]:,} to {steps[-1]:,}"
-    text += f", {ranks}"
+    text = f"{count_of(run.records, 'record')} of {count_of(len(steps), 'step')}, "
+    text += f"{steps[0]:,} to {steps[-1]:,}, " if len(steps) > 1 else f"number {steps[0]:,}, "
+    text += count_of(len(run.ranks), "rank")
     if run.empty:
         text += f"; {run.empty:,} of empty tensors"
     if run.skipped:
-        text += f"; {run.skipped:,} damaged line{'s' if run.skipped > 1 else ''} skipped"
+        text += f"; {count_of(run.skipped, 'damaged line')} skipped"
     return text

@@ -116,7 +116,54 @@ def test_names_the_layers_of_a_model(
     assert ("warning: watched: selects no layer of the model" in captured.err) == (not selected)
 
 
-@pytest.mark.parametrize("model", ["no_colon", "no_such_module:build", "json:no_such_function"])
+TWICE = """
+first:
+  enabled: True
+  layers: {layer_types: [fc]}
+  transformer_engine:
+    LogTensorStats: {enabled: True, tensors: [activation], stats: [max]}
+    FakeQuant: {enabled: True, gemms: [fprop], tensors: [activation], quant_format: E4M3}
+second:
+  enabled: True
+  layers: {layer_types: [fc2, proj]}
+  transformer_engine:
+    LogTensorStats: {enabled: True, tensors: [activation, weight], stats: [min]}
+    PerTensorScaling: {enabled: True, gemms: [fprop], tensors: [activation, weight]}
+"""
+
+
+def test_sections_that_clash_on_a_layer_of_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "clashing_model.py").write_text(
+        "import torch, transformer_engine.pytorch as te\n"
+        "def build():\n"
+        "    layers = (te.TransformerLayer(32, 64, 2, device='meta') for _ in range(2))\n"
+        "    return torch.nn.Sequential(*layers)\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    assert check(folder, TWICE) == 0  # which layers there are is not known
+    assert check(folder, TWICE, "--model", "clashing_model:build") == 1
+    errors = sorted(
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")
+    )
+    where = "on layer model.0.layernorm_mlp.fc2, tensor activation"
+    end = f"got both ({folder / 'config.yaml'})"
+    fake, scaled = "FakeQuant of section first", "PerTensorScaling of section second"
+    logs = [f"LogTensorStats of section {name}" for name in ("first", "second")]
+    assert errors == [
+        f"error: expected one of {fake} and {scaled} {where}, gemm fprop, {end}",
+        f"error: expected one of {logs[0]} and {logs[1]} {where}, {end}",
+    ]
+    disjoint = TWICE.replace("fc2, proj", "proj")
+    assert check(folder, disjoint, "--model", "clashing_model:build") == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["no_colon", "no_name:", "../a_path.py:build", "no_such_module:build", "json:no_such_function"],
+)
 def test_an_unusable_argument_exits_with_2(
     folder: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

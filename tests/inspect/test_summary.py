@@ -122,7 +122,7 @@ def test_missing_extra(
     assert '"transformer-engine[report]"' in err
 
 
-@pytest.mark.parametrize("command", [name for name, _ in COMMANDS])
+@pytest.mark.parametrize("command", [name for name, *_ in COMMANDS])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -134,6 +134,28 @@ def test_no_command() -> None:
     with pytest.raises(SystemExit) as stop:
         main([])
     assert stop.value.code == 2
+
+
+def test_logs_can_be_read_in_a_source_tree(tmp_path: Path) -> None:
+    """Where nothing is built, only `check` needs what is missing, and says so in a line."""
+    write_series(tmp_path, [1.0])
+    code = (
+        "import sys; sys.modules['nvdlfw_inspect._engine'] = None\n"
+        "from nvdlfw_inspect.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for command, exit_code in (("summary", 0), ("check", 2)):
+        started = [sys.executable, "-c", code, command, str(tmp_path)]
+        done = subprocess.run(started, capture_output=True, text=True, check=False)
+        assert done.returncode == exit_code, done.stderr
+    assert done.stderr.startswith("[nvdlfw_inspect] expected the extension module _engine in")
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_of_each_is_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary(write_series(tmp_path, [1.0]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "0 bad, 0 watch, 1 ok: 1 series of 1 layer"
+    assert lines[2] == "1 record of 1 step, number 0, 1 rank"
 
 
 def test_module_runs_and_stays_light(tmp_path: Path) -> None:
