@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from nvdlfw_inspect.report.combine import Features, combine
 from nvdlfw_inspect.report.records import Run
 from nvdlfw_inspect.report.rules import RULES, Finding, Level
+from nvdlfw_inspect.report.table import count_of
 from nvdlfw_inspect.report.verdicts import Verdicts
 
 LOOK_BACK = 10  # steps before a NaN that are worth seeing
@@ -73,7 +74,7 @@ def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
     if advice:
         return advice[0].title
     run = verdicts.run
-    return f"Nothing stands out in {_count(len(run.layers), 'layer')}"
+    return f"Nothing stands out in {count_of(len(run.layers), 'layer')}"
 
 
 def combined_yaml(advice: list[Advice]) -> str:
@@ -102,13 +103,9 @@ def _section(layers: list[str], features: Features, run: Run) -> Config:
     return {"enabled": True, "layers": selector, "transformer_engine": features}
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _where(findings: list[Finding]) -> str:
     layers = {f.subject.key.layer for f in findings}
-    return _count(len(layers), "layer") if len(layers) > 1 else layers.pop()
+    return count_of(len(layers), "layer") if len(layers) > 1 else layers.pop()
 
 
 def _gemms(findings: list[Finding]) -> list[str]:
@@ -149,6 +146,14 @@ def _tell_share(verb: str, cause: str) -> Callable[[list[Finding]], Told]:
         title = f"Up to {share:.3g} % of the {tensor} {verb} in {_where(findings)}"
         title += f" with {recipe}" if recipe else ""
         gemms = _gemms(findings)
+        if all(map(_at_the_start_alone, findings)):
+            text = (
+                f"{cause} Only the first step shows it, when delayed scaling has no history yet: it"
+                " is harmless unless it comes back."
+            )
+            watch = {"stats": [worst.subject.key.statistic], "tensors": [tensor], "freq": 10}
+            title += f", at step {worst.step:,} alone"
+            return Told(title, text, {"LogFp8TensorStats": watch})
         helped = _current_scaling(findings)
         if helped is not None:
             text = f"{cause} With current scaling it would be {helped:.3g} % at the most."
@@ -158,6 +163,11 @@ def _tell_share(verb: str, cause: str) -> Callable[[list[Finding]], Told]:
         return Told(title, text, {"DisableFP8GEMM": {"gemms": gemms}})
 
     return tell
+
+
+def _at_the_start_alone(finding: Finding) -> bool:
+    first, *later = finding.subject.series.values
+    return finding.step == 0 and bool(later) and first > finding.rule.watch >= max(later)
 
 
 def _current_scaling(findings: list[Finding]) -> float | None:
@@ -226,6 +236,7 @@ TELL: dict[str, Callable[[list[Finding]], Told]] = {
     "range": _tell_range,
 }
 PLAIN = re.compile(r"[A-Za-z_][\w.%/-]*")
+WIDTH = 56  # of a line that the page shows whole
 RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 
@@ -245,11 +256,13 @@ def _lines(config: Config, indent: str) -> Iterator[str]:
         if isinstance(value, dict):
             yield f"{indent}{_scalar(key)}:"
             yield from _lines(value, indent + "  ")
-        elif isinstance(value, list) and len(value) > 1 and sum(map(len, value)) > 60:
+            continue
+        line = f"{indent}{_scalar(key)}: {_inline(value)}"
+        if isinstance(value, list) and len(value) > 1 and len(line) > WIDTH:
             yield f"{indent}{_scalar(key)}:"
             yield from (f"{indent}  - {_scalar(v)}" for v in value)
         else:
-            yield f"{indent}{_scalar(key)}: {_inline(value)}"
+            yield line
 
 
 def _inline(value: Any) -> str:

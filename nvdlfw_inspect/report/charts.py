@@ -18,6 +18,7 @@ from nvdlfw_inspect.report.verdicts import Verdicts, worst_value
 
 MOST_COLUMNS = 600
 FEWEST_COLUMNS = 100
+MOST_DIGITS = 9  # what an fp32 value may need
 MOST_CELLS = 2_000_000  # of all series together; about 4 bytes each in the page
 Cell = float | str | None
 
@@ -74,8 +75,9 @@ class Binner:
             else:
                 part = Series(series.steps[begin:end], series.values[begin:end])
                 value = worst_value(part, statistic)[0]
-            row[column] = float(f"{value:.4g}") if math.isfinite(value) else str(value)
-        return row
+            row[column] = value if math.isfinite(value) else str(value)
+        digits = _digits([cell for cell in row if isinstance(cell, float)])
+        return [float(f"{c:.{digits}g}") if isinstance(c, float) else c for c in row]
 
     def _runs(self, steps: array[int]) -> list[tuple[int, int, int]]:
         """Returns (column, begin, end) of the records that fall into each column."""
@@ -88,6 +90,15 @@ class Binner:
                 borders.append((column, begin, i + 1))
             self._borders[data] = borders
         return self._borders[data]
+
+
+def _digits(values: list[float]) -> int:
+    """So many significant digits that a curve has a hundred heights and more; four at least."""
+    span = max(values, default=0.0) - min(values, default=0.0)
+    if not span:
+        return MOST_DIGITS
+    peak = max(map(abs, values))
+    return min(MOST_DIGITS, 4 + max(0, math.floor(math.log10(peak / span))))
 
 
 def _worst(cells: tuple[Cell, ...], statistic: Statistic) -> Cell:

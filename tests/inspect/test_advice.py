@@ -59,6 +59,30 @@ def test_underflow_turns_fp8_off_where_the_tensor_is_read(tmp_path: Path) -> Non
     assert found["transformer_engine"]["DisableFP8GEMM"]["gemms"] == ["dgrad", "wgrad"]
 
 
+def test_what_only_the_first_step_shows_is_watched(tmp_path: Path) -> None:
+    """Delayed scaling begins without a history."""
+    (piece,) = advice_on(write_series(tmp_path, [20.0, 0.0, 0.0], statistic="underflows%"))
+    assert piece.title == f"Up to 20 % of the gradient becomes zero in {LAYER}, at step 0 alone"
+    assert "harmless unless it comes back" in piece.text
+    assert list(section(piece)["transformer_engine"]) == ["LogFp8TensorStats"]
+
+
+@pytest.mark.parametrize("values", [[20.0], [0.0, 20.0, 0.0], [20.0, 0.0, 3.0]])
+def test_what_other_steps_show_is_acted_on(tmp_path: Path, values: list[float]) -> None:
+    (piece,) = advice_on(write_series(tmp_path, values, statistic="underflows%"))
+    assert piece.title == f"Up to 20 % of the gradient becomes zero in {LAYER}"
+    assert list(section(piece)["transformer_engine"]) == ["DisableFP8GEMM"]
+
+
+def test_long_lists_stand_below_each_other() -> None:
+    names = ["layer1.layernorm_mlp.fc1", "layer2.layernorm_mlp.fc1"]
+    text = to_yaml({"layers": {"exact_layer_names": names}})
+    assert text == (
+        "layers:\n  exact_layer_names:\n"
+        "    - layer1.layernorm_mlp.fc1\n    - layer2.layernorm_mlp.fc1\n"
+    )
+
+
 def test_what_if_suggests_current_scaling(tmp_path: Path) -> None:
     values = {"overflows%": 20.0, "fp8_current_scaling_overflows%": 0.25}
     records = [record(0, LAYER, "activation", name, value) for name, value in values.items()]

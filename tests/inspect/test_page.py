@@ -95,6 +95,12 @@ def test_values_of_the_charts(tmp_path: Path) -> None:
     assert panel["panels"][0]["levels"] == [2]
 
 
+def test_values_that_differ_little_stay_apart(tmp_path: Path) -> None:
+    values = [4.17715597, 4.17759132, 4.17806053]
+    data = payload_of(write_series(tmp_path, values))
+    assert data["panels"][0]["rows"][0][0] == [4.177156, 4.177591, 4.178061]
+
+
 def test_long_runs_are_downsampled_without_losing_a_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,14 +4,14 @@ const $ = (id) => document.getElementById(id);
 const LEVELS = ["ok", "watch", "bad"];
 const COLOURS = {
   light: {
-    ink: "#1c1e22", quiet: "#62666e", line: "#e3e1dc", bad: "#b42a20", watch: "#8f5a00", lost: "#a3139c",
+    ink: "#1c1e22", raised: "#ffffff", quiet: "#62666e", line: "#e3e1dc", bad: "#b42a20", watch: "#8f5a00", lost: "#a3139c",
     low: ["#f4f4f0", "#d3deee"], mid: ["#f6dfae", "#eeb45e"], high: ["#dd7a54", "#b42a20", "#5e0f12"],
     scale: ["#f4f4f0", "#cfdbec", "#8dabd8", "#4c76b8", "#274b8c", "#12264f"],
     both: ["#8a4b12", "#d9a66a", "#f4f4f0", "#86a8d8", "#23508f"],
     curves: ["#2b549e", "#c2571a", "#2f7f5b", "#8a3f9c", "#8a6d00", "#b23a61", "#3b8ea5", "#6b6f76"],
   },
   dark: {
-    ink: "#e7e6e3", quiet: "#9a9da5", line: "#2e323a", bad: "#ff8a7d", watch: "#e9b45a", lost: "#f06be8",
+    ink: "#e7e6e3", raised: "#1c1f25", quiet: "#9a9da5", line: "#2e323a", bad: "#ff8a7d", watch: "#e9b45a", lost: "#f06be8",
     low: ["#20242b", "#2a3a56"], mid: ["#5b4718", "#a2772a"], high: ["#b3523a", "#e2695c", "#ffd0c8"],
     scale: ["#20242b", "#263a5e", "#33589a", "#5a86cf", "#9dbdf0", "#e4eefd"],
     both: ["#f0b678", "#8a5a24", "#20242b", "#33589a", "#9dbdf0"],
@@ -40,8 +40,9 @@ const state = { chosen: new Set(), which: 0, cursor: null };
 
 // --- numbers and names
 const finite = (v) => typeof v === "number";
-const spell = (v) => (finite(v) ? (panel.percent ? `${v.toFixed(2)} %` : v.toPrecision(4).replace(/\.?0+($|e)/, "$1")) : v ?? "no record");
+const spell = (v) => (finite(v) ? (panel.percent ? `${v.toFixed(2)} %` : String(+v.toPrecision(9))) : v ?? "no record");
 const stepOf = (c) => (data.first[c] === data.last[c] ? `step ${data.first[c]}` : `steps ${data.first[c]} to ${data.last[c]}`);
+const wholeSteps = () => (data.last.at(-1) - data.first[0] < 8 ? { dtick: 1 } : {});
 const steps = () => data.first.map((a, i) => (a + data.last[i]) / 2);
 const rowOf = (run, layer) => panel.rows[run][layer];
 const shownLayers = () => data.layers.map((_, i) => i).filter((i) => panel.rows.some((rows) => rows[i]));
@@ -85,7 +86,7 @@ function scaleOf(values) {
     if (v > 0 && v < least) least = v;
   }
   if (low > high) [low, high] = [0, 1];
-  if (panel.signed || state.which === 2) {
+  if ((panel.signed && low < 0 && high > 0) || state.which === 2) {
     const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
     return { map: (v) => v, zmin: -most, zmax: most, colorscale: even(colours.both) };
   }
@@ -102,7 +103,11 @@ function scaleOf(values) {
     for (let t = Math.ceil(from); t <= to; t += every) ticks.push(t);
     return { map: (v) => (v > 0 ? Math.log10(v) : from), zmin: from, zmax: to, colorscale: even(colours.scale), tickvals: ticks, ticktext: ticks.map((t) => `10<sup>${t}</sup>`) };
   }
-  return { map: (v) => v, zmin: low, zmax: high > low ? high : low + 1, colorscale: even(colours.scale) };
+  // Values that are nearly equal look so: the colours span at least a twentieth of the magnitude.
+  const middle = (low + high) / 2;
+  const half = Math.max((high - low) / 2, Math.abs(middle) / 40) || 0.5;
+  const hues = high <= 0 && low < 0 ? [...colours.scale].reverse() : colours.scale;
+  return { map: (v) => v, zmin: middle - half, zmax: middle + half, colorscale: even(hues) };
 }
 
 // Labels that fit: layers with a verdict first, then as many of the others as there is room for.
@@ -135,7 +140,7 @@ function drawHeat() {
   const note = any ? [{ text: `<span style="color:${colours.lost}">■</span> NaN or infinite`, xref: "paper", yref: "paper", x: 1, y: 1, xanchor: "right", yanchor: "bottom", showarrow: false, font: { size: 11 } }] : [];
   const yaxis = { ...labels(layers, height - 70), autorange: "reversed", showgrid: false, ticks: "outside", ticklen: 5, tickcolor: "transparent", tickfont: { size: 10.5, family: "ui-monospace, 'DejaVu Sans Mono', monospace" } };
   $("heat").style.height = `${height}px`;
-  Plotly.react("heat", traces, layout(height, { yaxis, annotations: note, shapes: cursorShape() }), CONFIG);
+  Plotly.react("heat", traces, layout(height, { xaxis: wholeSteps(), yaxis, annotations: note, shapes: cursorShape() }), CONFIG);
 }
 
 function cursorShape() {
@@ -182,7 +187,11 @@ function drawCurves() {
   const top = Math.max(0, ...values);
   const limits = panel.limits.filter(([, v]) => v <= 1.6 * top);
   const shapes = limits.map(([level, v]) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: v, y1: v, line: { color: colours[level], width: 1, dash: "dash" } }));
-  const annotations = limits.map(([level, v]) => ({ text: `${level} above ${v} %`, xref: "paper", x: 0, y: v, xanchor: "left", yanchor: "bottom", showarrow: false, font: { color: colours[level], size: 11 } }));
+  // The names of the thresholds stand at the end at which fewer curves pass.
+  const over = (v) => limits.some(([, limit]) => v > limit);
+  const passing = (ys) => traces.filter(({ y }) => over(ys(y.filter((v) => v !== null)))).length;
+  const side = passing((y) => y[0]) > passing((y) => y.at(-1)) ? { x: 1, xanchor: "right" } : { x: 0, xanchor: "left" };
+  const annotations = limits.map(([level, v]) => ({ text: `${level} above ${v} %`, xref: "paper", y: v, ...side, yanchor: "bottom", showarrow: false, bgcolor: colours.raised, font: { color: colours[level], size: 11 } }));
   const lost = chosen.flatMap((l) => panel.rows.map((rows) => (rows[l] ?? []).findIndex((v) => typeof v === "string"))).filter((c) => c >= 0);
   if (lost.length) {
     const x = steps()[Math.min(...lost)];
@@ -191,7 +200,8 @@ function drawCurves() {
   }
   if (!traces.length) annotations.push({ text: "Choose layers to see their curves", xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, font: { size: 13 } });
   const yaxis = { type: log ? "log" : "linear", ticksuffix: panel.percent ? " %" : "", exponentformat: "power", rangemode: panel.percent ? "tozero" : "normal", ...(log ? { dtick: 1 } : {}) };
-  const xaxis = { range: [data.first[0], data.last.at(-1)] };
+  const margin = Math.max(1, data.last.at(-1) - data.first[0]) / 100;
+  const xaxis = { range: [data.first[0] - margin, data.last.at(-1) + margin], ...wholeSteps() };
   Plotly.react("lines", traces, layout(430, { xaxis, yaxis, shapes, annotations, showlegend: traces.length > 0, legend: { orientation: "h", y: -0.16, font: { size: 11 } } }), CONFIG);
   $("curves-of").textContent = `of ${panel.tensor}, ${panel.statistic}${data.runs.length > 1 ? "; dotted: the other run" : ""}`;
 }
@@ -210,7 +220,9 @@ function drawChooser() {
     const label = document.createElement("label");
     const box = Object.assign(document.createElement("input"), { type: "checkbox", value: layer, checked: state.chosen.has(layer) });
     box.addEventListener("change", () => choose(layer, box.checked));
-    label.append(box, data.short[layer]);
+    const name = document.createElement("span");
+    data.short[layer].split(/(?<=[._])/).forEach((part) => name.append(part, document.createElement("wbr")));
+    label.append(box, name);
     if (panel.levels[layer]) label.append(Object.assign(document.createElement("span"), { className: `verdict ${LEVELS[panel.levels[layer]]}`, textContent: LEVELS[panel.levels[layer]] }));
     label.title = data.layers[layer];
     return label;
