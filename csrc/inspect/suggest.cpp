@@ -7,6 +7,19 @@ namespace {
 
 constexpr size_t kLongestWord = 64;  // longer ones are no misspelt names
 constexpr size_t kMostListed = 16;
+constexpr size_t kShortestBeginning = 3;
+
+// The first candidate that the word begins with, or that begins with the word: frequency, freq.
+std::optional<std::string> shortened(std::string_view word,
+                                     const std::vector<std::string>& candidates) {
+  for (const std::string& candidate : candidates) {
+    const size_t shared = std::min(word.size(), candidate.size());
+    const auto beginning = [&](std::string_view text) { return text.substr(0, shared); };
+    if (shared >= kShortestBeginning && equal_without_case(beginning(word), beginning(candidate)))
+      return candidate;
+  }
+  return std::nullopt;
+}
 
 char lower(char c) { return 'A' <= c && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
@@ -59,7 +72,9 @@ std::string expected_one_of(const std::vector<std::string>& candidates, std::str
     text.append(" and ").append(std::to_string(candidates.size() - kMostListed)).append(" more");
   }
   text.append(", got '").append(word.substr(0, kLongestWord)).append("'");
-  if (const auto suggestion = nearest(word, candidates)) {
+  auto suggestion = nearest(word, candidates);
+  if (!suggestion) suggestion = shortened(word, candidates);
+  if (suggestion) {
     text.append("; did you mean '").append(*suggestion).append("'?");
   }
   return text;

@@ -19,5 +19,17 @@ TEST(Suggest, ListsTheFirstOfManyAndSuggestsAnyOfThem) {
                   .ends_with("pppppppp and 10 more, got 'zzzzzzzy'; did you mean 'zzzzzzzz'?"));
 }
 
+TEST(Suggest, KnowsShorterAndLongerForms) {
+  const std::vector<std::string> names = {"max", "freq", "start_step"};
+  const auto ends = [&](std::string_view word, std::string_view end) {
+    return expected_one_of(names, word).ends_with(end);
+  };
+  EXPECT_TRUE(ends("frequency", "got 'frequency'; did you mean 'freq'?"));
+  EXPECT_TRUE(ends("Maximum", "did you mean 'max'?"));
+  EXPECT_TRUE(ends("start", "did you mean 'start_step'?"));
+  EXPECT_TRUE(ends("st", "got 'st'"));  // too little to go by
+  EXPECT_TRUE(ends("average", "got 'average'"));
+}
+
 }  // namespace
 }  // namespace te::inspect

@@ -2,7 +2,6 @@
 
 from transformer_engine.debug import session
 from transformer_engine.debug.features import (
-    _test_dummy_feature,
     api,
     disable_fp8_gemm,
     disable_fp8_layer,
@@ -12,6 +11,8 @@ from transformer_engine.debug.features import (
     log_tensor_stats,
     per_tensor_scaling,
 )
+
+from transformer_engine.debug.features import _test_dummy_feature  # isort: skip  # errors list it last
 
 __all__ = [
     "_test_dummy_feature",
