@@ -3,7 +3,8 @@
 // interleaved:
 //   y[a] = x[a] cos(f[a]) - x[b] sin(f[a])
 //   y[b] = x[b] cos(f[b]) + x[a] sin(f[b])     f = freqs[position of the token]
-// The backward is the transpose of that. fp32 inside, rounded once.
+// The backward is the transpose of that. fp32 inside, rounded once. Angles are below 2^50: beyond,
+// where neighbouring floats are millions of turns apart, CUDA gives NaN.
 #pragma once
 
 #include "core/tensor_view.h"
