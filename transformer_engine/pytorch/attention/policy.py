@@ -10,13 +10,15 @@ forward with backward; warm caches):
     b8 h32 s2048 d64 causal             347   1405       350   1154
     host time of a forward                               148
 
-FP8 (recipes with fp8_dpa; cuDNN 9.19; casts included):
+FP8 (recipes with fp8_dpa; casts included; one run, whose equal FP8 forwards differ by up to 11 %):
 
-                                  bf16, cuDNN     FP8, backward in 16 bit    in FP8
-    b4 h32 s4096 d128 causal        906   3639       949   4013               5334
-    b4 h32 s4096 d128 full         1624   6454      1327   6726               5673
-    b2 h64 kv8 s8192 d128 causal   3390  14929      2574  13982              19073
-    b2 h64 kv8 s8192 d128 full     6784  27807      4760  25949              22376
+                                  bf16, cuDNN     FP8, backward in 16 bit    backward in FP8
+    b4 h32 s4096 d128 causal        906   3639       951   4013                 949   5334
+    b4 h32 s4096 d128 full         1624   6454      1333   6726                1327   5673
+    b2 h64 kv8 s8192 d128 causal   3390  14929      2627  13982                2521  19073
+    b2 h64 kv8 s8192 d128 full     6784  27807      5011  25949                4510  22376
+    b8 h16 s1024 d128 causal        130    845       383   1280                 465   1472
+    b8 h32 s2048 d64 causal         347   1400       513   1664
 
 flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it. Our own
 graphs of cuDNN take the time of torch's forward and 0.92-0.99 of its backward, and copy nothing.
