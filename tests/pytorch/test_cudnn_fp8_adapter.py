@@ -61,6 +61,16 @@ def test_the_faster_backward(case, in_fp8, monkeypatch):
     assert bool(module.scaling[BACKWARD].amax_history.any()) == in_fp8
 
 
+def test_a_backward_in_16_bit_is_announced(monkeypatch):
+    def said(**changes):
+        return cudnn_fp8.BACKEND.notice(Problem(**{**HOPPER, **changes}), environment())
+
+    assert "backward in 16 bit" in said()
+    assert said(training=False) == said(rule=mask_rule("no_mask"), queries=128, keys=128) == ""
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    assert said() == ""
+
+
 def test_preferred(monkeypatch):
     def chosen(**changes):
         problem, allowed = Problem(**{**HOPPER, **changes}), environment()

@@ -19,7 +19,10 @@ from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.kernels import attention_fp8 as kernels
 from transformer_engine.pytorch.kernels.attention import BSHD, SBHD, settings_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend"),
+]
 RECIPE = DelayedScaling(amax_history_len=2, fp8_dpa=True)
 
 

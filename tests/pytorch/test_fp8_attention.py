@@ -17,6 +17,7 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.attention import choice
 from transformer_engine.pytorch.attention.backend import Problem
+from transformer_engine.pytorch.attention.backends import unfused
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD
 
 # On a GPU the backend says, once a process, that it is not the fast one.
@@ -342,5 +343,5 @@ def test_emulation_on_a_gpu_is_announced(monkeypatch):
     monkeypatch.setattr(choice, "warn_once", said.append)
     for device in ("cuda", "cpu"):
         problem = Problem(device=device, fp8=True)
-        choice._announce(problem, "unfused", AttentionVariables())
+        choice._announce(problem, unfused.BACKEND, AttentionVariables())
     assert len(said) == 1 and "FP8 attention runs on the backend 'unfused'" in said[0]

@@ -114,12 +114,14 @@ class Backend(NamedTuple):
         attend: see `backends/__init__.py`.
         keeps_scores: whether `checkpoint_core_attention` saves memory with it.
         requirements: all of them must hold.
+        notice: what to tell the user, once, of a problem that it has taken; `""` is nothing.
     """
 
     name: str
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
     keeps_scores: bool
     requirements: tuple[Requirement, ...]
+    notice: Callable[[Problem, AttentionVariables], str] = lambda problem, allowed: ""
 
 
 def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> str | None:

@@ -139,7 +139,7 @@ def _choose(*facts: Any) -> Backend:
     problem, allowed = _problem(*facts), facts[-1]
     for backend in ranked(problem, allowed):
         if refusal(backend, problem, allowed) is None:
-            _announce(problem, backend.name, allowed)
+            _announce(problem, backend, allowed)
             return backend
     raise ValueError(
         f"[attention] no dot product attention backend is available for {problem.summary}:\n"
@@ -147,16 +147,12 @@ def _choose(*facts: Any) -> Backend:
     )
 
 
-def _announce(problem: Problem, chosen: str, allowed: AttentionVariables) -> None:
-    """What NVTE_DEBUG asks to be told, and variables that change nothing here."""
+def _announce(problem: Problem, chosen: Backend, allowed: AttentionVariables) -> None:
+    """What the backend says, what NVTE_DEBUG asks to be told, and variables without effect."""
     if problem.compiling:
         return
-    if problem.fp8 and chosen == "unfused" and problem.device == "cuda":
-        warn_once(
-            "[attention] FP8 attention runs on the backend 'unfused', which rounds as FP8 does and"
-            " takes longer than attention in 16 bit; attention_backends(fp8=True, ...) says why"
-            " others refuse, a recipe without fp8_dpa and fp8_mha leaves attention in 16 bit"
-        )
+    if notice := chosen.notice(problem, allowed):
+        warn_once(notice)
     if allowed.flash_backward:
         warn_once(
             "[attention] NVTE_FUSED_ATTN_USE_FAv2_BWD=1 changes nothing: a backend runs its own"
@@ -168,7 +164,7 @@ def _announce(problem: Problem, chosen: str, allowed: AttentionVariables) -> Non
             " workspace"
         )
     if allowed.debug >= 1:
-        _logger().info("running with the backend %s", chosen)
+        _logger().info("running with the backend %s", chosen.name)
     if allowed.debug >= 2:
         _logger().debug("%s\n%s", problem, table(problem, allowed))
 

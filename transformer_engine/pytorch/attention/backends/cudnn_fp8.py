@@ -226,6 +226,18 @@ def _fits(problem: Problem, allowed: AttentionVariables) -> bool:
     return max(sizes) <= 256 and all(size % 16 == 0 for size in sizes)
 
 
+def _notice(problem: Problem, allowed: AttentionVariables) -> str:
+    if not problem.training or allowed.fp8_backward is not None:
+        return ""
+    if _backward_in_fp8(problem, allowed):
+        return ""
+    return (
+        "[attention] FP8 attention runs on the backend 'cudnn_fp8' with a backward in 16 bit, of"
+        " the values that the forward multiplied: it is faster for causal masks, and the one in FP8"
+        " does not take all sizes; NVTE_FP8_DPA_BWD=1 asks for FP8, 0 for 16 bit"
+    )
+
+
 BACKEND = Backend(
     "cudnn_fp8",
     attend,
@@ -266,4 +278,5 @@ BACKEND = Backend(
         ),
         Requirement(_taken_by_cudnn, _reason),
     ),
+    notice=_notice,
 )

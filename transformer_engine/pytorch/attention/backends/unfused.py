@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.scores import product, weighted, weights
 from transformer_engine.pytorch.attention.call import Call
@@ -43,6 +44,16 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     return _attend_plainly(query, key, value, call)
 
 
+def _notice(problem: Problem, allowed: AttentionVariables) -> str:
+    if not (problem.fp8 and problem.device == "cuda"):
+        return ""
+    return (
+        "[attention] FP8 attention runs on the backend 'unfused', which rounds as FP8 does and"
+        " takes longer than attention in 16 bit; attention_backends(fp8=True, ...) says why"
+        " others refuse, a recipe without fp8_dpa and fp8_mha leaves attention in 16 bit"
+    )
+
+
 BACKEND = Backend(
     "unfused",
     attend,
@@ -53,4 +64,5 @@ BACKEND = Backend(
             "switched off by NVTE_UNFUSED_ATTN=0; it takes every problem, set it to 1",
         ),
     ),
+    notice=_notice,
 )
