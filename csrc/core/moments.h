@@ -101,12 +101,10 @@ struct MomentSums {
     return {0, 0, 0, 0, kInfinity, -kInfinity, kInfinity, 0, 0, 0};
   }
 
-  TE_HD static MomentSums of(const Moments& m, double pivot) {
-    const double apart = m.mean - pivot;
-    return {m.count,    m.count * apart, m.m2 + m.count * apart * apart,
-            m.sum_abs,  m.min,           m.max,
-            m.smallest, m.nonzeros,      m.nans,
-            m.infs};
+  // About a pivot that is lower by so much.
+  TE_HD void shift(double by) {
+    second += by * (2 * first + count * by);
+    first += count * by;
   }
 
   TE_HD void add(double x, double pivot) {

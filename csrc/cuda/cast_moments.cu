@@ -1,4 +1,6 @@
 // One pass over a tensor and its codes, by the same walk as moments.cu.
+#include "cuda/device/cast_counts.cuh"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/merge_rows.cuh"
 #include "cuda/device/octet_walk.cuh"
@@ -8,104 +10,139 @@
 namespace te::cuda {
 namespace {
 
+template <class In>
+using CastWalk = OctetWalk<In, 320>;
+
+// An octet and its codes.
+template <class In>
+struct Slot {
+  Octet<In> x;
+  uint2 codes;
+};
+
 template <class In, class Fp8>
 struct CastStream {
   const In* x;
   const uint8_t* codes;
   const float* scales;
-  OctetWalk<In> walk;
+  CastWalk<In> walk;
   RowSink<CastMoments> out;
+};
+
+// Of a warp.
+struct CastFields {
+  double underflows, overflows, squared_error;
 };
 
 // What a thread gathers. Errors are taken in units of the codes, so that their squares stay within
 // fp32 for all but odd tensors; in fp64 they always do.
-template <class Fp8, class Real>
+template <class In, class Fp8, class Real>
 struct CastErrors {
+  static constexpr bool kPacked = sizeof(In) == 2 && std::is_same_v<Real, float>;
+
   float scale_inverse;
   Real scale;  // 1 in fp64
-  int underflows = 0, overflows = 0;
+  OctetCastCounts<In> counts;
+  int underflows = 0, overflows = 0;  // of elements that are not counted by octets
   double squares = 0;
   Real part[2] = {};
 
-  __device__ __forceinline__ void add(float value, bool is_zero, float decoded, int lane) {
+  __device__ __forceinline__ CastErrors(float scale_inverse, float scale)
+      : scale_inverse(scale_inverse),
+        scale(std::is_same_v<Real, double> ? 1 : scale),
+        counts(Fp8::kMax * scale_inverse) {}
+
+  __device__ __forceinline__ void add_error(float value, float decoded, int lane) {
     const Real error = static_cast<Real>(value) - static_cast<Real>(decoded * scale_inverse);
     const Real scaled = error * scale;
     part[lane] += scaled * scaled;
-    underflows += is_zero && value != 0.0f;
+  }
+  __device__ __forceinline__ void add(float value, float decoded, int lane) {
+    add_error(value, decoded, lane);
+    underflows += decoded == 0.0f && value != 0.0f;
     overflows += fabsf(value) > Fp8::kMax * scale_inverse;
   }
-  template <class In>
-  __device__ __forceinline__ void add(const Octet<In>& x, uint2 codes) {
+  __device__ __forceinline__ void add(const Slot<In>& slot) {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const uint32_t pair = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4));
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t pair = (i < 4 ? slot.codes.x : slot.codes.y) >> (8 * (i % 4 & 2));
       const float2 decoded = decode2<Fp8>(pair & 0xffffu);
-      add(x[i], decoded.x == 0.0f, decoded.x, 0);
-      add(x[i + 1], decoded.y == 0.0f, decoded.y, 1);
+      const float value = i % 2 == 0 ? decoded.x : decoded.y;
+      if constexpr (kPacked)
+        add_error(slot.x[i], value, i % 2);
+      else
+        add(slot.x[i], value, i % 2);
     }
+    if constexpr (kPacked) counts.add(slot.x, slot.codes);
   }
   __device__ __forceinline__ void fold() {
     squares += static_cast<double>(part[0] + part[1]);
     part[0] = part[1] = 0;
+    counts.fold();
+  }
+  // Of the warp.
+  __device__ __forceinline__ CastFields warp_sums() const {
+    constexpr unsigned kAll = 0xffffffffu;
+    const double unit = std::is_same_v<Real, double> ? 1.0 : static_cast<double>(scale_inverse);
+    return {
+        static_cast<double>(__reduce_add_sync(kAll, underflows + counts.underflows())),
+        static_cast<double>(__reduce_add_sync(kAll, overflows + counts.overflows())),
+        warp_add(squares) * unit * unit,
+    };
   }
 };
 
 template <class Real, class In, class Fp8>
-__device__ __forceinline__ CastMoments gather(const CastStream<In, Fp8>& args) {
+__device__ __forceinline__ CastFields gather(const CastStream<In, Fp8>& args) {
   const auto& walk = args.walk;
-  constexpr bool kExact = std::is_same_v<Real, double>;
-  const float scale_inverse = args.scales[0], scale = args.scales[1];
-  CastErrors<Fp8, Real> errors{scale_inverse, kExact ? 1 : scale};
-  int count = 0;
-  constexpr int kBatch = kExact ? 1 : OctetWalk<In>::kInFlight;  // rare, and short of registers
-#pragma unroll 1
-  for (int64_t at = walk.first(); at < walk.octets; at += walk.step()) {
-#pragma unroll 1
-    for (int first = 0; first < OctetWalk<In>::kInFlight; first += kBatch) {
-      Octet<In> x[kBatch];
-      uint2 codes[kBatch];
-      walk.template for_batch<kBatch>(at + first * walk.kThreads, [&](int k, int64_t octet) {
-        x[k] = load_octet(args.x + 8 * octet);
-        codes[k] = __ldg(reinterpret_cast<const uint2*>(args.codes) + octet);
-      });
-      walk.template for_batch<kBatch>(at + first * walk.kThreads, [&](int k, int64_t) {
-        errors.add(x[k], codes[k]);
-        count += 8;
-      });
+  CastErrors<In, Fp8, Real> errors(args.scales[0], args.scales[1]);
+  const auto load = [&](int64_t octet, Slot<In>& slot) {
+    slot.x = load_octet(args.x + 8 * octet);
+    slot.codes = __ldg(reinterpret_cast<const uint2*>(args.codes) + octet);
+  };
+  if constexpr (std::is_same_v<Real, double>)  // rare, and short of registers
+    walk.for_each([&](int64_t octet) {
+      Slot<In> slot;
+      load(octet, slot);
+      errors.add(slot);
       errors.fold();
-    }
-  }
+    });
+  else
+    walk.template stream<Slot<In>>(
+        load, [] {}, [&](const Slot<In>& slot, int) { errors.add(slot); }, [&] { errors.fold(); });
   walk.for_rest([&](int64_t i) {
-    const float decoded = Fp8::decode(args.codes[i]);
-    errors.add(static_cast<float>(args.x[i]), decoded == 0.0f, decoded, 0);
+    errors.add(static_cast<float>(args.x[i]), Fp8::decode(args.codes[i]), 0);
     errors.fold();
-    ++count;
   });
-  CastMoments row = CastMoments::empty();
-  row.count = warp_add(static_cast<double>(count));
-  row.underflows = warp_add(static_cast<double>(errors.underflows));
-  row.overflows = warp_add(static_cast<double>(errors.overflows));
-  const double unit = kExact ? 1.0 : static_cast<double>(scale_inverse);
-  row.squared_error = warp_add(errors.squares) * unit * unit;
-  if (row.count > 0) row.add_scale_inverse(static_cast<double>(scale_inverse));
-  return row;
+  return errors.warp_sums();
 }
 
 // Whether fp32 has held the squares of the errors.
-__device__ __forceinline__ bool is_exact(const CastMoments& row, float scale) {
+__device__ __forceinline__ bool is_exact(const CastFields& found, float scale) {
   constexpr double kTooSmall = 0x1p-60;
   const double squares =
-      row.squared_error * static_cast<double>(scale) * static_cast<double>(scale);
-  return squares - squares == 0 && (squares >= kTooSmall || row.underflows == 0);
+      found.squared_error * static_cast<double>(scale) * static_cast<double>(scale);
+  return squares - squares == 0 && (squares >= kTooSmall || found.underflows == 0);
 }
 
 template <class In, class Fp8>
-__global__ void __launch_bounds__(OctetWalk<In>::kThreads, OctetWalk<In>::kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(CastWalk<In>::kThreads, CastWalk<In>::kBlocksPerMultiprocessor)
     cast_moments_kernel(const CastStream<In, Fp8> args) {
+  wait_for_previous_kernel();
   if (args.out.is_idle()) return;
-  CastMoments row = gather<float>(args);
-  if (!is_exact(row, args.scales[1])) row = gather<double>(args);
-  merge_grid<OctetWalk<In>::kWarps>(row, args.out);
+  CastFields found = gather<float>(args);
+  if (!is_exact(found, args.scales[1])) found = gather<double>(args);
+  const double fields[] = {found.underflows, found.overflows, found.squared_error};
+  merge_grid<CastWalk<In>::kWarps, 3>(fields, args.out, [&](const double* total, CastMoments& row) {
+    if (args.walk.count == 0) return;
+    CastMoments all = CastMoments::empty();
+    all.count = static_cast<double>(args.walk.count);
+    all.underflows = total[0];
+    all.overflows = total[1];
+    all.squared_error = total[2];
+    all.add_scale_inverse(static_cast<double>(args.scales[0]));
+    merge(row, all);
+  });
 }
 
 }  // namespace
@@ -118,13 +155,13 @@ void cast_moments(const CastMomentsArgs& args, Stream stream) {
       using In = typename decltype(in)::type;
       using Fp8 = typename decltype(out)::type;
       const bool wide = is_aligned(x.data, 16) && is_aligned(args.codes.data, 8);
-      const OctetWalk<In> walk(x.numel(), wide);
-      cast_moments_kernel<In, Fp8><<<walk.blocks(x.device), walk.kThreads, 0, stream_of(stream)>>>(
-          {x.ptr<In>(), args.codes.ptr<uint8_t>(), args.scales.ptr<float>(), walk,
-           row_sink_of<CastMoments>(args.out)});
+      const CastWalk<In> walk(x.numel(), wide, x.device);
+      launch_dependent(
+          cast_moments_kernel<In, Fp8>, walk.blocks, walk.kThreads, stream_of(stream),
+          CastStream<In, Fp8>{x.ptr<In>(), args.codes.ptr<uint8_t>(), args.scales.ptr<float>(),
+                              walk, row_sink_of<CastMoments>(args.out)});
     });
   });
-  check_launch("cast_moments");
 }
 
 }  // namespace te::cuda

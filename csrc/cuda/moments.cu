@@ -2,24 +2,30 @@
 // all blocks have found into the row.
 #include "ops/moments.h"
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/merge_rows.cuh"
 #include "cuda/device/octet_moments.cuh"
 #include "cuda/device/octet_walk.cuh"
+#include "cuda/device/packed_moments.cuh"
 #include "cuda/device/reduce.cuh"
 
 namespace te::cuda {
 namespace {
 
+// Sums that the tensor cores take want registers.
+template <class In>
+using MomentsWalk = OctetWalk<In, std::is_same_v<In, Half>       ? 256
+                                  : std::is_same_v<In, BFloat16> ? 320
+                                                                 : 384>;
+
 template <class In>
 struct MomentsStream {
   const In* x;
-  OctetWalk<In> walk;
+  MomentsWalk<In> walk;
   RowSink<Moments> out;
 
-  using Batch = Octet<In>[OctetWalk<In>::kInFlight];
-
-  __device__ __forceinline__ void load(int64_t at, Batch& batch) const {
-    walk.for_batch(at, [&](int k, int64_t octet) { batch[k] = load_octet(x + 8 * octet); });
+  __device__ __forceinline__ double value(int64_t i) const {
+    return static_cast<double>(static_cast<float>(x[i]));
   }
 };
 
@@ -28,11 +34,11 @@ __device__ __forceinline__ float warp_mean(float value, bool counts) {
   return warp_reduce(counts ? value : 0.0f, Sum()) / static_cast<float>(max(1, values));
 }
 
-// The mean of the first elements of the warp's threads, of those that are near it: one outlier
-// among the samples would put it many deviations away from all others.
+// The mean of the warp's first elements, of those that are near it: one outlier among the samples
+// would put it many deviations away from all others.
 template <class In>
 __device__ __forceinline__ float sample_mean(const MomentsStream<In>& args) {
-  const int64_t i = args.walk.octets > 0 ? 8 * args.walk.first() : args.walk.first_of_rest();
+  const int64_t i = args.walk.first_element();
   const bool exists = i < args.walk.count;
   const float sample = exists ? static_cast<float>(args.x[i]) : 0.0f;
   const float distance = fabsf(sample - warp_mean(sample, exists));
@@ -40,71 +46,83 @@ __device__ __forceinline__ float sample_mean(const MomentsStream<In>& args) {
   return warp_mean(sample, exists && is_near);
 }
 
-// Of the thread's octets, about the pivot that it returns. While a batch is added, the next one is
-// on its way.
-template <class In>
-__device__ __forceinline__ float sums_of_octets(const MomentsStream<In>& args, MomentSums& sums) {
-  typename MomentsStream<In>::Batch even, odd;
-  int64_t at = args.walk.first();
-  args.load(at, even);
-  const float pivot = sample_mean(args);
-  OctetMoments<In> gathered(pivot);
-  const auto add = [&](auto& batch, auto& next) {
-    args.load(at + args.walk.step(), next);
-    args.walk.for_batch(at, [&](int k, int64_t) { gathered.add(batch[k]); });
-    gathered.fold();
-    at += args.walk.step();
-  };
-  while (at < args.walk.octets) {
-    add(even, odd);
-    if (at < args.walk.octets) add(odd, even);
-  }
-  sums = gathered.sums();
-  return pivot;
+// Sums of the warp's octets. begin(gathered) is called when the first ones are on their way.
+template <class Gathered, class In, class Begin>
+__device__ __forceinline__ MomentSums gather(const MomentsStream<In>& args, Begin&& begin) {
+  Gathered gathered;
+  args.walk.template stream<Octet<In>>(
+      [&](int64_t octet, Octet<In>& slot) { slot = load_octet(args.x + 8 * octet); },
+      [&] { begin(gathered); },
+      [&](const Octet<In>& octet, int k) {
+        gathered.add(octet);
+        if (k + 1 == Gathered::kLongest && k + 1 < args.walk.kInFlight) gathered.fold();
+      },
+      [&] { gathered.fold(); });
+  return gathered.warp_sums();
 }
 
-// The same in fp64 throughout.
+// In fp64 throughout.
 template <class In>
-__device__ __forceinline__ MomentSums exact_sums_of_octets(const MomentsStream<In>& args,
-                                                           double pivot) {
+__device__ __forceinline__ MomentSums exact_sums(const MomentsStream<In>& args, double pivot) {
   MomentSums sums = MomentSums::empty();
-#pragma unroll 1
-  for (int64_t at = args.walk.first(); at < args.walk.octets; at += args.walk.step()) {
-#pragma unroll 1
-    for (int k = 0; k < OctetWalk<In>::kInFlight; ++k)
-      args.walk.template for_batch<1>(at + k * OctetWalk<In>::kThreads, [&](int, int64_t octet) {
-        const auto x = load_octet(args.x + 8 * octet);
+  args.walk.for_each([&](int64_t octet) {
+    const auto x = load_octet(args.x + 8 * octet);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums.add(static_cast<double>(x[i]), pivot);
-      });
+    for (int i = 0; i < 8; ++i) sums.add(static_cast<double>(x[i]), pivot);
+  });
+  return warp_add(sums);
+}
+
+// The warp's octets, about the pivot that it returns.
+template <class In>
+__device__ __forceinline__ double sums_of_octets(const MomentsStream<In>& args, MomentSums& sums) {
+  if constexpr (sizeof(In) == 2) {
+    sums = gather<PackedMoments<In>>(args, [](auto&) {});
+    if (PackedMoments<In>::is_exact(sums)) return 0;
   }
-  return sums;
+  float pivot = 0;
+  sums = gather<OctetMoments<In>>(args, [&](auto& gathered) {
+    pivot = sample_mean(args);
+    gathered.set_pivot(pivot);
+  });
+  if (OctetMoments<In>::is_exact(sums)) return pivot_from(pivot);
+  const double mean = pivot_from(pivot + sums.first / sums.count);
+  sums = exact_sums(args, mean);
+  return mean;
 }
 
 template <class In>
-__device__ __forceinline__ Moments moments_of_warp(const MomentsStream<In>& args) {
+__global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
+                                  MomentsWalk<In>::kBlocksPerMultiprocessor)
+    moments_kernel(const MomentsStream<In> args) {
+  wait_for_previous_kernel();
+  if (args.out.is_idle()) return;
+  // The pivot of the whole grid. As it is an element, no more than the digits of fp64 that their
+  // number takes are lost.
+  const float origin = args.walk.count > 0 ? static_cast<float>(args.x[0]) : 0;
   MomentSums sums;
-  double pivot = sums_of_octets(args, sums);
-  sums = warp_add(sums);
-  if (!OctetMoments<In>::is_exact(sums)) {
-    pivot = pivot_from(pivot + sums.first / sums.count);
-    sums = warp_add(exact_sums_of_octets(args, pivot));
-  }
-  pivot = pivot_from(pivot);
+  const double pivot = sums_of_octets(args, sums);
+  sums.shift(pivot - pivot_from(origin));
   if (args.walk.has_rest()) {
     MomentSums rest = MomentSums::empty();
-    args.walk.for_rest(
-        [&](int64_t i) { rest.add(static_cast<double>(static_cast<float>(args.x[i])), pivot); });
+    args.walk.for_rest([&](int64_t i) { rest.add(args.value(i), pivot_from(origin)); });
     sums.add(warp_add(rest));
   }
-  return sums.about(pivot);
-}
-
-template <class In>
-__global__ void __launch_bounds__(OctetWalk<In>::kThreads, OctetWalk<In>::kBlocksPerMultiprocessor)
-    moments_kernel(const MomentsStream<In> args) {
-  if (args.out.is_idle()) return;
-  merge_grid<OctetWalk<In>::kWarps>(moments_of_warp(args), args.out);
+  const double fields[] = {sums.first, sums.second, sums.sum_abs, sums.nonzeros, sums.nans,
+                           sums.infs,  sums.min,    -sums.max,    sums.smallest};
+  merge_grid<MomentsWalk<In>::kWarps, 6>(fields, args.out, [&](const double* total, Moments& row) {
+    const MomentSums all{static_cast<double>(args.walk.count),
+                         total[0],
+                         total[1],
+                         total[2],
+                         total[6],
+                         -total[7],
+                         total[8],
+                         total[3],
+                         total[4],
+                         total[5]};
+    merge(row, all.about(pivot_from(origin)));
+  });
 }
 
 }  // namespace
@@ -114,11 +132,10 @@ void moments(const MomentsArgs& args, Stream stream) {
   const DeviceGuard guard(x.device);
   dispatch_high_precision(x.dtype, "moments", [&](auto tag) {
     using In = typename decltype(tag)::type;
-    const OctetWalk<In> walk(x.numel(), is_aligned(x.data, 16));
-    moments_kernel<In><<<walk.blocks(x.device), walk.kThreads, 0, stream_of(stream)>>>(
-        {x.ptr<In>(), walk, row_sink_of<Moments>(args.out)});
+    const MomentsWalk<In> walk(x.numel(), is_aligned(x.data, 16), x.device);
+    launch_dependent(moments_kernel<In>, walk.blocks, walk.kThreads, stream_of(stream),
+                     MomentsStream<In>{x.ptr<In>(), walk, row_sink_of<Moments>(args.out)});
   });
-  check_launch("moments");
 }
 
 }  // namespace te::cuda

@@ -89,9 +89,12 @@ TEST(Moments, DoNotDependOnHowTheyAreMerged) {
 
 TEST(Moments, ShiftToAnotherPivot) {
   const Values values = normal(1000, 100.0, 1.0);
-  const Moments row = moments_of(values, 99.0);
-  for (const double pivot : {0.0, 100.0, -1e4})
-    expect_statistics(MomentSums::of(row, pivot).about(pivot), values);
+  for (const double pivot : {0.0, 100.0, -1e4}) {
+    MomentSums sums = MomentSums::empty();
+    for (const double value : values) sums.add(value, 99.0);
+    sums.shift(99.0 - pivot);
+    expect_statistics(sums.about(pivot), values);
+  }
 }
 
 TEST(Moments, OfNothing) {

@@ -53,6 +53,17 @@ def test_every_16_bit_value_alone(device, dtype):
             cases.assert_row(row_of(pair.to(device)), pair)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("values", ["normal", "mean 100", "far apart", "relu", "nan", "tiny"])
+def test_sweeps_of_the_whole_grid(values, dtype):
+    """Two or three, what remains, and elements that fill no warp; warps that begin again."""
+    x = cases.VALUES[values]((8_000_003,)).to(dtype).cuda()
+    cases.assert_row(row_of(x), x)
+    part = x[1:]  # not aligned
+    cases.assert_row(row_of(part), part)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("values", ["normal", "nan", "tiny"])
 @pytest.mark.parametrize("size", [0, 1, 37, 512, 13000])

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "core/moments.h"
+#include "cuda/device/merge_rows.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace te::cuda {
@@ -20,12 +21,13 @@ template <class T>
 class OctetExtremes {
   static constexpr bool kPacked = sizeof(T) == 2;  // two elements to a word
   static constexpr uint32_t kSigns = kPacked ? 0x80008000u : 0x80000000u;
-  static constexpr uint32_t kOnes = kPacked ? 0x00010001u : 1u;
 
  public:
+  __device__ __forceinline__ static uint32_t magnitude(uint32_t word) { return word & ~kSigns; }
+
   __device__ __forceinline__ void add(uint32_t a, uint32_t b) {
     // Minus |x|, so to say: in the order of magnitudes, all below zero; but of 0 it is the largest.
-    const uint32_t p = (a | kSigns) - kOnes, q = (b | kSigns) - kOnes;
+    const uint32_t p = magnitude(a) + ~kSigns, q = magnitude(b) + ~kSigns;
     if constexpr (kPacked) {
       highest_ = __vimax3_s16x2(highest_, a, b);
       highest_unsigned_ = __vimax3_u16x2(highest_unsigned_, a, b);
@@ -43,12 +45,15 @@ class OctetExtremes {
     }
   }
 
-  __device__ __forceinline__ void put_into(MomentSums& sums) const {
-    const int high = signed_of(highest_, false), least = signed_of(least_, true);
-    const uint32_t high_unsigned = unsigned_of(highest_unsigned_);
+  // Of all lanes, into sums that hold the warp's count.
+  __device__ __forceinline__ void put_warp_into(MomentSums& sums) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    const int high = __reduce_max_sync(kAll, signed_of(highest_, false));
+    const int least = __reduce_min_sync(kAll, signed_of(least_, true));
+    const uint32_t high_unsigned = __reduce_max_sync(kAll, unsigned_of(highest_unsigned_));
     const uint32_t magnitude = static_cast<uint32_t>(least + 1) & kMagnitude;
     sums.smallest = magnitude != 0 ? value_of(magnitude) : kInfinity;
-    sums.nonzeros = nonzeros_;
+    sums.nonzeros = __reduce_add_sync(kAll, nonzeros_);
     const double nearest = sums.nonzeros < sums.count ? 0 : sums.smallest;  // to zero
     sums.max = high >= 0 ? value_of(static_cast<uint32_t>(high)) : -nearest;
     sums.min = high_unsigned > kMagnitude ? value_of(high_unsigned) : nearest;
@@ -77,18 +82,33 @@ class OctetExtremes {
     return max(word & 0xffffu, word >> 16);
   }
 
-  uint32_t highest_ = kSigns, highest_unsigned_ = 0, least_ = kSigns - kOnes;
+  uint32_t highest_ = kSigns, highest_unsigned_ = 0, least_ = ~kSigns;
   int nonzeros_ = 0;
 };
 
-// What a thread gathers. Use: add some octets, fold; again and again; then sums.
+// Whether sums that were taken in fp32, over a warp, say all that there is to say, to seven digits.
+// Squares of what is smaller than `too_small` may have vanished.
+__device__ __forceinline__ bool fp32_was_enough(const MomentSums& sums, double too_small) {
+  constexpr double kFarOff = 8;                                // (mean - pivot)^2 over the variance
+  const double all = sums.first + sums.second + sums.sum_abs;  // NaN or infinite if one of them is
+  const double amax = fmax(-sums.min, sums.max);
+  return sums.count == 0 ||
+         (all - all == 0 &&
+          (1 + kFarOff) * sums.first * sums.first <= kFarOff * sums.second * sums.count &&
+          (amax >= too_small || amax == 0));
+}
+
+// What a thread gathers. Use: add some octets, fold; again and again; then warp_sums.
 template <class T>
 class OctetMoments {
   static constexpr float kScale = 0x1p32f;
   static constexpr double kUnscale = 0x1p-32;
 
  public:
-  __device__ __forceinline__ explicit OctetMoments(float pivot) : offset_(-pivot * kScale) {}
+  static constexpr int kLongest = 4 / Octet<T>::kWords;  // octets between folds, at most
+
+  // Before anything is added.
+  __device__ __forceinline__ void set_pivot(float pivot) { offset_ = -pivot * kScale; }
 
   __device__ __forceinline__ void add(const Octet<T>& x) {
 #pragma unroll
@@ -103,7 +123,6 @@ class OctetMoments {
     ++octets_;
   }
 
-  // To be called before fp32 sums get long: after some 64 elements.
   __device__ __forceinline__ void fold() {
     first_ += static_cast<double>(part_first_[0] + part_first_[1]);
     second_ += static_cast<double>(part_second_[0] + part_second_[1]);
@@ -112,32 +131,24 @@ class OctetMoments {
     for (int i = 0; i < 2; ++i) part_first_[i] = part_second_[i] = part_abs_[i] = 0.0f;
   }
 
-  __device__ __forceinline__ MomentSums sums() const {
+  // Of the warp, about the pivot.
+  __device__ __forceinline__ MomentSums warp_sums() const {
     MomentSums sums = MomentSums::empty();
-    sums.count = 8.0 * octets_;
-    sums.first = first_ * kUnscale;
-    sums.second = second_ * (kUnscale * kUnscale);
-    sums.sum_abs = abs_;
-    extremes_.put_into(sums);
+    sums.count = 256.0 * octets_;
+    sums.first = warp_add(first_) * kUnscale;
+    sums.second = warp_add(second_) * (kUnscale * kUnscale);
+    sums.sum_abs = warp_add(abs_);
+    extremes_.put_warp_into(sums);
     return sums;
   }
 
-  // Whether such sums, over a warp, say all that there is to say, to seven digits.
   __device__ __forceinline__ static bool is_exact(const MomentSums& sums) {
-    if (sums.count == 0) return true;
-    const double all =
-        sums.first + sums.second + sums.sum_abs;  // NaN or infinite if one of them is
-    const double shift = sums.first * sums.first / sums.count;
-    const double amax = fmax(-sums.min, sums.max);
-    return all - all == 0 && shift <= kFarOff * (sums.second - shift) &&
-           (amax >= kTooSmall || amax == 0);
+    constexpr double kTooSmall = 0x1p-72;
+    return fp32_was_enough(sums, kTooSmall);
   }
 
  private:
-  static constexpr double kFarOff = 8;  // (mean - pivot)^2 over the variance
-  static constexpr double kTooSmall = 0x1p-72;
-
-  float offset_;
+  float offset_ = 0;
   float part_first_[2] = {}, part_second_[2] = {}, part_abs_[2] = {};
   double first_ = 0, second_ = 0, abs_ = 0;
   OctetExtremes<T> extremes_;

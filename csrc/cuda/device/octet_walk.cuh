@@ -1,5 +1,9 @@
 // How a grid that fills the chip once walks over a tensor, for reductions: a thread takes batches
-// of octets, block by block, and what is left over element by element.
+// of octets, and what is left over element by element.
+//
+// The whole grid sweeps from the tensor's end, which the kernel that has written it may have left
+// in the L2, to its start. What is less than a sweep, the end itself, is shared out evenly. Warps
+// have all of their lanes at work wherever octets are read.
 #pragma once
 
 #include <algorithm>
@@ -11,49 +15,107 @@
 
 namespace te::cuda {
 
-template <class In>
+// Of two blocks on a multiprocessor; with 384 threads they have 48 KiB in flight, and 80 registers
+// a thread.
+template <class In, int kThreadsOfBlock = 384>
 struct OctetWalk {
-  // 48 KiB in flight on each multiprocessor, and 80 registers a thread.
-  static constexpr int kThreads = 384;
+  static constexpr int kThreads = kThreadsOfBlock;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kBlocksPerMultiprocessor = 2;
   static constexpr int kInFlight = 4 / Octet<In>::kWords;  // loaded before the first is used
-  static_assert(kThreads >= kMomentsBlocks, "the last block reads a row per thread");
 
   int64_t count;   // of elements
   int64_t octets;  // that are read whole; 0 where memory is not aligned for it
+  int64_t sweep;   // octets of a whole sweep of the grid
+  unsigned blocks;
+  int sweeps;     // whole ones
+  int remainder;  // octets behind them
+  int share;      // of a block of these
 
-  OctetWalk(int64_t elements, bool wide) : count(elements), octets(wide ? elements / 8 : 0) {}
-
-  unsigned blocks(Device device) const {
-    const int64_t most = int64_t{multiprocessors(device)} * kBlocksPerMultiprocessor;
-    return static_cast<unsigned>(
-        std::clamp<int64_t>(ceil_div(count, int64_t{8} * kThreads * kInFlight), 1,
-                            std::min<int64_t>(most, kMomentsBlocks)));
+  OctetWalk(int64_t elements, bool wide, Device device)
+      : count(elements), octets(wide ? elements / 256 * 32 : 0) {
+    const int64_t most = std::min<int64_t>(
+        int64_t{multiprocessors(device)} * kBlocksPerMultiprocessor, kMomentsBlocks);
+    constexpr int kBatch = kThreads * kInFlight;
+    blocks = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(count, 8 * kBatch), 1, most));
+    sweep = int64_t{blocks} * kBatch;
+    sweeps = static_cast<int>(octets / sweep);
+    remainder = static_cast<int>(octets % sweep);
+    share = static_cast<int>(32 * ceil_div(remainder, 32 * int64_t{blocks}));
   }
 
-  // A thread's batches begin at first() + n * step().
-  __device__ __forceinline__ int64_t first() const {
-    return int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
-  }
-  __device__ __forceinline__ int64_t step() const {
-    return int64_t{gridDim.x} * kThreads * kInFlight;
-  }
-  // f(k, octet) for the octets of a batch that exist.
-  template <int kOctets = kInFlight, class F>
-  __device__ __forceinline__ void for_batch(int64_t batch, F&& f) const {
-    const auto left = static_cast<int>(min(octets - batch, int64_t{kOctets * kThreads}));
-    if (left > (kOctets - 1) * kThreads) {  // all but the last: without a branch between octets
+  // f(k, octet) for the batch that a thread takes in a sweep; the first has number 0.
+  template <class F>
+  __device__ __forceinline__ void for_sweep(int number, F&& f) const {
+    const int64_t first = (sweeps - 1 - number) * sweep +
+                          static_cast<int>(blockIdx.x) * (kThreads * kInFlight) +
+                          static_cast<int>(threadIdx.x);
 #pragma unroll
-      for (int k = 0; k < kOctets; ++k) f(k, batch + k * kThreads);
-    } else {
+    for (int k = 0; k < kInFlight; ++k) f(k, first + k * kThreads);
+  }
+  // The same for its part of the remainder, of those octets that exist.
+  template <class F>
+  __device__ __forceinline__ void for_remainder(F&& f) const {
+    const int first = static_cast<int>(blockIdx.x) * share, thread = static_cast<int>(threadIdx.x);
+    const int left = min(share, remainder - first) - thread;
 #pragma unroll
-      for (int k = 0; k < kOctets - 1; ++k)
-        if (k * kThreads < left) f(k, batch + k * kThreads);
+    for (int k = 0; k < kInFlight; ++k)
+      if (k * kThreads < left) f(k, sweeps * sweep + first + thread + k * kThreads);
+  }
+  // For all octets that a thread takes: load(octet, slot), and later use(slot, k). While a batch is
+  // used, the next one is on its way; begin() is called when the first ones are, end() behind each.
+  template <class Slot, class Load, class Begin, class Use, class End>
+  __device__ __forceinline__ void stream(Load&& load, Begin&& begin, Use&& use, End&& end) const {
+    Slot even[kInFlight], odd[kInFlight];
+    const auto load_sweep = [&](int number, Slot(&batch)[kInFlight]) {
+      if (number < sweeps) for_sweep(number, [&](int k, int64_t octet) { load(octet, batch[k]); });
+    };
+    for_remainder([&](int k, int64_t octet) { load(octet, odd[k]); });
+    load_sweep(0, even);
+    begin();
+    for_remainder([&](int k, int64_t) { use(odd[k], k); });
+    end();
+    int number = 0;
+    const auto step = [&](const Slot(&batch)[kInFlight], Slot(&next)[kInFlight]) {
+      load_sweep(++number, next);
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) use(batch[k], k);
+      end();
+    };
+    while (number < sweeps) {
+      step(even, odd);
+      if (number < sweeps) step(odd, even);
+    }
+  }
+  // f(octet) for the same, one after the other: for code that is large and rare.
+  template <class F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+    const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    for (int number = 0; number <= sweeps; ++number) {
+      const int batch = number < sweeps ? kThreads * kInFlight : share;
+      const int end = number < sweeps ? batch : min(share, remainder - block * share);
+#pragma unroll 1
+      for (int i = thread; i < end; i += kThreads) f(number * sweep + int64_t{block} * batch + i);
     }
   }
 
-  __device__ __forceinline__ bool has_rest() const { return 8 * octets < count; }
+  // An element that the thread reads; behind the tensor if there is none.
+  __device__ __forceinline__ int64_t first_element() const {
+    int64_t first = first_of_rest();
+    const auto take = [&](int k, int64_t octet) {
+      if (k == 0) first = 8 * octet;
+    };
+    if (sweeps > 0)
+      for_sweep(0, take);
+    else
+      for_remainder(take);
+    return first;
+  }
+  // Whether the calling warp has elements beside octets.
+  __device__ __forceinline__ bool has_rest() const {
+    return first_of_rest() - static_cast<int>(threadIdx.x) % 32 < count;
+  }
   __device__ __forceinline__ int64_t first_of_rest() const {
     return 8 * octets + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   }

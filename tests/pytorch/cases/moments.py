@@ -27,12 +27,20 @@ def _with(**places):
     return make
 
 
+def _far_apart(shape):
+    """Parts whose means differ by many deviations."""
+    x = torch.randn(shape).flatten()
+    return (x + 50 * (torch.arange(x.numel()) * 5 // x.numel())).view(shape)
+
+
 # What each exercises: the large mean, either sign alone, zeros of either sign, values whose squares
 # leave fp32 at either end, outliers where the pivot is found, and what is not finite.
 VALUES = {
     "normal": _normal,
     "mean 100": lambda shape: 100.0 + torch.randn(shape),
     "mean -100": lambda shape: -100.0 + torch.randn(shape),
+    "far apart": _far_apart,
+    "mean 3": lambda shape: 3.0 + torch.randn(shape),
     "positive": lambda shape: torch.rand(shape) + 0.5,
     "negative": lambda shape: -torch.rand(shape) - 0.5,
     "relu": lambda shape: torch.randn(shape).relu(),

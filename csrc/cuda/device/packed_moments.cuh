@@ -1,0 +1,120 @@
+// Moments of a stream of octets of 16-bit floats, at three instructions an element: nothing is
+// unpacked.
+//
+// The tensor cores add up. Which element is where in their operands does not matter, as only totals
+// do: a word of B is also a word of the upper half of A, whose lower half holds ones. Then the
+// diagonal of the product's upper half has sums of squares, and each row of its lower half sums of
+// magnitudes.
+//
+// Products are exact. Their sums are of fp32, but cut off rather than rounded, so that they are
+// kept short; and they are about zero, so that a warp whose mean is many deviations away, like one
+// that has met NaN or squares outside of fp32 (is_exact), has to begin again (octet_moments.cuh).
+#pragma once
+
+#include "cuda/device/octet_moments.cuh"
+
+namespace te::cuda {
+
+template <class T>
+class PackedMoments {
+  static constexpr bool kHalf = std::is_same_v<T, Half>;
+  static constexpr uint32_t kOnes = kHalf ? 0x3c003c00u : 0x3f803f80u;
+
+ public:
+  // So many octets may be added between folds. Squares of fp16 have 22 bits, more of which are cut
+  // off.
+  static constexpr int kLongest = kHalf ? 2 : 4;
+
+  __device__ __forceinline__ void add(const Octet<T>& x) {
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = OctetExtremes<T>::magnitude(x.word(i));
+    add_rows(plain_, x.word(0), x.word(1), x.word(2), x.word(3));
+    add_rows(abs_rows_, a[0], a[1], a[2], a[3]);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      add_products(upper_, a[i], a[i + 1], a[i]);
+      add_products(lower_, a[i], a[i + 1], a[i + 1]);
+    }
+    extremes_.add(x.word(0), x.word(1));
+    extremes_.add(x.word(2), x.word(3));
+    ++octets_;
+  }
+
+  // A lane has a row of the product, lane / 4, and two columns, 2 * (lane % 4) and the next. Which
+  // of them is on the diagonal matters to the eight lanes that have such an element.
+  __device__ __forceinline__ void fold() {
+    const bool is_odd = threadIdx.x / 4 % 2 != 0;
+    first_ += static_cast<double>(plain_[0] + plain_[2]);
+    second_ += static_cast<double>(is_odd ? upper_[1] + lower_[3] : upper_[0] + lower_[2]);
+    abs_ += static_cast<double>(abs_rows_[0] + abs_rows_[2]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) plain_[i] = abs_rows_[i] = upper_[i] = lower_[i] = 0.0f;
+  }
+
+  // Of the warp, about zero.
+  __device__ __forceinline__ MomentSums warp_sums() const {
+    // Eight lanes hold them, one for each column: a lane takes the first sum of one of them, or the
+    // second, or the third.
+    const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 8;
+    const int from = 4 * column + column / 2;
+    const double first = __shfl_sync(kAll, first_, from);
+    const double second = __shfl_sync(kAll, second_, from);
+    const double abs = __shfl_sync(kAll, abs_, from);
+    double sum = lane < 8 ? first : lane < 16 ? second : abs;
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAll, sum, offset);
+    MomentSums sums = MomentSums::empty();
+    sums.count = 256.0 * octets_;
+    sums.first = __shfl_sync(kAll, sum, 0);
+    sums.second = __shfl_sync(kAll, sum, 8);
+    sums.sum_abs = __shfl_sync(kAll, sum, 16);
+    extremes_.put_warp_into(sums);
+    return sums;
+  }
+
+  __device__ __forceinline__ static bool is_exact(const MomentSums& sums) {
+    constexpr double kTooSmall = 0x1p-50;
+    return fp32_was_enough(sums, kTooSmall);
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+
+  // The product of a 16x16 matrix and ones: sums of its rows.
+  __device__ __forceinline__ static void add_rows(float (&sums)[4], uint32_t a, uint32_t b,
+                                                  uint32_t c, uint32_t d) {
+    if constexpr (kHalf)
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %8}, {%0, %1, %2, %3};"
+          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(kOnes));
+    else
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
+          "%7}, {%8, %8}, {%0, %1, %2, %3};"
+          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(kOnes));
+  }
+  // The product of a 16x8 matrix, whose halves are `upper` and `lower`, and the transpose of one
+  // of them: the half's squares are on the diagonal of that half of the product.
+  __device__ __forceinline__ static void add_products(float (&sums)[4], uint32_t upper,
+                                                      uint32_t lower, uint32_t half) {
+    if constexpr (kHalf)
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+          : "r"(upper), "r"(lower), "r"(half));
+    else
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+          : "r"(upper), "r"(lower), "r"(half));
+  }
+
+  float plain_[4] = {}, abs_rows_[4] = {}, upper_[4] = {}, lower_[4] = {};
+  double first_ = 0, second_ = 0, abs_ = 0;
+  OctetExtremes<T> extremes_;
+  int octets_ = 0;
+};
+
+}  // namespace te::cuda
