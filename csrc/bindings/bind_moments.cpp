@@ -18,14 +18,16 @@ void moments_into(const TensorView& x, const TensorView& row, const TensorView& 
 }
 
 void cast_moments_into(const TensorView& x, const TensorView& codes, const TensorView& scales,
-                       int format, const TensorView& row, const TensorView& active) {
+                       int format, const TensorView& row, const TensorView& active,
+                       bool squared_error) {
   const Stream stream = bridge::current_stream(x.device);
   const auto fp8 = static_cast<DType>(format);
   cast_moments({.x = x,
                 .codes = with_format(codes, fp8),
                 .format = fp8,
                 .scales = scales,
-                .out = {row, active, moments_workspace(x.device, stream)}},
+                .out = {row, active, moments_workspace(x.device, stream)},
+                .squared_error = squared_error},
                stream);
 }
 
@@ -62,7 +64,7 @@ void bind_moments(pybind11::module_& m) {
   using pybind11::arg;
   m.def("moments", &moments_into, arg("x"), arg("row"), arg("active"));
   m.def("cast_moments", &cast_moments_into, arg("x"), arg("codes"), arg("scales"), arg("format"),
-        arg("row"), arg("active"));
+        arg("row"), arg("active"), arg("squared_error") = true);
   m.def("statistics", &statistics_from, arg("row"));
   m.def("cast_statistics", &cast_statistics_from, arg("row"));
 }

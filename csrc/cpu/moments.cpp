@@ -75,7 +75,10 @@ void cast_moments(const CastMomentsArgs& args) {
       using Fp8 = typename decltype(out)::type;
       merge_chunks(
           args.x.numel(), *args.out.row.ptr<CastMoments>(), [&](int64_t first, int64_t last) {
-            return cast_moments_of<In, Fp8>(args.x.ptr<In>(), codes, scale_inverse, first, last);
+            CastMoments row =
+                cast_moments_of<In, Fp8>(args.x.ptr<In>(), codes, scale_inverse, first, last);
+            if (!args.squared_error) row.squared_error = kNaN;
+            return row;
           });
     });
   });

@@ -1,9 +1,10 @@
 // One pass over a tensor and its codes, by the same walk as moments.cu.
+#include "cuda/cast_counts.h"
 #include "cuda/device/cast_counts.cuh"
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/merge_rows.cuh"
-#include "cuda/device/octet_walk.cuh"
+#include "cuda/device/tensor_walk.cuh"
 #include "cuda/device/vector.cuh"
 #include "ops/moments.h"
 
@@ -38,12 +39,9 @@ struct CastFields {
 // fp32 for all but odd tensors; in fp64 they always do.
 template <class In, class Fp8, class Real>
 struct CastErrors {
-  static constexpr bool kPacked = sizeof(In) == 2 && std::is_same_v<Real, float>;
-
   float scale_inverse;
   Real scale;  // 1 in fp64
   OctetCastCounts<In> counts;
-  int underflows = 0, overflows = 0;  // of elements that are not counted by octets
   double squares = 0;
   Real part[2] = {};
 
@@ -57,23 +55,19 @@ struct CastErrors {
     const Real scaled = error * scale;
     part[lane] += scaled * scaled;
   }
-  __device__ __forceinline__ void add(float value, float decoded, int lane) {
-    add_error(value, decoded, lane);
-    underflows += decoded == 0.0f && value != 0.0f;
-    overflows += fabsf(value) > Fp8::kMax * scale_inverse;
+  __device__ __forceinline__ void add(float value, uint8_t code) {
+    add_error(value, Fp8::decode(code), 0);
+    counts.add(value, code);
   }
   __device__ __forceinline__ void add(const Slot<In>& slot) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t pair = (i < 4 ? slot.codes.x : slot.codes.y) >> (8 * (i % 4 & 2));
+    for (int i = 0; i < 8; i += 2) {
+      const uint32_t pair = (i < 4 ? slot.codes.x : slot.codes.y) >> (8 * (i % 4));
       const float2 decoded = decode2<Fp8>(pair & 0xffffu);
-      const float value = i % 2 == 0 ? decoded.x : decoded.y;
-      if constexpr (kPacked)
-        add_error(slot.x[i], value, i % 2);
-      else
-        add(slot.x[i], value, i % 2);
+      add_error(slot.x[i], decoded.x, 0);
+      add_error(slot.x[i + 1], decoded.y, 1);
     }
-    if constexpr (kPacked) counts.add(slot.x, slot.codes);
+    counts.add(slot.x, slot.codes);
   }
   __device__ __forceinline__ void fold() {
     squares += static_cast<double>(part[0] + part[1]);
@@ -85,8 +79,8 @@ struct CastErrors {
     constexpr unsigned kAll = 0xffffffffu;
     const double unit = std::is_same_v<Real, double> ? 1.0 : static_cast<double>(scale_inverse);
     return {
-        static_cast<double>(__reduce_add_sync(kAll, underflows + counts.underflows())),
-        static_cast<double>(__reduce_add_sync(kAll, overflows + counts.overflows())),
+        static_cast<double>(__reduce_add_sync(kAll, counts.underflows())),
+        static_cast<double>(__reduce_add_sync(kAll, counts.overflows())),
         warp_add(squares) * unit * unit,
     };
   }
@@ -109,9 +103,10 @@ __device__ __forceinline__ CastFields gather(const CastStream<In, Fp8>& args) {
     });
   else
     walk.template stream<Slot<In>>(
-        load, [] {}, [&](const Slot<In>& slot, int) { errors.add(slot); }, [&] { errors.fold(); });
+        load, [] {}, [&](const Slot<In>& slot, int, int64_t) { errors.add(slot); },
+        [&] { errors.fold(); });
   walk.for_rest([&](int64_t i) {
-    errors.add(static_cast<float>(args.x[i]), Fp8::decode(args.codes[i]), 0);
+    errors.add(static_cast<float>(args.x[i]), args.codes[i]);
     errors.fold();
   });
   return errors.warp_sums();
@@ -150,6 +145,7 @@ __global__ void __launch_bounds__(CastWalk<In>::kThreads, CastWalk<In>::kBlocksP
 void cast_moments(const CastMomentsArgs& args, Stream stream) {
   const TensorView& x = args.x;
   const DeviceGuard guard(x.device);
+  if (!args.squared_error) return cast_counts(args, stream);
   dispatch_high_precision(x.dtype, "cast_moments", [&](auto in) {
     dispatch_fp8(args.format, "cast_moments", [&](auto out) {
       using In = typename decltype(in)::type;

@@ -5,9 +5,9 @@
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/merge_rows.cuh"
 #include "cuda/device/octet_moments.cuh"
-#include "cuda/device/octet_walk.cuh"
 #include "cuda/device/packed_moments.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/tensor_walk.cuh"
 
 namespace te::cuda {
 namespace {
@@ -53,7 +53,7 @@ __device__ __forceinline__ MomentSums gather(const MomentsStream<In>& args, Begi
   args.walk.template stream<Octet<In>>(
       [&](int64_t octet, Octet<In>& slot) { slot = load_octet(args.x + 8 * octet); },
       [&] { begin(gathered); },
-      [&](const Octet<In>& octet, int k) {
+      [&](const Octet<In>& octet, int k, int64_t) {
         gathered.add(octet);
         if (k + 1 == Gathered::kLongest && k + 1 < args.walk.kInFlight) gathered.fold();
       },

@@ -1,6 +1,6 @@
 // moments: one pass over a tensor for all its statistics. The result is merged into a row on the
 // tensor's device (core/moments.h), so that micro-batches add up without the host.
-// cast_moments: the same for what FP8 has made of a tensor.
+// cast_moments: the same for what FP8 has made of a tensor; codes and scales are those of its cast.
 // Where `active` holds 0, nothing happens: a schedule that captured graphs can follow.
 #pragma once
 
@@ -29,8 +29,9 @@ struct CastMomentsArgs {
   TensorView x;      // any shape, fp32/fp16/bf16, contiguous
   TensorView codes;  // its FP8 codes, row-wise, same shape
   DType format = DType::Float8E4M3;
-  TensorView scales;  // fp32 [2]: {1 / scale, scale}
-  MomentsSink out;    // `row` is float64 [8]
+  TensorView scales;          // fp32 [2]: {1 / scale, scale}
+  MomentsSink out;            // `row` is float64 [8]
+  bool squared_error = true;  // false: the row's is left NaN, and counts may come from codes alone
 };
 
 // One counter, and a row for each block of the largest grid.

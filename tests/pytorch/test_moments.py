@@ -190,7 +190,7 @@ def test_graph_follows_the_schedule_on_the_device():
 # ---- What a cast has done ----
 
 
-def assert_cast_row(row, x, codes, format, scale_inverse):
+def assert_cast_row(row, x, codes, format, scale_inverse, squared_error=True):
     got = dict(zip(CAST_MOMENTS, row.tolist(), strict=False))
     x = x.float()
     decoded = fp8.decode(codes, format) * scale_inverse
@@ -199,6 +199,7 @@ def assert_cast_row(row, x, codes, format, scale_inverse):
     assert got["count"] == x.numel()
     assert got["underflows"] == int(((x != 0) & (decoded == 0)).sum())
     assert got["overflows"] == int((x.abs() > limit).sum())
+    errors = errors if squared_error else math.nan
     assert got["squared_error"] == pytest.approx(errors, rel=1e-6, nan_ok=True)
     assert got["min_scale_inv"] == got["max_scale_inv"] == float(scale_inverse)
 
@@ -218,19 +219,35 @@ def cast(x, format, scale):
 def test_cast_values(device, values, format, dtype, scale):
     x = cases.VALUES[values]((100, 77)).to(dtype)
     codes, scales = cast(x, format, scale)
-    row = empty_cast_moments(device)
-    cast_moments(x.to(device), codes.to(device), scales.to(device), format, row)
-    assert_cast_row(row, x, codes, format, scales[0])
+    on_device = x.to(device), codes.to(device), scales.to(device), format
+    for squared_error in (True, False):
+        row = empty_cast_moments(device)
+        cast_moments(*on_device, row, squared_error=squared_error)
+        assert_cast_row(row, x, codes, format, scales[0], squared_error)
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("offset", [0, 1, 8])
-def test_cast_small(device, offset):
+@pytest.mark.parametrize("offset", [0, 1, 8, 16])
+@pytest.mark.parametrize("squared_error", [True, False])
+def test_cast_small(device, offset, squared_error):
     x = (30 * torch.randn(3001)).bfloat16()[offset:]
     codes, scales = cast(x, fp8.E4M3, 8.0)
     row = empty_cast_moments(device)
-    cast_moments(x.to(device), codes.to(device), scales.to(device), fp8.E4M3, row)
-    assert_cast_row(row, x, codes, fp8.E4M3, scales[0])
+    on_device = x.to(device), codes.to(device), scales.to(device), fp8.E4M3
+    cast_moments(*on_device, row, squared_error=squared_error)
+    assert_cast_row(row, x, codes, fp8.E4M3, scales[0], squared_error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", fp8.FORMATS)
+@pytest.mark.parametrize("values", ["normal", "relu", "outliers"])
+def test_casts_by_sweeps_of_the_whole_grid(values, format):
+    """Where few codes are open, and where most are."""
+    x = cases.VALUES[values]((9_000_005,)).bfloat16()
+    codes, scales = cast(x, format, 0.1)
+    row = empty_cast_moments("cuda")
+    cast_moments(x.cuda(), codes.cuda(), scales.cuda(), format, row, squared_error=False)
+    assert_cast_row(row, x, codes, format, scales[0], squared_error=False)
 
 
 def test_cast_merges_and_follows_its_flag(device):

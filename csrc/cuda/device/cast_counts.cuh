@@ -1,6 +1,8 @@
-// How many elements an FP8 cast has made zero, or had to cut off, of octets of 16-bit floats beside
-// their codes: two or four at a time, at three instructions an element. NaN counts as cut off.
+// How many elements of octets an FP8 cast has made zero, or had to cut off: of 16-bit floats two or
+// four at a time, at three instructions an element.
 #pragma once
+
+#include <limits>
 
 #include "cuda/device/octet_moments.cuh"
 
@@ -12,19 +14,30 @@ class OctetCastCounts {
 
  public:
   // Above `limit`, magnitudes are cut off.
-  __device__ __forceinline__ explicit OctetCastCounts(float limit) {
-    uint32_t largest = 0x7fffu;  // bits of the largest magnitude that is not above
-    if constexpr (std::is_same_v<T, Half>) {
-      if (limit == limit) largest = __half_as_ushort(__float2half_rz(limit));
-    } else {
-      if (limit == limit) largest = __float_as_uint(limit) >> 16;
+  __device__ __forceinline__ explicit OctetCastCounts(float limit) : limit_(limit) {
+    uint32_t largest = kInfinity;  // bits of the largest magnitude that is not above
+    if (limit <= kLargestFloat) {
+      if constexpr (std::is_same_v<T, Half>)
+        largest = __half_as_ushort(__float2half_rz(limit));
+      else
+        largest = __float_as_uint(limit) >> 16;
     }
-    below_ = (0x10000u - largest) % 0x10000u * 0x10001u;
+    minus_largest_ = minus(largest);
   }
 
   __device__ __forceinline__ void add(const Octet<T>& x, uint2 codes) {
-    add(x.word(0), x.word(1), codes.x);
-    add(x.word(2), x.word(3), codes.y);
+    if constexpr (sizeof(T) == 2) {
+      add_four(x.word(0), x.word(1), codes.x);
+      add_four(x.word(2), x.word(3), codes.y);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) add(x[i], (i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
+    }
+  }
+  // One element; of the code, the low byte counts.
+  __device__ __forceinline__ void add(float value, uint32_t code) {
+    underflows_ += value != 0.0f && (code & 0x7fu) == 0 ? kUnderflow : 0;
+    overflows_ += fabsf(value) > limit_;
   }
 
   // To be called after some thousand octets at the latest.
@@ -33,15 +46,29 @@ class OctetCastCounts {
     part_ = 0;
   }
 
-  __device__ __forceinline__ int underflows() const { return static_cast<int>(underflows_ >> 7); }
+  __device__ __forceinline__ int underflows() const {
+    return static_cast<int>(underflows_ / kUnderflow);
+  }
   __device__ __forceinline__ int overflows() const { return static_cast<int>(overflows_); }
 
  private:
-  __device__ __forceinline__ void add(uint32_t a, uint32_t b, uint32_t codes) {
+  static constexpr uint32_t kInfinity = std::is_same_v<T, Half> ? 0x7c00u : 0x7f80u;
+  static constexpr float kLargestFloat = std::numeric_limits<float>::max();
+  static constexpr uint32_t kUnderflow = 128;
+
+  // A pair whose sum with magnitudes is positive where they are larger.
+  __device__ __forceinline__ static constexpr uint32_t minus(uint32_t magnitude) {
+    return (0x10000u - magnitude) % 0x10000u * 0x10001u;
+  }
+  // A one for each of a pair of magnitudes that is larger, but for NaN.
+  __device__ __forceinline__ uint32_t above(uint32_t magnitudes) const {
+    return __viaddmin_s16x2_relu(magnitudes, minus_largest_, 0x00010001u) -
+           __viaddmin_s16x2_relu(magnitudes, minus(kInfinity), 0x00010001u);
+  }
+  __device__ __forceinline__ void add_four(uint32_t a, uint32_t b, uint32_t codes) {
     a = Extremes::magnitude(a);
     b = Extremes::magnitude(b);
-    part_ += __viaddmin_s16x2_relu(a, below_, 0x00010001u) +
-             __viaddmin_s16x2_relu(b, below_, 0x00010001u);
+    part_ += above(a) + above(b);
     // Sums whose sign tells what is not zero, of 16 bits and of 8.
     uint32_t nonzero;  // a byte of ones for each such element
     asm("prmt.b32 %0, %1, %2, 0xfdb9;"
@@ -51,9 +78,10 @@ class OctetCastCounts {
     underflows_ = __dp4a(nonzero & ~nonzero_codes & 0x80808080u, 0x01010101u, underflows_);
   }
 
-  uint32_t below_;           // minus the limit, twice
-  uint32_t part_ = 0;        // overflows, twice
-  uint32_t underflows_ = 0;  // 128 for each
+  float limit_;
+  uint32_t minus_largest_;
+  uint32_t part_ = 0;        // overflows of either element of pairs
+  uint32_t underflows_ = 0;  // kUnderflow for each
   uint32_t overflows_ = 0;
 };
 

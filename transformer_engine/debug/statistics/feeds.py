@@ -95,9 +95,9 @@ class Cast:
     scales: torch.Tensor
     format: int
 
-    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
-        """Merge what the cast did into a casts row."""
-        cast_moments(self.x, self.codes, self.scales, self.format, row, active)
+    def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
+        """Merge what the cast did into a casts row; errors where somebody asks for them."""
+        cast_moments(self.x, self.codes, self.scales, self.format, row, active, squared_error)
 
     @property
     def numel(self) -> int:
@@ -111,7 +111,7 @@ class Scales:
 
     matrix: Fp8Matrix
 
-    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
+    def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
         inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
@@ -132,7 +132,7 @@ class BlockCast:
     inverses: torch.Tensor
     element: int
 
-    def into(self, row: torch.Tensor, active: torch.Tensor | None) -> None:
+    def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge what the cast did into a casts row; the fields are those of `CastMoments`."""
         values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
         largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses

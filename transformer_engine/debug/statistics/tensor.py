@@ -60,6 +60,7 @@ class TensorStatistics:
         self._moments = self.slots.get(MOMENTS)
         self._casts = [s for s in self.slots if s.kind is Kind.CASTS]
         self._blocks = [s for s in self.slots if s.kind is Kind.BLOCKS]
+        self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._warned = False
 
@@ -175,7 +176,7 @@ class TensorStatistics:
                 slot.always_scales |= captured
             row, active = self._rows(slot, found.numel, captured)
             if row is not None:
-                found.into(row[:CAST_MOMENTS_FIELDS], active)
+                found.into(row[:CAST_MOMENTS_FIELDS], active, source in self._with_errors)
 
     def feed(
         self,

@@ -83,7 +83,7 @@ def merge_moments(
 
 @library_op(
     "cast_moments(Tensor x, Tensor codes, Tensor scales, int format, Tensor row,"
-    " Tensor? active=None) -> ()",
+    " Tensor? active=None, bool squared_error=True) -> ()",
     writes_unseen=True,
 )
 def cast_moments(
@@ -93,6 +93,7 @@ def cast_moments(
     format: int,
     row: torch.Tensor,
     active: torch.Tensor | None = None,
+    squared_error: bool = True,
     *,
     launch: bool = True,
 ) -> None:
@@ -101,13 +102,15 @@ def cast_moments(
     Args:
         x: fp32, fp16 or bf16, contiguous, any shape.
         codes: its one-byte codes, row-wise, shape of `x`.
-        scales: fp32 `[2]` = {1/scale, scale}.
+        scales: fp32 `[2]` = {1/scale, scale} of the cast.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
         row: float64 `[8]`, see `empty_cast_moments`; written to.
         active: as in `moments`.
+        squared_error: False leaves the row's `squared_error` NaN. Counts then come from the codes,
+            and from those values whose codes leave open what has happened.
     """
     if launch:
-        _C.cast_moments(x, codes, scales, format, row, active)
+        _C.cast_moments(x, codes, scales, format, row, active, squared_error)
 
 
 def statistics(row: Sequence[float]) -> dict[str, float]:

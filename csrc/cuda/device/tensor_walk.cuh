@@ -1,9 +1,9 @@
 // How a grid that fills the chip once walks over a tensor, for reductions: a thread takes batches
-// of octets, and what is left over element by element.
+// of packs, which are read whole, and what is left over element by element.
 //
 // The whole grid sweeps from the tensor's end, which the kernel that has written it may have left
 // in the L2, to its start. What is less than a sweep, the end itself, is shared out evenly. Warps
-// have all of their lanes at work wherever octets are read.
+// have all of their lanes at work wherever packs are read.
 #pragma once
 
 #include <algorithm>
@@ -17,34 +17,35 @@ namespace te::cuda {
 
 // Of two blocks on a multiprocessor; with 384 threads they have 48 KiB in flight, and 80 registers
 // a thread.
-template <class In, int kThreadsOfBlock = 384>
-struct OctetWalk {
+template <int kElements, int kBatchOfThread, int kThreadsOfBlock>
+struct TensorWalk {
   static constexpr int kThreads = kThreadsOfBlock;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kBlocksPerMultiprocessor = 2;
-  static constexpr int kInFlight = 4 / Octet<In>::kWords;  // loaded before the first is used
+  static constexpr int kInFlight = kBatchOfThread;  // packs loaded before the first is used
 
-  int64_t count;   // of elements
-  int64_t octets;  // that are read whole; 0 where memory is not aligned for it
-  int64_t sweep;   // octets of a whole sweep of the grid
+  int64_t count;  // of elements
+  int64_t packs;  // that are read whole; 0 where memory is not aligned for it
+  int64_t sweep;  // packs of a whole sweep of the grid
   unsigned blocks;
   int sweeps;     // whole ones
-  int remainder;  // octets behind them
+  int remainder;  // packs behind them
   int share;      // of a block of these
 
-  OctetWalk(int64_t elements, bool wide, Device device)
-      : count(elements), octets(wide ? elements / 256 * 32 : 0) {
+  TensorWalk(int64_t elements, bool wide, Device device)
+      : count(elements), packs(wide ? elements / (32 * kElements) * 32 : 0) {
     const int64_t most = std::min<int64_t>(
         int64_t{multiprocessors(device)} * kBlocksPerMultiprocessor, kMomentsBlocks);
     constexpr int kBatch = kThreads * kInFlight;
-    blocks = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(count, 8 * kBatch), 1, most));
+    blocks =
+        static_cast<unsigned>(std::clamp<int64_t>(ceil_div(count, kElements * kBatch), 1, most));
     sweep = int64_t{blocks} * kBatch;
-    sweeps = static_cast<int>(octets / sweep);
-    remainder = static_cast<int>(octets % sweep);
+    sweeps = static_cast<int>(packs / sweep);
+    remainder = static_cast<int>(packs % sweep);
     share = static_cast<int>(32 * ceil_div(remainder, 32 * int64_t{blocks}));
   }
 
-  // f(k, octet) for the batch that a thread takes in a sweep; the first has number 0.
+  // f(k, pack) for the batch that a thread takes in a sweep; the first has number 0.
   template <class F>
   __device__ __forceinline__ void for_sweep(int number, F&& f) const {
     const int64_t first = (sweeps - 1 - number) * sweep +
@@ -53,7 +54,7 @@ struct OctetWalk {
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) f(k, first + k * kThreads);
   }
-  // The same for its part of the remainder, of those octets that exist.
+  // The same for its part of the remainder, of those packs that exist.
   template <class F>
   __device__ __forceinline__ void for_remainder(F&& f) const {
     const int first = static_cast<int>(blockIdx.x) * share, thread = static_cast<int>(threadIdx.x);
@@ -62,24 +63,24 @@ struct OctetWalk {
     for (int k = 0; k < kInFlight; ++k)
       if (k * kThreads < left) f(k, sweeps * sweep + first + thread + k * kThreads);
   }
-  // For all octets that a thread takes: load(octet, slot), and later use(slot, k). While a batch is
-  // used, the next one is on its way; begin() is called when the first ones are, end() behind each.
+  // For all packs that a thread takes: load(pack, slot), and later use(slot, k, pack). While a
+  // batch is used, the next one is on its way; begin() is called when the first ones are, end()
+  // behind each.
   template <class Slot, class Load, class Begin, class Use, class End>
   __device__ __forceinline__ void stream(Load&& load, Begin&& begin, Use&& use, End&& end) const {
     Slot even[kInFlight], odd[kInFlight];
     const auto load_sweep = [&](int number, Slot(&batch)[kInFlight]) {
-      if (number < sweeps) for_sweep(number, [&](int k, int64_t octet) { load(octet, batch[k]); });
+      if (number < sweeps) for_sweep(number, [&](int k, int64_t pack) { load(pack, batch[k]); });
     };
-    for_remainder([&](int k, int64_t octet) { load(octet, odd[k]); });
+    for_remainder([&](int k, int64_t pack) { load(pack, odd[k]); });
     load_sweep(0, even);
     begin();
-    for_remainder([&](int k, int64_t) { use(odd[k], k); });
+    for_remainder([&](int k, int64_t pack) { use(odd[k], k, pack); });
     end();
     int number = 0;
     const auto step = [&](const Slot(&batch)[kInFlight], Slot(&next)[kInFlight]) {
-      load_sweep(++number, next);
-#pragma unroll
-      for (int k = 0; k < kInFlight; ++k) use(batch[k], k);
+      load_sweep(number + 1, next);
+      for_sweep(number++, [&](int k, int64_t pack) { use(batch[k], k, pack); });
       end();
     };
     while (number < sweeps) {
@@ -87,7 +88,7 @@ struct OctetWalk {
       if (number < sweeps) step(odd, even);
     }
   }
-  // f(octet) for the same, one after the other: for code that is large and rare.
+  // f(pack) for the same, one after the other: for code that is large and rare.
   template <class F>
   __device__ __forceinline__ void for_each(F&& f) const {
     const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
@@ -103,8 +104,8 @@ struct OctetWalk {
   // An element that the thread reads; behind the tensor if there is none.
   __device__ __forceinline__ int64_t first_element() const {
     int64_t first = first_of_rest();
-    const auto take = [&](int k, int64_t octet) {
-      if (k == 0) first = 8 * octet;
+    const auto take = [&](int k, int64_t pack) {
+      if (k == 0) first = kElements * pack;
     };
     if (sweeps > 0)
       for_sweep(0, take);
@@ -112,12 +113,12 @@ struct OctetWalk {
       for_remainder(take);
     return first;
   }
-  // Whether the calling warp has elements beside octets.
+  // Whether the calling warp has elements beside packs.
   __device__ __forceinline__ bool has_rest() const {
     return first_of_rest() - static_cast<int>(threadIdx.x) % 32 < count;
   }
   __device__ __forceinline__ int64_t first_of_rest() const {
-    return 8 * octets + int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    return kElements * packs + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   }
   template <class F>
   __device__ __forceinline__ void for_rest(F&& f) const {
@@ -125,5 +126,9 @@ struct OctetWalk {
     for (int64_t i = first_of_rest(); i < count; i += int64_t{gridDim.x} * kThreads) f(i);
   }
 };
+
+// Octets of values.
+template <class In, int kThreads>
+using OctetWalk = TensorWalk<8, 4 / Octet<In>::kWords, kThreads>;
 
 }  // namespace te::cuda
