@@ -101,6 +101,10 @@ class Builder {
   // One fp32 number: a scale, or the amax that the graph writes.
   Tensor number(Slot slot) { return plain(slot, fe::DataType_t::FLOAT, {1, 1, 1, 1}); }
   static void describe_amax(const Tensor& tensor, Slot slot);
+  // Query, key and value.
+  std::array<Tensor, 3> inputs();
+  // For the backward: the result, its gradient and the statistics.
+  std::array<Tensor, 3> outputs_again();
   void describe_input_gradients(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v);
   // Name, scale and mask: options that all directions spell alike.
   template <class Attributes>
@@ -204,12 +208,24 @@ void Builder::set_options(Attributes& attributes) {
     attributes.set_sink_token(plain(Slot::Sink, fe::DataType_t::FLOAT, {1, key_.heads, 1, 1}));
 }
 
+std::array<Tensor, 3> Builder::inputs() {
+  return {input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces),
+          input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces),
+          input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces)};
+}
+
+std::array<Tensor, 3> Builder::outputs_again() {
+  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
+  describe_statistics(statistics);
+  return {out, grad_out, statistics};
+}
+
 void Builder::forward() {
   auto attributes = fe::graph::SDPA_attributes().set_generate_stats(key_.statistics != 0);
   set_options(attributes);
-  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
-  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
-  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto [q, k, v] = inputs();
   const auto [out, statistics] = graph_.sdpa(q, k, v, attributes);
   describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
   out->set_output(true);
@@ -234,13 +250,8 @@ void Builder::backward() {
     attributes.set_dsink_token(grad);
     grad->set_output(true);
   }
-  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
-  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
-  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
-  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
-  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
-  const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
-  describe_statistics(statistics);
+  const auto [q, k, v] = inputs();
+  const auto [out, grad_out, statistics] = outputs_again();
   const auto [grad_q, grad_k, grad_v] =
       graph_.sdpa_backward(q, k, v, out, grad_out, statistics, attributes);
   describe_input_gradients(grad_q, grad_k, grad_v);
@@ -257,9 +268,7 @@ void Builder::describe_input_gradients(const Tensor& grad_q, const Tensor& grad_
 void Builder::fp8_forward() {
   auto attributes = fe::graph::SDPA_fp8_attributes().set_generate_stats(key_.statistics != 0);
   set_mask(attributes);
-  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
-  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
-  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
+  const auto [q, k, v] = inputs();
   const auto [out, statistics, amax_softmax, amax_out] = graph_.sdpa_fp8(
       q, k, v, number(Slot::DescaleQuery), number(Slot::DescaleKey), number(Slot::DescaleValue),
       number(Slot::DescaleSoftmax), number(Slot::ScaleSoftmax), number(Slot::ScaleOut), attributes);
@@ -276,13 +285,8 @@ void Builder::fp8_backward() {
   fe::graph::SDPA_fp8_backward_attributes attributes;
   set_mask(attributes);
   attributes.set_deterministic_algorithm(key_.deterministic != 0);
-  const auto q = input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces);
-  const auto k = input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces);
-  const auto v = input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces);
-  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
-  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
-  const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
-  describe_statistics(statistics);
+  const auto [q, k, v] = inputs();
+  const auto [out, grad_out, statistics] = outputs_again();
   const auto [grad_q, grad_k, grad_v, amax_q, amax_k, amax_v, amax_product] =
       graph_.sdpa_fp8_backward(
           q, k, v, out, grad_out, statistics, number(Slot::DescaleQuery), number(Slot::DescaleKey),
