@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.temperature < 0:
             raise UsageError(f"--temperature must not be negative, got {options.temperature}")
         prompts = options.prompt or ["\ndef "]
-        shortest = min(len(prompt.encode()) for prompt in prompts)
-        count = settings.seq - shortest if options.bytes is None else options.bytes
+        longest = max(len(prompt.encode()) for prompt in prompts)
+        count = settings.seq - longest if options.bytes is None else options.bytes
         written = write(model, settings, prompts, count, options.temperature, options.seed)
         show(written, prompts)
         if not options.check:

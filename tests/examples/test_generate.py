@@ -66,6 +66,8 @@ def test_program(checkpoint, capsys):
     output = capsys.readouterr().out
     assert "--- 'to '\nto " in output
     assert "the texts are the same" in output
+    two = ["--prompt", "to ", "--prompt", "a longer one"]  # without --bytes: up to the window
+    assert generate.main([*arguments[:3], *two]) == 0
 
 
 @pytest.mark.parametrize(
