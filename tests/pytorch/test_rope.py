@@ -235,10 +235,33 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"tensor_format in \{sbhd, bshd, thd\}, got 'bhsd'"):
         apply_rotary_pos_emb(t, angles, "bhsd")
     with pytest.raises(ValueError, match="expected cu_seqlens"):
-        apply_rotary_pos_emb(t, angles, "thd")
+        apply_rotary_pos_emb(t[0], angles, "thd")
     with pytest.raises(NotImplementedError, match="cp_size=2"):
         apply_rotary_pos_emb(t, angles, cp_size=2)
     with pytest.raises(ValueError, match="an even number of elements"):
         RotaryPositionEmbedding(7)
-    with pytest.raises(ValueError, match="expected x with 4 axes"):
+    with pytest.raises(ValueError, match="expected t of 4 dimensions"):
         apply_rotary_pos_emb(t[0], angles, fused=True)
+    with pytest.raises(ValueError, match=r"freqs of shape .* got \(4, 2, 1, 8\)"):
+        apply_rotary_pos_emb(t, angles.expand(4, 2, 1, 8))
+    with pytest.raises(TypeError, match=r"expected freqs to be a torch.Tensor, got list"):
+        apply_rotary_pos_emb(t, [0.0])
+    for share, factor in ((1.5, None), (0.0, None), (1.0, 0.0), (1.0, -2.0)):
+        with pytest.raises(ValueError, match=rf"in \(0, 1\] and .* got {share} and {factor}"):
+            RotaryPositionEmbedding(8, share, factor)
+
+
+def test_freqs_may_leave_out_their_ones():
+    t, angles = torch.randn(4, 4, 3, 8), angles_of("cpu", 8, 4)
+    for fused in (False, True):
+        assert torch.equal(
+            apply_rotary_pos_emb(t, angles[:, 0, 0], fused=fused),
+            apply_rotary_pos_emb(t, angles, fused=fused),
+        )
+
+
+def test_padding_may_lie_behind_the_last_angle():
+    t, angles = torch.randn(3, 2, 2, 8), angles_of("cpu", 8, 4)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    turned = [apply_rotary_pos_emb(t, angles, "sbhd", f, start_positions=starts) for f in (0, 1)]
+    torch.testing.assert_close(*turned)

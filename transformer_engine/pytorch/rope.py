@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.rope import rope
-from transformer_engine.pytorch.modules.arguments import check_sizes
+from transformer_engine.pytorch.modules.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.modules.parameters import default_device
 
 
@@ -33,7 +33,7 @@ class RotaryPositionEmbedding(nn.Module):
             of the two halves, (0, dim / 2), (1, dim / 2 + 1), ...
 
     Raises:
-        ValueError: an odd number of elements to turn.
+        ValueError: an odd number of elements to turn; a share or factor that cannot be.
 
     Example:
         >>> RotaryPositionEmbedding(64)(16).shape
@@ -53,6 +53,13 @@ class RotaryPositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("RotaryPositionEmbedding", None, dim=dim)
+        check_numbers("RotaryPositionEmbedding", None, rotary_percent=rotary_percent)
+        factor = seq_len_interpolation_factor
+        if not 0.0 < rotary_percent <= 1.0 or (factor is not None and not factor > 0.0):
+            raise ValueError(
+                "[RotaryPositionEmbedding] expected rotary_percent in (0, 1] and"
+                f" seq_len_interpolation_factor > 0 or None, got {rotary_percent} and {factor}"
+            )
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if self.dim < 2 or self.dim % 2:
             raise ValueError(
@@ -116,7 +123,8 @@ def apply_rotary_pos_emb(
 
     Args:
         t: `[sequence, batch, heads, size]`, or as `tensor_format` says.
-        freqs: angles `[positions, 1, 1, elements]`.
+        freqs: angles `[positions, 1, 1, elements]`; tokens behind the last position, as padding
+            may be, have the angles of the last.
         tensor_format: `sbhd`, `bshd` or `thd`.
         fused: by one kernel, in fp32 and rounded once; otherwise in the dtype of `t`.
         cu_seqlens: int32 `[batch + 1]`, where each sequence of `thd` ends.
@@ -124,11 +132,17 @@ def apply_rotary_pos_emb(
         interleaved: which elements are a pair.
         cp_size: context parallel ranks, 1 so far.
         cp_rank: this rank among them.
+
+    Raises:
+        ValueError: shapes that do not fit together; sequences without start positions that are
+            longer than `freqs`.
+        TypeError: `t` or `freqs` is no tensor.
     """
     if cp_size != 1 or cp_rank != 0:
         raise NotImplementedError(
             f"[apply_rotary_pos_emb] cp_size={cp_size}: context parallelism is not implemented yet"
         )
+    freqs = _checked_freqs(t, freqs, tensor_format)
     turned_size = freqs.shape[-1]
     if turned_size > t.shape[-1] or turned_size % 2:
         raise ValueError(
@@ -194,6 +208,28 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
+def _checked_freqs(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> torch.Tensor:
+    """Angles as `[positions, 1, 1, elements]`, for a tensor of the format's dimensions."""
+    for name, given in (("t", t), ("freqs", freqs)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(
+                f"[apply_rotary_pos_emb] expected {name} to be a torch.Tensor, got"
+                f" {type(given).__name__}"
+            )
+    dimensions = 3 if tensor_format == "thd" else 4
+    if t.dim() != dimensions:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected t of {dimensions} dimensions for tensor_format"
+            f" {tensor_format!r}, got {tuple(t.shape)}"
+        )
+    if freqs.dim() < 2 or any(size != 1 for size in freqs.shape[1:-1]):
+        raise ValueError(
+            "[apply_rotary_pos_emb] expected freqs of shape (positions, 1, 1, elements), got"
+            f" {tuple(freqs.shape)}"
+        )
+    return freqs.view(freqs.shape[0], 1, 1, freqs.shape[-1])
+
+
 def _check_format(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -235,7 +271,7 @@ def _angles(
         angle = freqs[:length]
     else:
         position = torch.arange(length, device=t.device)[:, None] + start_positions
-        angle = freqs[position, 0]  # [sequence, batch, 1, elements]
+        angle = freqs[position.clamp_(max=freqs.shape[0] - 1), 0]  # [sequence, batch, 1, elements]
     return angle if tensor_format == "sbhd" else angle.transpose(0, 1)
 
 
