@@ -155,6 +155,26 @@ SLOPES = torch.ones(4)
             r"alibi_slopes of shape \(4,\) or \(2, 4\), got \(3,\)",
             {"core_attention_bias_type": "alibi", "alibi_slopes": SLOPES[:3]},
         ),
+        (
+            TypeError,
+            "alibi_slopes to be a torch.Tensor .*, got list",
+            {"core_attention_bias_type": "alibi", "alibi_slopes": [0.5] * 4},
+        ),
+        (
+            TypeError,
+            "core_attention_bias to be a tensor of floating point, got torch.bool",
+            {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": BIAS.bool()},
+        ),
+        (
+            ValueError,
+            r"cu_seqlens_q of sequences of 0 to 5 tokens, got the lengths \[5, 7\]",
+            {
+                "attn_mask_type": "padding",
+                "cu_seqlens_q": torch.tensor([0, 5, 12], dtype=torch.int32),
+                "cu_seqlens_kv": torch.tensor([0, 5, 12], dtype=torch.int32),
+            },
+        ),
+        (TypeError, "attn_mask_type to be a str", {"attn_mask_type": ("padding", "causal")}),
         (TypeError, "of InferenceParams, got object", {"inference_params": object()}),
         (NotImplementedError, "fp8_output=True", {"fp8_output": True}),
     ],
@@ -172,6 +192,11 @@ def test_bad_arguments(error, message, arguments):
         (ValueError, "attention_type 'self' or 'cross'", {"attention_type": "both"}),
         (ValueError, "expected attn_mask_type in", {"attn_mask_type": "upper"}),
         (ValueError, "softmax_type in .vanilla, off-by-one, learn", {"softmax_type": "sink"}),
+        (TypeError, "attn_mask_type to be a str, got None", {"attn_mask_type": None}),
+        (ValueError, "softmax_scale > 0 and finite, got 0.0", {"softmax_scale": 0.0}),
+        (ValueError, "softmax_scale > 0 and finite, got -1", {"softmax_scale": -1}),
+        (ValueError, "softmax_scale > 0 and finite, got nan", {"softmax_scale": float("nan")}),
+        (ValueError, r"of a key and a value, got \(8, 8, 8\)", {"kv_channels": (8, 8, 8)}),
         (NotImplementedError, "return_max_logit=True", {"return_max_logit": True}),
         (NotImplementedError, "tp_size=2", {"tp_size": 2}),
     ],
@@ -208,3 +233,47 @@ def test_bad_packed_inputs():
         make_module(**THD)(q, k, v, cu_seqlens_q=ends.long(), cu_seqlens_kv=ends)
     with pytest.raises(ValueError, match="of equal shape"):
         make_module(**THD)(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends[:2])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "max_seqlen_q of at least 5, .* got 4", {"max_seqlen_q": 4}),
+        (ValueError, "max_seqlen_kv of at least 5, .* got 1", {"max_seqlen_kv": 1}),
+        (TypeError, "max_seqlen_q to be an int, got 5.0", {"max_seqlen_q": 5.0}),
+        (ValueError, r"cu_seqlens_q_padded of shape \(3,\), as", {"cu_seqlens_q_padded": [0, 8]}),
+        (
+            ValueError,
+            r"cu_seqlens_q_padded to leave room for the lengths \[3, 5\] .* got \[0, 2, 8\]",
+            {"cu_seqlens_q_padded": [0, 2, 8]},
+        ),
+        (
+            ValueError,
+            r"cu_seqlens_kv_padded to leave room .* within 8 tokens, got \[0, 4, 8\]",
+            {"cu_seqlens_kv_padded": [0, 4, 8]},
+        ),
+    ],
+)
+def test_bad_places_of_packed_sequences(error, message, arguments):
+    ends = cu_seqlens([3, 5], "cpu")
+    arguments = {
+        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        make_module(**THD)(
+            *make_qkv(shape=(8, 4, 8)),
+            **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone(), **arguments},
+        )
+
+
+def test_a_bias_may_leave_out_leading_dimensions():
+    whole = torch.randn(1, 1, 5, 5, requires_grad=True)
+    flat = whole.detach()[0, 0].requires_grad_()
+    q, k, v = make_qkv()
+    for bias in (whole, flat):
+        out = make_module()(
+            q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias
+        )
+        out.square().sum().backward()
+    assert torch.equal(flat.grad, whole.grad[0, 0])

@@ -214,3 +214,72 @@ def test_bad_arguments():
     packed = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="thd")
     with pytest.raises(ValueError, match="expected qkv_format sbhd or bshd"):
         packed(query[0], key[0], key[0], inference_params=te.InferenceParams(2, 8))
+
+
+@torch.no_grad()
+def test_every_spelling_of_a_causal_mask_ends_at_the_last_key():
+    query, key, value = torch.randn(3, 1, 5, 4, 8)
+    whole = te.DotProductAttention(4, 8, qkv_format="bshd")(query, key, value)
+    for mask_type in ("padding_causal", "padding,causal", "causal, padding"):
+        attention = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask_type)
+        params = te.InferenceParams(1, 8, 4, 8, torch.float32)
+        for begin, end in ((0, 4), (4, 5)):
+            params.pre_step({"a": end - begin})
+            new = (x[:, begin:end] for x in (query, key, value))
+            last = attention(*new, inference_params=params)
+        torch.testing.assert_close(last, whole[:, 4:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@torch.no_grad()
+def test_layers_need_numbers_of_their_own(named):
+    """Two layers of one number would read each other's keys."""
+    mask_type = "padding_causal" if named else "causal"
+    layers = [te.MultiheadAttention(HIDDEN, HEADS, attn_mask_type=mask_type) for _ in range(2)]
+    cache = (HEADS, HIDDEN // HEADS, torch.float32) if named else ()
+    params = te.InferenceParams(1, LONGEST, *cache)
+
+    def step(tokens):
+        if named:
+            params.pre_step({"a": tokens})
+        x = torch.randn(tokens, 1, HIDDEN, device=layers[0].proj.weight.device)
+        for layer in layers:
+            layer.eval()(x, inference_params=params)
+        if not named:
+            params.sequence_len_offset += tokens
+
+    step(3)
+    with pytest.raises(ValueError, match=r"one layer for each layer_number, got 1 of the layers"):
+        step(1)
+
+
+def test_bad_steps():
+    attention = te.DotProductAttention(4, 8, attn_mask_type="padding_causal")
+    x = torch.randn(2, 1, 4, 8)
+    params = te.InferenceParams(1, 8, 4, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"expected pre_step\(.* got no sequences"):
+        attention(x, x, x, inference_params=params)
+    for steps in (["a"], {"a": 2.0}):
+        with pytest.raises(TypeError, match="number of new tokens, an int"):
+            params.pre_step(steps)
+    layer = te.MultiheadAttention(HIDDEN, HEADS, attn_mask_type="padding_causal", device="cpu")
+    params = te.InferenceParams(1, LONGEST, HEADS, HIDDEN // HEADS, torch.float32)
+    params.pre_step({"a": 5})
+    with pytest.raises(ValueError, match=r"rotary_pos_emb of at least 5 positions, .* \[4, 4\]"):
+        layer(
+            torch.randn(5, 1, HIDDEN),
+            inference_params=params,
+            rotary_pos_emb=angles_on("cpu")[:4],
+        )
+
+
+def test_a_plain_cache_keeps_its_dtype_and_offsets():
+    attention = te.DotProductAttention(4, 8, layer_number=3)
+    x = torch.randn(2, 1, 4, 8)
+    params = te.InferenceParams(1, 8)
+    attention(x, x, x, inference_params=params)
+    with pytest.raises(ValueError, match=r"torch.float32, as in the cache of layer number 3"):
+        attention(*[x.bfloat16()] * 3, inference_params=params)
+    params.sequence_len_offset = -1
+    with pytest.raises(ValueError, match=r"sequence_len_offset and .* >= 0, got -1 and 0"):
+        attention(x, x, x, inference_params=params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -28,6 +29,11 @@ def check_heads(
     pair = channels if isinstance(channels, tuple | list) else (channels, channels)
     sizes = {"num_attention_heads": heads, "num_gqa_groups": groups}
     check_sizes("DotProductAttention", layer, 1, **sizes)
+    if len(pair) != 2:
+        raise ValueError(
+            "[DotProductAttention] expected kv_channels of one size, or of those of a key and a"
+            f" value, got {channels} (layer {layer})"
+        )
     for channel in pair:
         check_sizes("DotProductAttention", layer, 1, kv_channels=channel)
     if heads % groups:
@@ -54,6 +60,11 @@ def check_settings(
         raise ValueError(
             f"[DotProductAttention] expected attention_dropout in [0, 1], got"
             f" {attention_dropout} (layer {layer})"
+        )
+    if not 0.0 < scale < math.inf:  # kernels scale what a mask has made -inf
+        raise ValueError(
+            f"[DotProductAttention] expected softmax_scale > 0 and finite, got {scale} (layer"
+            f" {layer})"
         )
 
 

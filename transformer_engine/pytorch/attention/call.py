@@ -33,9 +33,15 @@ class Sequences(NamedTuple):
 
     def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`cu_seqlens` and the padded ones; ValueError and TypeError for what they cannot be."""
+        cu_seqlens = formats.check_cu_seqlens(self.cu_seqlens, parameter)
         if self.cu_seqlens_padded is not None:
-            formats.check_cu_seqlens(self.cu_seqlens_padded, f"{parameter}_padded")
-        return formats.check_cu_seqlens(self.cu_seqlens, parameter), self.cu_seqlens_padded
+            formats.check_starts(self.cu_seqlens_padded, cu_seqlens, parameter)
+        if isinstance(self.longest, float):
+            raise TypeError(
+                f"[attention] expected {formats.name_of_longest(parameter)} to be an int, got"
+                f" {self.longest}"
+            )
+        return cu_seqlens, self.cu_seqlens_padded
 
 
 class Bias(NamedTuple):
@@ -74,7 +80,20 @@ def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None)
                 f"[attention] expected {name} to be {'a tensor' if wanted else 'None'} with"
                 f" core_attention_bias_type={type!r}, got {'None' if wanted else 'a tensor'}"
             )
+    if tensor is not None:
+        tensor = _with_four_dimensions(tensor)
     return Bias(type, tensor, slopes)
+
+
+def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
+    """A bias as backends see it; a mask of bool, of which 1 would be added, is a mistake."""
+    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+        given = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise TypeError(
+            "[attention] expected core_attention_bias to be a tensor of floating point, got"
+            f" {given}"
+        )
+    return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
 
 
 class Dropout(NamedTuple):

@@ -83,7 +83,7 @@ def _packed(
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:
     cu_seqlens, padded = sequences.checked(parameter)
-    formats.check_ends(x.shape[0], cu_seqlens, padded, parameter)
+    formats.check_ends(x.shape[0], cu_seqlens, padded, sequences.longest, parameter)
     return formats.packed_rows(x.shape[0], cu_seqlens, padded, sequences.longest)
 
 
@@ -94,6 +94,8 @@ def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
         formats.check_cu_seqlens(of_query, "cu_seqlens_q")
         formats.check_cu_seqlens(of_key, "cu_seqlens_kv")
         formats.check_batch(batch, of_query, of_key)
+        formats.check_lengths(queries, of_query, "cu_seqlens_q")
+        formats.check_lengths(keys, of_key, "cu_seqlens_kv")
         lengths = of_query.diff()
         key_lengths = lengths if of_key is of_query else of_key.diff()
         return padding_from_lengths(lengths, key_lengths, queries, keys)

@@ -261,7 +261,7 @@ class DotProductAttention(ScaledModule):
         casts = casts_of(self, (query, key, value))
         step = None
         if inference_params is not None:
-            check_params(inference_params)
+            check_params(inference_params, self.layer_number, self.name)
             mask_type = bottom_right(mask_type)
             if inference_params.cache_manager is None:
                 key, value = inference_params.append(self.layer_number, key, value, qkv_format)

@@ -217,24 +217,78 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
     return cu_seqlens
 
 
+def check_starts(starts: torch.Tensor, cu_seqlens: torch.Tensor, parameter: str) -> None:
+    """`cu_seqlens_padded` has what `cu_seqlens` has, and as many elements."""
+    check_cu_seqlens(starts, f"{parameter}_padded")
+    if starts.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"[attention] expected {parameter}_padded of shape {tuple(cu_seqlens.shape)}, as"
+            f" {parameter}, got {tuple(starts.shape)}"
+        )
+
+
+def name_of_longest(parameter: str) -> str:
+    """`max_seqlen_q` for `cu_seqlens_q`, likewise of keys."""
+    return parameter.replace("cu_seqlens", "max_seqlen")
+
+
 def check_ends(
-    tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, parameter: str
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    longest: int | None,
+    parameter: str,
 ) -> None:
-    """Sequences begin at 0, have no negative length and end within the tokens.
+    """Sequences begin at 0, have no negative length, and end within the tokens; none is too long.
 
     Looked at on the CPU alone: elsewhere the host would wait for the device.
     """
-    if type(cu_seqlens) is not torch.Tensor or cu_seqlens.device.type != "cpu":
-        return
-    if torch.compiler.is_compiling():
+    if not _can_read(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
+    lengths = [end - begin for begin, end in pairwise(ends)]
     last = ends[-1] if cu_seqlens_padded is None else 0  # with room between, starts say where
-    if ends[0] != 0 or last > tokens or any(a > b for a, b in pairwise(ends)):
+    if ends[0] != 0 or last > tokens or min(lengths, default=0) < 0:
         raise ValueError(
             f"[attention] expected {parameter} to rise from 0 to at most {tokens} (the tokens), got"
-            f" {ends if len(ends) <= 9 else [*ends[:4], '...', *ends[-4:]]}"
+            f" {_short(ends)}"
         )
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(
+            f"[attention] expected {name_of_longest(parameter)} of at least {max(lengths)}, the"
+            f" longest sequence of {parameter}, got {longest}"
+        )
+    if cu_seqlens_padded is not None and _can_read(cu_seqlens_padded):
+        starts = cu_seqlens_padded.tolist()
+        limits = [*starts[1 : len(lengths)], tokens]
+        rows = zip(starts, lengths, limits, strict=False)
+        if starts[0] < 0 or any(start + length > limit for start, length, limit in rows):
+            raise ValueError(
+                f"[attention] expected {parameter}_padded to leave room for the lengths"
+                f" {_short(lengths)} of {parameter} within {tokens} tokens, got {_short(starts)}"
+            )
+
+
+def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
+    """Each length is one that a padded sequence can have; looked at as in `check_ends`."""
+    if not _can_read(cu_seqlens):
+        return
+    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
+    if min(lengths, default=0) < 0 or max(lengths, default=0) > sequence:
+        raise ValueError(
+            f"[attention] expected {parameter} of sequences of 0 to {sequence} tokens, got the"
+            f" lengths {_short(lengths)}"
+        )
+
+
+def _can_read(cu_seqlens: torch.Tensor) -> bool:
+    if type(cu_seqlens) is not torch.Tensor or cu_seqlens.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling()
+
+
+def _short(values: list[int]) -> list[Any]:
+    return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
 
 
 def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:

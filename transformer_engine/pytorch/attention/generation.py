@@ -10,13 +10,14 @@ from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.attention.masks import mask_type as known_mask_type
 
 
-def check_params(params: object) -> None:
-    """TypeError for anything but this package's class."""
+def check_params(params: object, layer_number: int | None, layer: str) -> None:
+    """TypeError for anything but this package's class, ValueError for another layer's cache."""
     if not isinstance(params, InferenceParams):
         raise TypeError(
             "[DotProductAttention] expected inference_params of InferenceParams, got"
             f" {type(params).__name__}"
         )
+    params.claim(layer_number, layer)
 
 
 class CachedStep:
@@ -39,6 +40,11 @@ class CachedStep:
         qkv_format: str,
     ) -> None:
         assert params.cache_manager is not None
+        if not params.cache_manager.new:
+            raise ValueError(
+                "[InferenceParams] expected pre_step({sequence: new tokens, ...}) before each step"
+                " of the model, got no sequences"
+            )
         longest = max(params.cache_manager.new, default=0)  # known here: nobody waits for a device
         step = params.step(layer_number or 1, key, value, qkv_format)
         batch = step.keys.shape[0]

@@ -18,6 +18,7 @@ Queries see the keys up to their own: causal masks are aligned bottom right.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ class InferenceParams:
         self.sequence_len_offset = 0
         self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._owners: dict[int | None, str] = {}  # names of layers by their numbers
         self.qkv_format = check_format(qkv_format)
         self.max_ctx_len = max_ctx_len
         self.is_paged = is_paged
@@ -140,6 +142,11 @@ class InferenceParams:
             key, value = key.transpose(0, 1), value.transpose(0, 1)
         tokens, batch = key.shape[:2]
         end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
+        if self.sequence_len_offset < 0 or self.batch_size_offset < 0:
+            raise ValueError(
+                "[InferenceParams] expected sequence_len_offset and batch_size_offset >= 0, got"
+                f" {self.sequence_len_offset} and {self.batch_size_offset}"
+            )
         if end > self.max_sequence_length or last > self.max_batch_size:
             raise ValueError(
                 f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
@@ -166,6 +173,13 @@ class InferenceParams:
                 value.new_zeros(*sizes, *value.shape[2:]),
             )
             self.key_value_memory_dict[layer_number] = caches
+        for cache, new in zip(caches, (key, value), strict=True):
+            if (cache.dtype, cache.shape[2:]) != (new.dtype, new.shape[2:]):
+                raise ValueError(
+                    f"[InferenceParams] expected keys and values of {tuple(cache.shape[2:])} in"
+                    f" {cache.dtype}, as in the cache of layer number {layer_number}, got"
+                    f" {tuple(new.shape[2:])} in {new.dtype}"
+                )
         return caches
 
     def swap_key_value_dict(self, batch_indices: Sequence[int] | torch.Tensor) -> None:
@@ -182,11 +196,37 @@ class InferenceParams:
 
     # ---- Either form ----
 
+    def claim(self, layer_number: int | None, layer: str) -> None:
+        """Say which layer uses the cache of a number; a first step may give it to another one.
+
+        Raises:
+            ValueError: another layer's tokens are there.
+        """
+        owner = self._owners.setdefault(layer_number, layer)
+        if owner == layer:
+            return
+        if self.cache_manager is None:
+            before = self.sequence_len_offset
+        else:
+            before = sum(self.cache_manager.lengths.values()) - sum(self.cache_manager.new)
+        if before != 0:
+            raise ValueError(
+                f"[InferenceParams] expected one layer for each layer_number, got {layer_number} of"
+                f" the layers {owner} and {layer}: give each layer of a model a number of its own"
+            )
+        self._owners[layer_number] = layer
+
     def positions(
         self, angles: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
         """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`."""
         if self.cache_manager is not None:
+            longest = max(self.cache_manager.lengths.values(), default=0)
+            if min(one.shape[0] for one in angles) < longest:
+                raise ValueError(
+                    f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions,"
+                    f" the tokens of the longest sequence, got {[one.shape[0] for one in angles]}"
+                )
             starts = self.cache_manager.lengths_before(query.device)
             return angles, starts, self.cache_manager.new_ends(query.device)
         return tuple(one[self.sequence_len_offset :] for one in angles), None, None
@@ -201,9 +241,17 @@ class InferenceParams:
 
         Raises:
             ValueError: more sequences or tokens than there is room for.
+            TypeError: no mapping, or a number of tokens that is no int.
             RuntimeError: all pages are in use.
         """
-        self._manager.pre_step(step_dict)
+        try:
+            counts = {name: operator.index(new) for name, new in step_dict.items()}
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                "[InferenceParams] expected step_dict to map each sequence to its number of new"
+                f" tokens, an int, got {step_dict!r}"
+            ) from error
+        self._manager.pre_step(counts)
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the cache of a layer now instead of at its first step."""

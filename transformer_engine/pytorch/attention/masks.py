@@ -59,16 +59,22 @@ _ALIASES = {
 
 def mask_type(name: str, parameter: str = "attn_mask_type") -> MaskType:
     """Look a mask type up by name; both orders of "padding,causal" are known."""
-    found = MASK_TYPES.get(_ALIASES.get(name.replace(" ", ""), name))
+    if not isinstance(name, str):
+        raise TypeError(f"[attention] expected {parameter} to be a str, got {name!r}")
+    found = MASK_TYPES.get(_in_one_spelling(name))
     if found is None:
         known = ", ".join(MASK_TYPES)
         raise ValueError(f"[attention] expected {parameter} in {{{known}}}, got {name!r}")
     return found
 
 
+def _in_one_spelling(name: str) -> str:
+    return _ALIASES.get(name.replace(" ", ""), name)
+
+
 def bottom_right(name: str) -> str:
     """The mask type for queries that are the last of a sequence, as in generation."""
-    name = _ALIASES.get(name, name)
+    name = _in_one_spelling(name)
     return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
 
 
