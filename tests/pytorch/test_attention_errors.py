@@ -70,7 +70,8 @@ def test_variables_without_effect_are_announced_once(monkeypatch, name):
 def test_no_backend_left(monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     message = (
-        r"(?s)no dot product attention backend.*sdpa +refuses: takes no bias.*NVTE_UNFUSED_ATTN=0"
+        r"(?s)no dot product attention backend[^\n]*, alibi \(layer Layer_\d+\):\n"
+        r".*sdpa +refuses: takes no bias.*NVTE_UNFUSED_ATTN=0"
     )
     with pytest.raises(ValueError, match=message):
         make_module()(*make_qkv(), core_attention_bias_type="alibi")

@@ -84,7 +84,11 @@ def names_layer(forward: Forward) -> Forward:
         except (NotImplementedError, TypeError, ValueError) as error:
             text = str(error)
             if self.name and text.startswith("[") and "(layer " not in text:
-                error.args = (f"{text} (layer {self.name})",)
+                # The rest of a message of several lines is a table.
+                first, newline, rest = text.partition("\n")
+                colon = ":" if newline and first.endswith(":") else ""
+                first = first.removesuffix(colon)
+                error.args = (f"{first} (layer {self.name}){colon}{newline}{rest}",)
             raise
 
     return named  # type: ignore[return-value]
