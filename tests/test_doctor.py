@@ -111,6 +111,23 @@ def test_broken_extension(monkeypatch, capsys, name):
     assert "ok       plain on cpu" in text
 
 
+def test_sources_that_hide_what_is_installed(monkeypatch, tmp_path):
+    """As after `pip install .`, in the folder of the sources."""
+    metadata = tmp_path / "transformer_engine-2.20.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformer_engine._C", None)
+    sources = doctor.Path(doctor.__file__).parents[1]
+    for installed in (False, True):
+        if installed:
+            (tmp_path / "transformer_engine").mkdir()
+            (tmp_path / "transformer_engine" / "doctor.py").touch()
+        fix = by_name(doctor.native(doctor.Machine()))["transformer_engine._C"].fix
+        hides = f"run from another folder: {sources} hides the package installed in"
+        assert (fix == f"{hides} {tmp_path}") is installed
+
+
 def test_missing_library_of_the_engine(monkeypatch):
     load = doctor.importlib.import_module
 

@@ -176,13 +176,27 @@ def native(machine: Machine) -> Iterator[Finding]:
 def _broken(machine: Machine, name: str) -> Finding:
     error = machine.errors[name]
     source = Path(__file__).parents[1]
-    if (source / "CMakePresets.json").is_file():
+    installed = _installed_elsewhere(source)
+    if installed:
+        fix = f"run from another folder: {source} hides the package installed in {installed}"
+    elif (source / "CMakePresets.json").is_file():
         fix = f"cd {source} && cmake --preset cpu-release && cmake --build --preset cpu-release"
     else:
         fix = "in the sources: python -m pip install --force-reinstall --no-deps ."
     if "libyaml-cpp" in error:
         fix = f"apt-get install libyaml-cpp-dev; {fix}"
     return Finding("native", name, MISSING, error, fix=fix)
+
+
+def _installed_elsewhere(source: Path) -> str:
+    """Where the package is installed, if not in `source`; "" if it is not."""
+    try:
+        found = importlib.metadata.distribution("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    folder = Path(str(found.locate_file("")))
+    there = (folder / "transformer_engine" / "doctor.py").is_file()
+    return str(folder) if there and folder.resolve() != source.resolve() else ""
 
 
 def _trial(machine: Machine, device: str) -> Finding:
