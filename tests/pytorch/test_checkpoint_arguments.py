@@ -159,3 +159,14 @@ def test_errors() -> None:
         y = te.checkpoint(longer, x)
     with pytest.raises(RuntimeError, match=r"call\(s\) of layer"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_layers_the_second_time(mode: str) -> None:
+    """A lambda over the variable of a loop calls the last layer when it runs again."""
+    y = torch.randn(16, 32, requires_grad=True)
+    with scope("delayed"):
+        for layer in [te.Linear(32, 32, device="cpu", name=name) for name in "ab"]:
+            y = MODES[mode](lambda x: layer(x), y)  # noqa: B023, PLW0108
+    with pytest.raises(RuntimeError, match=r"variable of a loop .*layer"):
+        y.sum().backward()

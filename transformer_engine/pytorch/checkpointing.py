@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.modules.scaled import ScaledModule
-from transformer_engine.pytorch.regions import Region, announce, place
+from transformer_engine.pytorch.regions import Region, announce, graph_task, place
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 
@@ -160,6 +160,8 @@ class _Function:
         try:
             with stack.resumed(self.scope), states:
                 yield
+                if graph_task() != -1:
+                    region.finish()
         finally:
             stack.repeated, stack.regions = before
 

@@ -90,6 +90,21 @@ class Region:
         self._next[module] = index + 1
         return calls[index]
 
+    def finish(self) -> None:
+        """The region has been run again, to its end.
+
+        Raises:
+            RuntimeError: a module was called less often than in the first forward.
+        """
+        for module, calls in self._calls.items():
+            repeated = self._next.get(module, 0)
+            if repeated < len(calls):
+                raise RuntimeError(
+                    f"[checkpoint] expected {len(calls)} call(s) of layer {module.name} when the "
+                    f"checkpointed function runs again, as in its first forward, got {repeated} (a "
+                    "lambda over the variable of a loop calls the layer that the loop ended with)"
+                )
+
 
 class Place(NamedTuple):
     """Where a call of a module happens.

@@ -68,8 +68,9 @@ def repeats(module: ScaledModule, region: Region | None) -> bool:
         raise RuntimeError(
             f"[{type(module).__name__}] expected to find the forward that runs again in this "
             "backward, got none: it ran in FP8 in a checkpoint that is not ours, of a kind that "
-            "tells too little (torch.utils.checkpoint nested in itself does); use "
-            f"transformer_engine.pytorch.checkpoint instead (layer {module.name})"
+            "tells too little (torch.utils.checkpoint nested in itself does; then use "
+            "transformer_engine.pytorch.checkpoint), or the function has called another layer "
+            f"before, as a lambda over the variable of a loop does (layer {module.name})"
         )
     return region is not None
 
