@@ -176,6 +176,18 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["mask", "index"])
+def test_weights_tell_the_number_of_tokens(kind):
+    tokens, experts = torch.randn(5, 6), torch.tensor([[0, 2], [1, 3], [3, 0], [2, 1], [1, 0]])
+    mask = torch.zeros(5, 4, dtype=torch.bool).scatter(1, experts, True)
+    rows, row_id_map = moe_permute(tokens, mask if kind == "mask" else experts, map_type=kind)
+    probs = torch.rand(5, 4 if kind == "mask" else 2)
+    got = moe_unpermute(rows, row_id_map, probs, map_type=kind)
+    assert torch.equal(got, moe_unpermute(rows, row_id_map, probs, tokens.shape, kind))
+    weights = probs[mask].view(5, 2) if kind == "mask" else probs
+    torch.testing.assert_close(got, tokens * weights.sum(1, keepdim=True))
+
+
 @pytest.mark.parametrize("mistake", ERRORS)
 def test_bad_arguments(mistake):
     call, kind, text = ERRORS[mistake]

@@ -111,7 +111,8 @@ def moe_unpermute(
         inp: `[rows, hidden]`.
         row_id_map: of `moe_permute`.
         merging_probs: weights of the rows, of the shape of the routing map.
-        restore_shape: `[tokens, hidden]`; None is the shape of `inp`.
+        restore_shape: `[tokens, hidden]`; None: as many tokens as the weights are of, or, without
+            weights, the shape of `inp`.
         map_type: has no effect: `row_id_map` knows.
         probs: older name of `merging_probs`.
 
@@ -127,15 +128,17 @@ def moe_unpermute(
     tensor([0.7500, 2.0000])
     """
     _check_rows(inp)
-    tokens, hidden = inp.shape if restore_shape is None else restore_shape
+    if probs is not None and merging_probs is not None:
+        raise ValueError("[moe_unpermute] expected one of merging_probs and probs, got both")
+    probs = merging_probs if probs is None else probs
+    if restore_shape is None:
+        restore_shape = inp.shape if probs is None else (probs.shape[0], inp.shape[1])
+    tokens, hidden = restore_shape
     if row_id_map.shape != (inp.shape[0], 2) or hidden != inp.shape[1]:
         raise ValueError(
             f"[moe_unpermute] expected rows [{row_id_map.shape[0]}, {hidden}], as row_id_map and "
             f"restore_shape say, got {tuple(inp.shape)}"
         )
-    if probs is not None and merging_probs is not None:
-        raise ValueError("[moe_unpermute] expected one of merging_probs and probs, got both")
-    probs = merging_probs if probs is None else probs
     weighted = inp
     if probs is not None:
         if probs.ndim != 2 or probs.shape[0] != tokens:
