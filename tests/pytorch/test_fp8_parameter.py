@@ -149,6 +149,7 @@ def test_vectors_and_clipping(layer: te.Linear) -> None:
     "use",
     [
         lambda w: w.detach().numpy(),
+        lambda w: w.detach().storage(),  # as safetensors does
         lambda w: torch.from_dlpack(w.detach()),
         lambda w: w.share_memory_(),
         lambda w: w.detach().resize_(3),

@@ -52,6 +52,7 @@ def get_cpu_offload_context(
         with the layer's output, which it returns, or without arguments.
 
     Raises:
+        TypeError: numbers of layers that are no ints.
         ValueError: nothing to offload, or fewer layers in the model than offloaded ones.
         NotImplementedError: `manual_synchronization`.
 
@@ -74,6 +75,9 @@ def get_cpu_offload_context(
         raise ValueError(
             "[cpu_offload] expected offload_activations or offload_weights, got neither"
         )
+    for name, layers in (("num_layers", num_layers), ("model_layers", model_layers)):
+        if not isinstance(layers, int) and not (layers is None and name == "model_layers"):
+            raise TypeError(f"[cpu_offload] expected {name} to be an int, got {layers!r}")
     if num_layers < 1 or (model_layers is not None and model_layers < num_layers):
         raise ValueError(
             f"[cpu_offload] expected 1 <= num_layers <= model_layers, got {num_layers} and "

@@ -254,6 +254,10 @@ class QuantizedTensor(torch.Tensor):
         """NumPy has no such dtype: an error that names the tensor."""
         return self._refuse("numpy()")
 
+    def storage(self) -> Any:
+        """There is none, and safetensors asks for it: an error that names the tensor."""
+        return self._refuse("storage()")
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._refuse("DLPack")
 
