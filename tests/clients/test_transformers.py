@@ -101,6 +101,21 @@ def test_a_trained_model_loads_as_a_plain_one(
         assert torch.equal(parameter, trained[name].cpu())
 
 
+def test_a_converted_model_resumes_exactly(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`te.convert` before `Trainer`, which reads checkpoints before accelerate replaces layers."""
+    fp8_by_environment(monkeypatch)
+    runs = []
+    for folder in (None, str(tmp_path / "checkpoint-4")):
+        model = llama()
+        te.convert(model)
+        run = trainer(model, device, tmp_path, save_strategy="steps", save_steps=4)
+        run.train(resume_from_checkpoint=folder)
+        runs.append(losses_of(run))
+    assert len(runs[0]) == 8 and runs[0] == runs[1]
+
+
 class ToyConfig(PretrainedConfig):
     model_type = "te_toy"
 
