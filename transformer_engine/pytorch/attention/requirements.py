@@ -8,6 +8,17 @@ SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
+# Of backends that are graphs of cuDNN, which itself is asked for the rest.
+FUSED = Requirement(
+    lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
+)
+ASKABLE = Requirement(
+    lambda problem, allowed: problem.capability is not None, "cannot be asked without a GPU"
+)
+NO_CACHE = Requirement(
+    lambda problem, allowed: not problem.cache,
+    "would build a graph for each length that a cache grows to",
+)
 HIGH_PRECISION = Requirement(
     lambda problem, allowed: not problem.fp8,
     "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",

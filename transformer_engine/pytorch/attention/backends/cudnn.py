@@ -24,8 +24,11 @@ from transformer_engine.pytorch.attention.dense import check_bias_shape
 from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.requirements import (
+    ASKABLE,
+    FUSED,
     GPU,
     HIGH_PRECISION,
+    NO_CACHE,
     SIZES_OF_EIGHT,
     SOMETHING,
 )
@@ -294,14 +297,9 @@ BACKEND = Backend(
     attend,
     keeps_scores=False,
     requirements=(
-        Requirement(
-            lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
-        ),
+        FUSED,
         GPU,
-        Requirement(
-            lambda problem, allowed: problem.capability is not None,
-            "cannot be asked without a GPU",
-        ),
+        ASKABLE,
         Requirement(
             lambda problem, allowed: problem.dtype in (torch.float16, torch.bfloat16),
             "takes float16 and bfloat16 alone",
@@ -341,10 +339,7 @@ BACKEND = Backend(
             lambda problem, allowed: problem.dropout < 1.0,
             "cannot drop everything; use attention_dropout < 1",
         ),
-        Requirement(
-            lambda problem, allowed: not problem.cache,
-            "would build a graph for each length that a cache grows to",
-        ),
+        NO_CACHE,
         Requirement(_taken_by_cudnn, _reason),
     ),
 )

@@ -27,8 +27,11 @@ from transformer_engine.pytorch.attention.casts import Casts
 from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.requirements import (
+    ASKABLE,
+    FUSED,
     GPU,
     NO_BIAS,
+    NO_CACHE,
     NO_DROPOUT,
     NO_SINK,
     SOMETHING,
@@ -243,18 +246,13 @@ BACKEND = Backend(
     attend,
     keeps_scores=False,
     requirements=(
-        Requirement(
-            lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
-        ),
+        FUSED,
         Requirement(
             lambda problem, allowed: problem.fp8,
             "computes in FP8 alone; use a recipe with fp8_dpa",
         ),
         GPU,
-        Requirement(
-            lambda problem, allowed: problem.capability is not None,
-            "cannot be asked without a GPU",
-        ),
+        ASKABLE,
         Requirement(
             lambda problem, allowed: (problem.capability or (9, 0)) >= (9, 0),
             "needs a GPU of compute capability 9.0",
@@ -272,10 +270,7 @@ BACKEND = Backend(
         NO_BIAS,
         NO_SINK,
         NO_DROPOUT,
-        Requirement(
-            lambda problem, allowed: not problem.cache,
-            "would build a graph for each length that a cache grows to",
-        ),
+        NO_CACHE,
         Requirement(_taken_by_cudnn, _reason),
     ),
     notice=_notice,
