@@ -84,6 +84,23 @@ def test_memory_that_does_not_begin_at_16_bytes_is_copied():
     assert copy.data_ptr() % 16 == 0 and torch.equal(copy, shifted)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gradients_of_thd_lie_as_what_is_read(monkeypatch, shift):
+    """Parts of a projection do; where its memory does not begin at 16 bytes, copies are read."""
+    seen = []
+    monkeypatch.setattr(kernels._C, "attention_backward", lambda *given: seen.append(given))
+    memory = torch.empty(7 * 3 * 2 * 8 + 1, dtype=torch.bfloat16)
+    parts = memory[shift : shift + 7 * 3 * 2 * 8].view(7, 3, 2, 8).unbind(1)
+    out, statistics = torch.empty(7, 2, 8), torch.empty(7, 2)
+    settings = kernels.settings_of(kernels.THD, longest=(7, 7))
+    given = (out, *parts, out, statistics, settings, 1.0, 0.0, (None,) * 4, None, None, None)
+    results = kernels.attention_backward(*given, False, False, True)[:3]
+    inputs, written = seen[0][0], seen[0][7][1:4]
+    for read, gradient, result in zip(inputs, written, results, strict=True):
+        assert read.stride() == gradient.stride() == result.stride()
+        assert read.is_contiguous() == bool(shift)
+
+
 @pytest.mark.parametrize("format", [kernels.SBHD, kernels.BSHD, kernels.THD])
 def test_shapes_without_a_kernel(format):
     sequences = (None,) * 4

@@ -165,6 +165,8 @@ def attention_backward(
         packed: gradients of inputs that are parts of one tensor are parts of one, too.
         launch: False gives the shapes alone.
     """
+    if launch:  # first, because gradients of thd lie as what cuDNN reads does
+        query, key, value = _aligned(query), _aligned(key), _aligned(value)
     inputs = (query, key, value)
     gradients = (
         *(
@@ -176,9 +178,8 @@ def attention_backward(
         torch.empty_like(sink) if sink is not None and needs_sink else None,
     )
     if launch:
-        query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_backward(
-            (query, key, value),
+            inputs,
             settings,
             scale,
             dropout,
