@@ -32,10 +32,9 @@ class ScalingState:
 
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
         self.direction = direction
-        self.scale = torch.ones(count, _STRIDE, dtype=torch.float32, device=device)[:, 0]
-        self.amax_history = torch.zeros(length, count, _STRIDE, dtype=torch.float32, device=device)[
-            ..., 0
-        ]
+        options: Any = {"dtype": torch.float32, "device": device}
+        self.scale = _spread(torch.ones(count, **options))
+        self.amax_history = _spread(torch.zeros(length, count, **options))
         self.version = 0
         self.member_of: ScalingMembers | None = None
         self._views()
