@@ -94,21 +94,24 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
   if (!key_.padded) return;
   char* next = static_cast<char*>(workspace);
   AttentionPlaces p;
-  const auto add = [&](Slot slot, int64_t stride, bool of_key) {
+  p.evenly = args.settings.format != AttentionFormat::Thd;
+  const auto add = [&](Slot slot, const AttentionStrides& strides, bool of_key) {
+    const int64_t stride = p.evenly ? strides.batch : strides.token;
     p.places[p.count++] = {reinterpret_cast<int64_t*>(next), stride, of_key};
     at(pointers, slot) = next;
     next += places_bytes();
   };
   if (key_.packed) {
-    add(Slot::QueryPlaces, key_.query.token, false);
-    add(Slot::KeyPlaces, key_.key.token, true);
-    add(Slot::ValuePlaces, key_.value.token, true);
-    add(Slot::OutPlaces, key_.out.token, false);
-    add(Slot::StatisticsPlaces, key_.heads, false);
+    const int64_t heads = key_.heads;
+    add(Slot::QueryPlaces, key_.query, false);
+    add(Slot::KeyPlaces, key_.key, true);
+    add(Slot::ValuePlaces, key_.value, true);
+    add(Slot::OutPlaces, key_.out, false);
+    add(Slot::StatisticsPlaces, {.batch = key_.queries * heads, .head = 1, .token = heads}, false);
     if (key_.backward) {
-      add(Slot::GradQueryPlaces, key_.grad_query.token, false);
-      add(Slot::GradKeyPlaces, key_.grad_key.token, true);
-      add(Slot::GradValuePlaces, key_.grad_value.token, true);
+      add(Slot::GradQueryPlaces, key_.grad_query, false);
+      add(Slot::GradKeyPlaces, key_.grad_key, true);
+      add(Slot::GradValuePlaces, key_.grad_value, true);
     }
   }
   const auto side = [&](const AttentionSequences& sequences, Slot slot) {
@@ -179,7 +182,9 @@ AttentionPointers pointers_of(const AttentionArgs& args, const AttentionGradient
 }
 
 AttentionRows written_rows(const AttentionArgs& args, const AttentionGradients* gradients) {
-  if (gradients == nullptr) return {.rows = {args.out}, .count = 1, .statistics = args.statistics};
+  if (gradients == nullptr) {
+    return {.rows = {args.out}, .count = 1, .statistics = args.statistics, .packed = args.packed()};
+  }
   return {.rows = {gradients->query, gradients->key, gradients->value},
           .of_key = {false, true, true},
           .count = 3,

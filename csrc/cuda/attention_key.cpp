@@ -40,9 +40,9 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   device = q.device.index;
   dtype = static_cast<int64_t>(q.dtype);
   backward = gradients != nullptr;
-  packed = format == AttentionFormat::Thd;
+  packed = args.packed();
   padded = static_cast<bool>(args.of_query.ends);
-  if (packed) {
+  if (format == AttentionFormat::Thd) {
     batch = round_up(args.of_query.ends.numel() - 1, 1);
     queries = round_up(args.of_query.longest, kLeastTokens);
     keys = round_up(args.of_key.longest, kLeastTokens);
@@ -55,6 +55,10 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
     batch = q.size(1 - token);
     queries = q.size(token);
     keys = args.key.size(token);
+    if (backward && packed) {
+      query_tokens = batch * queries;
+      key_tokens = batch * keys;
+    }
   }
   heads = q.size(-2);
   groups = args.key.size(-2);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) places_kernel(AttentionPlaces p) {
   for (int i = 0; i < p.count; ++i) {
     const auto& side = p.places[i].of_key ? p.key : p.query;
     const int32_t* starts = side.starts != nullptr ? side.starts : side.ends;
-    p.places[i].at[b] = starts[known] * p.places[i].stride;
+    p.places[i].at[b] = (p.evenly ? b : starts[known]) * p.places[i].stride;
   }
 }
 
@@ -31,7 +31,7 @@ struct Side {
   const int32_t* ends;
   const int32_t* starts;
   int64_t rows;    // of its tensors
-  int64_t tokens;  // of a sequence; unused for thd
+  int64_t tokens;  // of a sequence; 0 for thd
 };
 
 // Rows are cleared in words of 16 bytes. A row is `heads` runs of `words`.
@@ -50,6 +50,7 @@ struct ClearArgs {
   bool bottom_right;
   Cleared tensors[3];
   float* statistics;
+  bool packed;  // see AttentionRows
   int64_t heads;
 };
 
@@ -106,10 +107,11 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
     for (int64_t i = lane; i < tensor.words; i += kWarp) run[i] = make_uint4(0, 0, 0, 0);
   }
   if (blockIdx.y != 0 || a.statistics == nullptr) return;
-  const bool packed = a.format == AttentionFormat::Thd;
+  const bool thd = a.format == AttentionFormat::Thd;
+  const int64_t token = thd ? row : place.sequence * side.tokens + place.token;
   for (int64_t h = lane; h < a.heads; h += kWarp) {
     const int64_t at =
-        packed ? row * a.heads + h : (place.sequence * a.heads + h) * side.tokens + place.token;
+        a.packed ? token * a.heads + h : (place.sequence * a.heads + h) * side.tokens + place.token;
     a.statistics[at] = std::numeric_limits<float>::infinity();
   }
 }
@@ -154,6 +156,7 @@ void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream
   a.bottom_right = settings.bottom_right;
   a.heads = args.query.size(-2);
   a.statistics = rows.statistics ? rows.statistics.ptr<float>() : nullptr;
+  a.packed = rows.packed;
   int64_t most = 0;
   for (int i = 0; i < rows.count; ++i) {
     const Side& side = rows.of_key[i] ? a.key : a.query;

@@ -19,10 +19,11 @@ struct AttentionPlaces {
   };
   struct Places {
     int64_t* at;     // [batch + 1], written
-    int64_t stride;  // elements from one token to the next
+    int64_t stride;  // elements from one token to the next, or from one sequence to the next
     bool of_key;
   };
   Ends query, key;
+  bool evenly = false;  // sequences begin at multiples of the stride, not at their tokens
   int64_t real = 0, batch = 0;
   Places places[kMostPlaces];
   int count = 0;
@@ -37,6 +38,7 @@ struct AttentionRows {
   bool of_key[3] = {};
   int count = 0;
   TensorView statistics;  // may be absent
+  bool packed = false;    // the statistics of a token's heads are together
 };
 
 void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream_t stream);

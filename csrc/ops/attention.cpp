@@ -114,13 +114,14 @@ void check_results(const AttentionArgs& args) {
 }
 
 // Gradients may be parts of one tensor, as the inputs may. Those of padded sequences are cleared by
-// rows, which must have one stride. cuDNN writes thd with the strides of its inputs alone.
-void check_gradient(const TensorView& t, const TensorView& like, DType dtype, bool padded,
-                    std::string_view name) {
+// rows, which must have one stride. cuDNN writes packed ones with the strides of its inputs alone.
+void check_gradient(const TensorView& t, const TensorView& like, const AttentionArgs& args,
+                    DType dtype, std::string_view name) {
   bool fits = t.rank == like.rank && t.stride(-1) == 1;
-  if (fits && padded && t.rank == 4)
+  if (fits && args.of_query.ends && t.rank == 4)
     fits = t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1);
-  if (fits && padded && t.rank == 3) fits = t.size(0) == 1 || t.stride(0) == like.stride(0);
+  for (int i = 0; fits && args.packed() && i < t.rank - 2; ++i)
+    fits = t.size(i) == 1 || t.stride(i) == like.stride(i);
   for (int i = 0; fits && i < t.rank; ++i) fits = t.size(i) == like.size(i);
   require(fits, Kind::Value, kOp, "expected ", name, " of shape ", ShapeOf{like},
           ", of which the last axis is contiguous, got ", t);
@@ -134,10 +135,9 @@ void check_gradients(const AttentionArgs& args, const AttentionGradients& gradie
   const bool fp8 = args.fp8 && is_fp8(gradients.out.dtype);
   const DType dtype = fp8 ? gradients.out.dtype : args.query.dtype;
   check_out(gradients.out, dtype, args, "the gradient of the result");
-  const bool padded = static_cast<bool>(args.of_query.ends);
-  check_gradient(gradients.query, args.query, dtype, padded, "the gradient of query");
-  check_gradient(gradients.key, args.key, dtype, padded, "the gradient of key");
-  check_gradient(gradients.value, args.value, dtype, padded, "the gradient of value");
+  check_gradient(gradients.query, args.query, args, dtype, "the gradient of query");
+  check_gradient(gradients.key, args.key, args, dtype, "the gradient of key");
+  check_gradient(gradients.value, args.value, args, dtype, "the gradient of value");
   if (gradients.bias) {
     check::same_shape(gradients.bias, args.bias, kOp, "the gradient of the bias");
     check::dtype(gradients.bias, args.query.dtype, kOp, "the gradient of the bias");

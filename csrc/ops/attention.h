@@ -62,8 +62,14 @@ struct AttentionArgs {
   TensorView sink;        // fp32 [heads]: the score of one more key that has no value
   TensorView seed;        // int64 [2]: seed and offset of the dropout
   TensorView out;         // contiguous, format and dtype of query
-  TensorView statistics;  // fp32 [batch, heads, queries], thd [tokens, heads]; absent: inference
+  TensorView statistics;  // fp32, one for each query and head; absent: inference
   AttentionFp8 fp8;       // without bias, sink, dropout and sequences
+
+  // Whether cuDNN is told where each sequence begins, and so skips what lies outside: of thd it must
+  // be, with a bias it cannot be.
+  bool packed() const {
+    return settings.format == AttentionFormat::Thd || (of_query.ends && !bias);
+  }
 };
 
 // What the backward reads and writes besides; all contiguous, those absent are not computed. Of the

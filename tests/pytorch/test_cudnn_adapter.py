@@ -58,21 +58,31 @@ def test_tensors_are_taken_as_they_lie():
     packed, interleaved = torch.empty(5, 2, 12, 16), torch.empty(5, 2, 4, 3, 16)
     one = torch.empty(1, 7, 1, 24)[:, :, :, :16]
     of_thd = torch.empty(10, 12, 16)
-    for inputs in (packed.split(4, 2), interleaved.unbind(3), (one,), of_thd.split(4, 1)):
-        assert all(a is b for a, b in zip(cudnn._readable(*inputs), inputs, strict=True))
+    for inputs, placed in (
+        (packed.split(4, 2), False),
+        (packed.split(4, 2), True),
+        (packed.split(4, 2)[::2], False),
+        (interleaved.unbind(3), True),
+        ((one,), False),
+        (of_thd.split(4, 1), True),
+    ):
+        read = cudnn._readable(*inputs, placed=placed)
+        assert all(a is b for a, b in zip(read, inputs, strict=True))
 
 
 @pytest.mark.parametrize(
-    "x",
+    ("x", "placed"),
     [
-        torch.randn(5, 2, 4, 17)[..., 1:],
-        torch.randn(5, 2, 16, 4).transpose(2, 3),
-        torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16),
-        torch.randn(10, 12, 16)[:, :4],  # thd of a packed projection, but not the whole of it
+        (torch.randn(5, 2, 4, 17)[..., 1:], False),
+        (torch.randn(5, 2, 16, 4).transpose(2, 3), False),
+        (torch.randn(5, 2, 1, 16).expand(5, 2, 4, 16), False),
+        # Of a packed projection, but not the whole of it.
+        (torch.randn(10, 12, 16)[:, :4], True),
+        (torch.randn(5, 2, 12, 16)[:, :, :4], True),
     ],
 )
-def test_strides_that_cudnn_cannot_read_are_copied(x):
-    (copy,) = cudnn._readable(x)
+def test_strides_that_cudnn_cannot_read_are_copied(x, placed):
+    (copy,) = cudnn._readable(x, placed=placed)
     assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 

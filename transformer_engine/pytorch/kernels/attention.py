@@ -80,8 +80,8 @@ def attention_forward(
         launch: False gives the shapes alone.
 
     Returns:
-        The result, `[..., heads, size of value]`, and fp32 statistics of the softmax,
-        `[batch, heads, queries]` or `[tokens, heads]`; None where not asked for.
+        The result, `[..., heads, size of value]`, and fp32 statistics of the softmax, one for each
+        query and head in an order of cuDNN's; None where not asked for.
     """
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     kept = None

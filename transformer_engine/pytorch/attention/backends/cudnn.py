@@ -114,7 +114,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if bias is not None:
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
-    query, key, value = _readable(query, key, value)
+    placed = shape.band is None and bias is None
+    query, key, value = _readable(query, key, value, placed=placed)
     options = (how, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
         key, value = key.view_as(key), value.view_as(value)
@@ -174,13 +175,14 @@ def settings_for(
     return settings_of(_FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
 
 
-def _readable(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """The tensors themselves, unless cuDNN cannot read 16 bytes at a time with strides as these.
 
-    Of thd it wants gradients with the strides of inputs: those are the parts of one tensor that
-    `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
+    Where it is told the place of each sequence it wants gradients with the strides of inputs: those
+    are the parts of one tensor that `attention_backward` makes, or contiguous tensors
+    (docs/adr/0013-cudnn-graphs.md).
     """
-    if inputs[0].dim() == 3 and (torch.compiler.is_compiling() or places_of(*inputs) is None):
+    if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
     return tuple(
         x
