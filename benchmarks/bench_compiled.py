@@ -1,8 +1,9 @@
 """Forward and backward under `torch.compile(fullgraph=True)`, over the same module in eager mode.
 
-`in graphs` is `mode="reduce-overhead"`, which replays CUDA graphs and needs no host; without it the
-host decides below h 4096. Plain torch, compiled, stands beside. The first cases are one layer, the
-last is the stack of bench_gpt, compiled as a whole.
+Times are those of a training loop, host and GPU: the host is what compiling is for. `in graphs` is
+`mode="reduce-overhead"`, which replays CUDA graphs; without it the host decides below h 4096. Plain
+torch, compiled, stands beside. The first cases are one layer, the last is the stack of bench_gpt,
+compiled as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import torch
 from bench_gpt import LAYERS, SIZE
 from contenders import PlainLayer, Size, our_layer, random, step
-from harness import Report, over, require_gpu, time_gpu_each
+from harness import Report, over, require_gpu, time_wall_each
 from torch import nn
 
 BAR = 1.0
@@ -46,7 +47,7 @@ def measure(
         runs["compiled"]()
         torch.cuda.synchronize()
         seconds = round(time.perf_counter() - began, 1)
-        times = time_gpu_each(runs, repeats=30, warmup=10)
+        times = time_wall_each(runs)
         bar = {} if name == "torch" else {"bar": BAR, "better": "lower"}
         for way in WAYS:
             row = over(times[way], times["eager"].median_us)

@@ -130,6 +130,22 @@ def time_host_each(
     A loop times `calls` calls in a row after a synchronisation, short enough not to fill the
     launch queue. Contenders take turns loop by loop; the garbage collector is off.
     """
+    return _time_loops(contenders, loops, calls, warmup, waits=False)
+
+
+def time_wall_each(
+    contenders: Mapping[str, Call], *, loops: int = 10, calls: int = 10, warmup: int = 10
+) -> dict[str, Timing]:
+    """Time of one call of each contender, host and GPU, as a training loop sees it.
+
+    Loops are those of `time_host_each`, but each waits for the GPU at its end.
+    """
+    return _time_loops(contenders, loops, calls, warmup, waits=True)
+
+
+def _time_loops(
+    contenders: Mapping[str, Call], loops: int, calls: int, warmup: int, *, waits: bool
+) -> dict[str, Timing]:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for call in contenders.values():
         for _ in range(warmup):
@@ -142,6 +158,8 @@ def time_host_each(
             start = time.perf_counter()
             for _ in range(calls):
                 call()
+            if waits:
+                synchronize()
             samples[name].append((time.perf_counter() - start) * 1e6 / calls)
     synchronize()
     gc.enable()
