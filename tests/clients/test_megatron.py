@@ -36,8 +36,6 @@ def megatron(device: str, tmp_path: Path) -> Iterator[Any]:
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, rank=0, world_size=1, store=store)
     parallel_state.initialize_model_parallel()
-    if device == "cuda":
-        random.model_parallel_cuda_manual_seed(0)
     yield parallel_state
     random.get_cuda_rng_tracker().reset()
     parallel_state.destroy_model_parallel()
@@ -49,9 +47,12 @@ def gpt(device: str, **changes: Any) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(0)
+    if device == "cuda":
+        random.model_parallel_cuda_manual_seed(0)  # of the weights
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     settings = {
         "num_layers": 2,
