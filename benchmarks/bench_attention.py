@@ -1,8 +1,9 @@
 """DotProductAttention: each of our backends beside the libraries called directly.
 
 `ratio` is the time of the fastest library over ours, on contiguous tensors there and on views of
-one projection here, as in a layer; for padding and windows it is our own time without them over
-ours with them. Rows named `chosen` are what runs by default. Generation is in bench_generation.py.
+one projection here, as in a layer; for windows it is our own time without them over ours with them.
+Rows named `chosen` are what runs by default. The rest is in bench_attention_padding.py and
+bench_generation.py.
 """
 
 from __future__ import annotations
@@ -27,14 +28,9 @@ DENSE = [
     Case(8, 32, 32, 2048, 64, "no_mask"),
     Case(8, 12, 12, 1024, 64, "causal"),
 ]
-PADDED = [
-    Case(8, 32, 32, 4096, 128, "padding_causal", padded="thd"),
-    Case(8, 32, 32, 4096, 128, "padding_causal", padded="lengths"),
-    Case(8, 32, 32, 4096, 128, "padding", padded="thd"),
-]
 WINDOWED = [Case(1, 32, 32, 16384, 128, "causal", window=(1024, 0))]
 BAR = 0.98
-BAR_OF_PADDING, BAR_OF_WINDOW = 1.6, 4.0
+BAR_OF_WINDOW = 4.0
 
 
 def row(
@@ -114,8 +110,6 @@ def main() -> None:
     for case in DENSE:
         measure_dense(report, case)
         torch.cuda.empty_cache()
-    for case in PADDED:
-        measure_less(report, "half padding", case, BAR_OF_PADDING)
     for case in WINDOWED:
         measure_less(report, "window", case, BAR_OF_WINDOW)
     measure_host(report)
