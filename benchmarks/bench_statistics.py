@@ -14,7 +14,11 @@ from collections.abc import Callable
 import torch
 from harness import FLUSH_BYTES, Report, Timing, copy_us, require_gpu, time_gpu_each
 
-from transformer_engine.pytorch.kernels.activation import activation_forward, activation_kind
+from transformer_engine.pytorch.kernels.activation import (
+    activation_backward,
+    activation_forward,
+    activation_kind,
+)
 from transformer_engine.pytorch.kernels.moments import (
     cast_moments,
     empty_cast_moments,
@@ -129,6 +133,9 @@ def bench_epilogues(report: Report, shape: tuple[int, int]) -> None:
             x, gamma, None, RMS_NORM, 1e-5, False, None, **fp8, **more
         ),
         "gelu fp8": lambda **more: activation_forward(x, gelu, False, **fp8, **more),
+        "gelu backward fp8": lambda **more: activation_backward(
+            x, x, gelu, False, **fp8, dbias=BF16, **more
+        ),
     }
     for name, op in ops.items():
         times = time_gpu_each({"without": op, "with": lambda op=op: op(moments=row)})

@@ -11,13 +11,15 @@ namespace {
 
 void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
-                   int format, const TensorView& dbias) {
+                   int format, const TensorView& dbias, const TensorView& moments,
+                   const TensorView& active) {
   const Stream stream = bridge::current_stream(x.device);
   QuantizeArgs args{
       .x = x,
       .out = quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
       .dbias = dbias,
-      .workspace = {}};
+      .workspace = {},
+      .moments = moments_sink(moments, active, x.device, stream, x.rows(), x.cols())};
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   quantize(args, stream);
 }
@@ -47,7 +49,7 @@ void bind_quantize(pybind11::module_& m) {
   using pybind11::none;
   m.def("quantize", recorded<&quantize_into>, arg("x"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("scale") = none(), arg("amax") = none(), arg("format"),
-        arg("dbias") = none());
+        arg("dbias") = none(), arg("moments") = none(), arg("active") = none());
   m.def("quantize_blocks", recorded<&quantize_blocks_into>, arg("x"), arg("rowwise"),
         arg("row_scales"), arg("columnwise"), arg("column_scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"), arg("dbias") = none());

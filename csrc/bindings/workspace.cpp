@@ -56,9 +56,15 @@ TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int6
   return buffer(Purpose::ColumnSum, device, stream, column_sum_workspace_bytes(rows, cols));
 }
 
-TensorView moments_workspace(Device device, Stream stream) {
+TensorView moments_workspace(Device device, Stream stream, int64_t rows, int64_t cols) {
   if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::Moments, device, stream, moments_workspace_bytes());
+  return buffer(Purpose::Moments, device, stream, tile_moments_workspace_bytes(rows, cols));
+}
+
+MomentsSink moments_sink(const TensorView& row, const TensorView& active, Device device,
+                         Stream stream, int64_t rows, int64_t cols) {
+  if (!row) return {};
+  return {row, active, moments_workspace(device, stream, rows, cols)};
 }
 
 TensorView program_scratch(Device device, Stream stream, int64_t bytes) {

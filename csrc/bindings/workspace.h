@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 
 #include "core/tensor_view.h"
+#include "ops/moments.h"
 
 namespace te::bindings {
 
@@ -18,8 +19,13 @@ TensorView gemm_workspace(Device device, Stream stream);
 // Partial column sums of a [rows, cols] value; absent on the CPU, which needs none.
 TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int64_t cols);
 
-// What blocks leave for each other when they take moments; absent on the CPU.
-TensorView moments_workspace(Device device, Stream stream);
+// What blocks leave for each other when they take moments, by the way of a [rows, cols] value or
+// in a pass of their own; absent on the CPU.
+TensorView moments_workspace(Device device, Stream stream, int64_t rows = 0, int64_t cols = 0);
+
+// Where an op leaves the moments of a [rows, cols] value; absent where no row is given.
+MomentsSink moments_sink(const TensorView& row, const TensorView& active, Device device,
+                         Stream stream, int64_t rows, int64_t cols);
 
 // What ops of one program leave for each other. Absent on the CPU, where several threads may run
 // programs at a time.

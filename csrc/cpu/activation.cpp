@@ -88,6 +88,7 @@ void activation_forward(const ActivationForwardArgs& args) {
       forward_row(unit, gated, args.x.ptr<In>() + row * width, y);
     });
   });
+  if (args.moments) cpu::moments({args.y, args.moments});
 }
 
 void activation_backward(const ActivationBackwardArgs& args) {
@@ -100,6 +101,7 @@ void activation_backward(const ActivationBackwardArgs& args) {
       backward_row(unit, gated, args.dy.ptr<In>() + row * n, args.x.ptr<In>() + row * width, dx);
     });
   });
+  if (args.moments) cpu::moments({args.dx, args.moments});
 }
 
 }  // namespace te::cpu

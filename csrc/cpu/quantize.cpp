@@ -65,6 +65,7 @@ void quantize(const QuantizeArgs& args) {
                  [&](int64_t i, int64_t j) { return static_cast<float>(x[i * cols + j]); });
     }
   });
+  if (args.moments) cpu::moments({args.x, args.moments});
 }
 
 }  // namespace te::cpu

@@ -7,13 +7,15 @@
 namespace te::cuda {
 namespace {
 
+constexpr const char* kOp = "activation_backward";
+
 // In: dy, x or dy, x1, x2. Out: dx or dx1, dx2.
 template <class Unit, bool kGated>
 struct Backward {
   static constexpr int kInputs = kGated ? 3 : 2;
   static constexpr int kOutputs = kGated ? 2 : 1;
   static constexpr int kPitch(int k) { return k == 0 ? 1 : kOutputs; }
-  static constexpr bool kPlain = true, kColumnSums = true;
+  static constexpr bool kPlain = true, kColumnSums = true, kCopies = false;
   Unit unit;
 
   __device__ __forceinline__ void operator()(const float (&in)[kInputs],
@@ -36,14 +38,15 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, cudaStream_t
       .function = {unit},
       .inputs = {args.dy.data, x.data},
       .rows = x.rows(),
-      .cols = tile_map_cols(cols, "activation_backward"),
+      .cols = tile_map_cols(cols, kOp),
       .plain = args.dx.data,
       .quantized = sink_of(args.quantized),
       .e5m2 = args.quantized.dtype == DType::Float8E5M2,
       .current = sink_of(args.current),
       .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr};
   if constexpr (kGated) map.inputs[2] = x.ptr<char>() + cols * size_of(x.dtype);
-  launch_tile_map(map, x.dtype, "activation_backward", stream);
+  if (!launch_tile_map(map, x.dtype, args.moments, kOp, stream) && args.moments)
+    cuda::moments({args.dx, args.moments}, {stream});
 }
 
 }  // namespace

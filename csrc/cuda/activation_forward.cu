@@ -5,12 +5,14 @@
 namespace te::cuda {
 namespace {
 
+constexpr const char* kOp = "activation_forward";
+
 template <class Unit, bool kGated>
 struct Forward {
   static constexpr int kInputs = kGated ? 2 : 1;
   static constexpr int kOutputs = 1;
   static constexpr int kPitch(int) { return kInputs; }  // x1 and x2 are halves of rows
-  static constexpr bool kPlain = true, kColumnSums = false;
+  static constexpr bool kPlain = true, kColumnSums = false, kCopies = false;
   Unit unit;
 
   __device__ __forceinline__ void operator()(const float (&in)[kInputs],
@@ -27,13 +29,14 @@ void forward(const ActivationForwardArgs& args, const Unit& unit, cudaStream_t s
   TileMap<Forward<Unit, kGated>> map{.function = {unit},
                                      .inputs = {x.data},
                                      .rows = x.rows(),
-                                     .cols = tile_map_cols(cols, "activation_forward"),
+                                     .cols = tile_map_cols(cols, kOp),
                                      .plain = args.y.data,
                                      .quantized = sink_of(args.quantized),
                                      .e5m2 = args.quantized.dtype == DType::Float8E5M2,
                                      .current = sink_of(args.current)};
   if constexpr (kGated) map.inputs[1] = x.ptr<char>() + cols * size_of(x.dtype);
-  launch_tile_map(map, x.dtype, "activation_forward", stream);
+  if (!launch_tile_map(map, x.dtype, args.moments, kOp, stream) && args.moments)
+    cuda::moments({args.y, args.moments}, {stream});
 }
 
 }  // namespace

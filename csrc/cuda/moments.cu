@@ -4,6 +4,7 @@
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/merge_rows.cuh"
+#include "cuda/device/moment_fields.cuh"
 #include "cuda/device/octet_moments.cuh"
 #include "cuda/device/packed_moments.cuh"
 #include "cuda/device/reduce.cuh"
@@ -108,21 +109,13 @@ __global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
     args.walk.for_rest([&](int64_t i) { rest.add(args.value(i), pivot_from(origin)); });
     sums.add(warp_add(rest));
   }
-  const double fields[] = {sums.first, sums.second, sums.sum_abs, sums.nonzeros, sums.nans,
-                           sums.infs,  sums.min,    -sums.max,    sums.smallest};
-  merge_grid<MomentsWalk<In>::kWarps, 6>(fields, args.out, [&](const double* total, Moments& row) {
-    const MomentSums all{static_cast<double>(args.walk.count),
-                         total[0],
-                         total[1],
-                         total[2],
-                         total[6],
-                         -total[7],
-                         total[8],
-                         total[3],
-                         total[4],
-                         total[5]};
-    merge(row, all.about(pivot_from(origin)));
-  });
+  constexpr int kSums = kMomentFieldsThatAdd;
+  const MomentFields fields(sums);
+  merge_grid<MomentsWalk<In>::kWarps, kSums>(
+      fields.at, args.out, [&](const double* total, Moments& row) {
+        const MomentSums all = sums_from(total, static_cast<double>(args.walk.count));
+        merge(row, all.about(pivot_from(origin)));
+      });
 }
 
 }  // namespace

@@ -80,24 +80,26 @@ template <bool kDbias>
 struct Identity {
   static constexpr int kInputs = 1, kOutputs = 1;
   static constexpr int kPitch(int) { return 1; }
-  static constexpr bool kPlain = false, kColumnSums = kDbias;
+  static constexpr bool kPlain = false, kColumnSums = kDbias, kCopies = true;
 
   __device__ __forceinline__ void operator()(const float (&in)[1], float (&out)[1]) const {
     out[0] = in[0];
   }
 };
 
+// Whether the moments have been taken.
 template <bool kDbias>
-void by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
-  launch_tile_map(TileMap<Identity<kDbias>>{.function = {},
-                                            .inputs = {args.x.data},
-                                            .rows = args.x.rows(),
-                                            .cols = tile_map_cols(args.x.cols(), "quantize"),
-                                            .backwards = !args.out.scale,  // amax has just read x
-                                            .quantized = sink_of(args.out),
-                                            .e5m2 = args.out.dtype == DType::Float8E5M2,
-                                            .column_parts = args.workspace.ptr<float>()},
-                  args.x.dtype, "quantize", stream);
+bool by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
+  return launch_tile_map(
+      TileMap<Identity<kDbias>>{.function = {},
+                                .inputs = {args.x.data},
+                                .rows = args.x.rows(),
+                                .cols = tile_map_cols(args.x.cols(), "quantize"),
+                                .backwards = !args.out.scale,  // amax has just read x
+                                .quantized = sink_of(args.out),
+                                .e5m2 = args.out.dtype == DType::Float8E5M2,
+                                .column_parts = args.workspace.ptr<float>()},
+      args.x.dtype, args.moments, "quantize", stream);
 }
 
 }  // namespace
@@ -105,12 +107,13 @@ void by_tiles(const QuantizeArgs& args, cudaStream_t stream) {
 void quantize(const QuantizeArgs& args, Stream on) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t stream = stream_of(on);
+  bool taken = false;
   if (args.dbias) {
-    by_tiles<true>(args, stream);
+    taken = by_tiles<true>(args, stream);
     reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
                         args.dbias, stream);
   } else if (args.out.columnwise) {
-    by_tiles<false>(args, stream);
+    taken = by_tiles<false>(args, stream);
   } else {
     dispatch_high_precision(args.x.dtype, "quantize", [&](auto in) {
       dispatch_fp8(args.out.dtype, "quantize", [&](auto out) {
@@ -119,6 +122,7 @@ void quantize(const QuantizeArgs& args, Stream on) {
     });
     check_launch("quantize");
   }
+  if (args.moments && !taken) cuda::moments({args.x, args.moments}, on);
 }
 
 }  // namespace te::cuda

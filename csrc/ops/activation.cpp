@@ -11,6 +11,8 @@ struct Result {
   const TensorView& plain;
   const QuantizedView& quantized;
   const CurrentScale& current;
+  const MomentsSink& moments;
+  bool takes_moments;
 };
 
 void check_input(ActivationKind kind, const TensorView& x, std::string_view op) {
@@ -35,6 +37,8 @@ void check_result(const Result& result, const TensorView& like, std::string_view
     check::dtype(result.plain, like.dtype, op, name);
   }
   if (result.quantized) check::quantized(result.quantized, like.rows(), like.cols(), like, op);
+  check::tile_moments(result.moments, like, op);
+  if (result.moments && !result.takes_moments) check::defined(result.plain, op, name);
   if (!result.current) return;
   check::defined(result.plain, op, name);
   check::current_scale(result.current, like, op);
@@ -43,12 +47,22 @@ void check_result(const Result& result, const TensorView& like, std::string_view
 
 }  // namespace
 
+bool activation_takes_moments(const TensorView& x, const TensorView& dy) {
+  const auto is_aligned = [](const TensorView& t) {
+    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  };
+  return x.device.type == DeviceType::CUDA && size_of(x.dtype) == 2 && x.cols() % 16 == 0 &&
+         is_aligned(x) && is_aligned(dy);
+}
+
 void activation_forward(const ActivationForwardArgs& args, Stream stream) {
   constexpr const char* kOp = "activation_forward";
   check_input(args.kind, args.x, kOp);
   require(args.y || args.quantized, Kind::Value, kOp,
           "expected a plain or an FP8 output, got neither");
-  check_result({args.y, args.quantized, args.current}, half_of(args.kind, args.x), kOp, "y");
+  check_result(
+      {args.y, args.quantized, args.current, args.moments, activation_takes_moments(args.x, {})},
+      half_of(args.kind, args.x), kOp, "y");
   on_device(
       args.x, [&] { cpu::activation_forward(args); },
       [&] { cuda::activation_forward(args, stream); });
@@ -61,7 +75,9 @@ void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
   check::dtype(args.dy, args.x.dtype, kOp, "dy");
   require(args.dx || args.quantized || args.dbias, Kind::Value, kOp,
           "expected dx, an FP8 output or dbias, got none of them");
-  check_result({args.dx, args.quantized, args.current}, args.x, kOp, "dx");
+  check_result({args.dx, args.quantized, args.current, args.moments,
+                activation_takes_moments(args.x, args.dy)},
+               args.x, kOp, "dx");
   check::dbias(args.dbias, args.workspace, args.x, kOp);
   on_device(
       args.x, [&] { cpu::activation_backward(args); },

@@ -8,6 +8,7 @@
 
 #include "core/activation_math.h"
 #include "core/quantized_view.h"
+#include "ops/moments.h"
 
 namespace te {
 
@@ -17,6 +18,7 @@ struct ActivationForwardArgs {
   TensorView y;             // [..., n], plain result; may be absent
   QuantizedView quantized;  // FP8 result; may be absent
   CurrentScale current;     // scale of y as rounded to its dtype; needs y; may be absent
+  MomentsSink moments;      // of y as rounded to its dtype; may be absent
 };
 
 struct ActivationBackwardArgs {
@@ -28,7 +30,11 @@ struct ActivationBackwardArgs {
   CurrentScale current;     // scale of dx as rounded to its dtype; needs dx; may be absent
   TensorView dbias;         // [n or 2n]: column sums of the fp32 dx; may be absent
   TensorView workspace;     // column_sum_workspace_bytes(); where dbias is given
+  MomentsSink moments;      // of dx as rounded to its dtype; may be absent
 };
+
+// Whether the kernels take moments of what they make of x (and dy) though nobody asks for it plain.
+bool activation_takes_moments(const TensorView& x, const TensorView& dy);
 
 void activation_forward(const ActivationForwardArgs& args, Stream stream);
 void activation_backward(const ActivationBackwardArgs& args, Stream stream);

@@ -136,4 +136,11 @@ void moments(const MomentsSink& out, int fields, const TensorView& like, std::st
   workspace(out.workspace, moments_workspace_bytes(), like, op);
 }
 
+void tile_moments(const MomentsSink& out, const TensorView& like, std::string_view op) {
+  if (!out) return;
+  moments(out, kMomentsFields, like, op);
+  if (like.device.type == DeviceType::CPU) return;
+  workspace(out.workspace, tile_moments_workspace_bytes(like.rows(), like.cols()), like, op);
+}
+
 }  // namespace te::check

@@ -40,5 +40,7 @@ void dbias(const TensorView& t, const TensorView& memory, const TensorView& like
 void current_scale(const CurrentScale& s, const TensorView& like, std::string_view op);
 // A row of so many fields, its flag and its workspace, for a tensor on the device of `like`.
 void moments(const MomentsSink& out, int fields, const TensorView& like, std::string_view op);
+// The same for moments that an op takes beside its work, of a value like that; may be absent.
+void tile_moments(const MomentsSink& out, const TensorView& like, std::string_view op);
 
 }  // namespace te::check

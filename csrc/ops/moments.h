@@ -40,6 +40,13 @@ constexpr int64_t moments_workspace_bytes() {
   return static_cast<int64_t>(sizeof(Moments)) * (1 + kMomentsBlocks);
 }
 
+// Where an op takes moments of a [rows, cols] value beside its work: counters, and sums of tiles.
+constexpr int64_t tile_moments_workspace_bytes(int64_t rows, int64_t cols) {
+  constexpr int64_t kTile = 128, kSums = 9;
+  const int64_t tiles = ((rows + kTile - 1) / kTile) * ((cols + kTile - 1) / kTile);
+  return moments_workspace_bytes() + int64_t{kMomentsBlocks} * 4 + tiles * kSums * 8;
+}
+
 void moments(const MomentsArgs& args, Stream stream);
 void cast_moments(const CastMomentsArgs& args, Stream stream);
 

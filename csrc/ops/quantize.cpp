@@ -14,6 +14,7 @@ void quantize(const QuantizeArgs& args, Stream stream) {
           "expected a row-wise or a column-wise output, got neither");
   check::quantized(args.out, x.rows(), x.cols(), x, kOp);
   check::dbias(args.dbias, args.workspace, x, kOp);
+  check::tile_moments(args.moments, x, kOp);
   on_device(
       x, [&] { cpu::quantize(args); }, [&] { cuda::quantize(args, stream); });
 }

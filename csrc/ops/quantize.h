@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/quantized_view.h"
+#include "ops/moments.h"
 
 namespace te {
 
@@ -12,6 +13,7 @@ struct QuantizeArgs {
   QuantizedView out;
   TensorView dbias;      // [cols], fp32/fp16/bf16; may be absent
   TensorView workspace;  // column_sum_workspace_bytes(); only where dbias is given
+  MomentsSink moments;   // of x; may be absent
 };
 
 void quantize(const QuantizeArgs& args, Stream stream);

@@ -2,6 +2,8 @@
 // (A plain assignment of a struct may be split into its members; the intrinsics may not.)
 #pragma once
 
+#include <bit>
+
 #include "core/dtype.h"
 #include "cuda/device/vector.cuh"
 
@@ -33,6 +35,12 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&values)[N]) {
     }
   }
   return pack;
+}
+
+// As they would be read back from memory.
+template <class T>
+__device__ __forceinline__ Octet<T> rounded_octet(const float (&values)[8]) {
+  return std::bit_cast<Octet<T>>(narrow<T>(values));
 }
 
 // The built-in type of an access of so many bytes.

@@ -15,7 +15,8 @@
 
 namespace te::cuda {
 
-template <class T>
+// `Folded` is what sums go on in from fold to fold: fp32 will do for a few of them.
+template <class T, class Folded = double>
 class PackedMoments {
   static constexpr bool kHalf = std::is_same_v<T, Half>;
   static constexpr uint32_t kOnes = kHalf ? 0x3c003c00u : 0x3f803f80u;
@@ -45,9 +46,9 @@ class PackedMoments {
   // of them is on the diagonal matters to the eight lanes that have such an element.
   __device__ __forceinline__ void fold() {
     const bool is_odd = threadIdx.x / 4 % 2 != 0;
-    first_ += static_cast<double>(plain_[0] + plain_[2]);
-    second_ += static_cast<double>(is_odd ? upper_[1] + lower_[3] : upper_[0] + lower_[2]);
-    abs_ += static_cast<double>(abs_rows_[0] + abs_rows_[2]);
+    first_ += static_cast<Folded>(plain_[0] + plain_[2]);
+    second_ += static_cast<Folded>(is_odd ? upper_[1] + lower_[3] : upper_[0] + lower_[2]);
+    abs_ += static_cast<Folded>(abs_rows_[0] + abs_rows_[2]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) plain_[i] = abs_rows_[i] = upper_[i] = lower_[i] = 0.0f;
   }
@@ -58,17 +59,17 @@ class PackedMoments {
     // second, or the third.
     const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 8;
     const int from = 4 * column + column / 2;
-    const double first = __shfl_sync(kAll, first_, from);
-    const double second = __shfl_sync(kAll, second_, from);
-    const double abs = __shfl_sync(kAll, abs_, from);
-    double sum = lane < 8 ? first : lane < 16 ? second : abs;
+    const Folded first = __shfl_sync(kAll, first_, from);
+    const Folded second = __shfl_sync(kAll, second_, from);
+    const Folded abs = __shfl_sync(kAll, abs_, from);
+    Folded sum = lane < 8 ? first : lane < 16 ? second : abs;
 #pragma unroll
     for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAll, sum, offset);
     MomentSums sums = MomentSums::empty();
     sums.count = 256.0 * octets_;
-    sums.first = __shfl_sync(kAll, sum, 0);
-    sums.second = __shfl_sync(kAll, sum, 8);
-    sums.sum_abs = __shfl_sync(kAll, sum, 16);
+    sums.first = static_cast<double>(__shfl_sync(kAll, sum, 0));
+    sums.second = static_cast<double>(__shfl_sync(kAll, sum, 8));
+    sums.sum_abs = static_cast<double>(__shfl_sync(kAll, sum, 16));
     extremes_.put_warp_into(sums);
     return sums;
   }
@@ -112,7 +113,7 @@ class PackedMoments {
   }
 
   float plain_[4] = {}, abs_rows_[4] = {}, upper_[4] = {}, lower_[4] = {};
-  double first_ = 0, second_ = 0, abs_ = 0;
+  Folded first_ = 0, second_ = 0, abs_ = 0;
   OctetExtremes<T> extremes_;
   int octets_ = 0;
 };

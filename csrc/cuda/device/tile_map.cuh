@@ -1,5 +1,6 @@
 // An elementwise function of one to three matrices, written in every form that a GEMM or a module
-// asks for, in one pass: plain, FP8 row-wise, FP8 transposed, column sums, amax or current scale.
+// asks for, in one pass: plain, FP8 row-wise, FP8 transposed, column sums, amax or current scale,
+// moments.
 //
 // A block of 256 threads takes a tile of 128 x 128. A thread reads eight neighbours of eight rows
 // of every input, keeps the codes of its 8 x 8 values in registers, stores them row by row, and
@@ -9,6 +10,7 @@
 //     static constexpr int kInputs, kOutputs;
 //     static constexpr int kPitch(int k);  // input k has rows of kPitch(k) * cols elements
 //     static constexpr bool kPlain, kColumnSums;  // whether these results can be asked for
+//     static constexpr bool kCopies;  // the output is the input
 //     __device__ void operator()(const float (&in)[kInputs], float (&out)[kOutputs]) const;
 //   };
 //
@@ -18,8 +20,11 @@
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
+#include "cuda/device/pack_io.cuh"
+#include "cuda/device/packed_moments.cuh"
 #include "cuda/device/quantized_sink.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/tile_moments.cuh"
 #include "cuda/device/tile_transpose.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/launch.h"
@@ -40,7 +45,20 @@ struct TileMap {
   bool e5m2;  // else E4M3
   CurrentScaleSink current = {};
   float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
+  TileMomentsSink moments = {};   // filled in by the launch
 };
+
+// In the place of PackedMoments, where nobody asks for them.
+struct NoMoments {};
+template <class>
+inline constexpr bool kTakesMoments = false;
+template <class In>
+inline constexpr bool kTakesMoments<PackedMoments<In, float>> = true;
+
+template <class In, class Function>
+constexpr TileMapPolicy policy_of(bool wide, bool moments) {
+  return tile_map_policy<Function>(wide, moments, std::is_same_v<In, Half>);
+}
 
 // What a thread gathers over its 8 x 8 values of each output.
 template <int kOutputs>
@@ -79,10 +97,11 @@ __device__ __forceinline__ void write_codes(uint8_t* to, uint2 codes, int count)
 }
 
 // Row `i` of a thread's block: from the inputs to the plain result, the codes and the sums.
-template <bool kWide, class In, class Function>
+template <bool kWide, class In, class Function, class Gathered>
 __device__ __forceinline__ void map_row(const TileMap<Function>& map, const TileBlock& block, int i,
                                         float scale, const Octet<In> (&octets)[Function::kInputs],
-                                        MapResults<Function::kOutputs>& results) {
+                                        MapResults<Function::kOutputs>& results,
+                                        Gathered& moments) {
   constexpr int kInputs = Function::kInputs, kOutputs = Function::kOutputs;
   float values[kOutputs][8];
 #pragma unroll
@@ -110,16 +129,25 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
     if (map.quantized)
       results.codes[k].rows[i] =
           map.e5m2 ? encode8<E5M2>(values[k], scale) : encode8<E4M3>(values[k], scale);
+    if constexpr (kTakesMoments<Gathered>) {
+      if constexpr (Function::kCopies)
+        moments.add(octets[k]);
+      else
+        moments.add(rounded_octet<In>(values[k]));
+      if ((i * kOutputs + k + 1) % Gathered::kLongest == 0) moments.fold();
+    }
   }
 }
 
 // All loads of some rows are issued before the first value is used.
-template <bool kWide, class In, class Function>
+template <bool kWide, class In, class Function, class Gathered>
 __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlace at,
                                           const TileBlock& block,
-                                          MapResults<Function::kOutputs>& results) {
+                                          MapResults<Function::kOutputs>& results,
+                                          Gathered& moments) {
   constexpr int kInputs = Function::kInputs;
-  constexpr int kLoads = tile_map_policy<Function>(kWide).loads_in_flight;
+  constexpr auto kPolicy = policy_of<In, Function>(kWide, kTakesMoments<Gathered>);
+  constexpr int kLoads = kPolicy.loads_in_flight;
   constexpr int kRows = kLoads / (kInputs * Octet<In>::kWords);
   static_assert(kRows > 0 && 8 % kRows == 0);
   float scale = 1.0f;
@@ -137,8 +165,44 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
       scale = map.quantized.scale_used(at.row == 0 && at.col == 0 && threadIdx.x == 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      map_row<kWide>(map, block, first + i, scale, octets[i], results);
+      map_row<kWide>(map, block, first + i, scale, octets[i], results, moments);
   }
+}
+
+// The moments of a warp's part of a tile once more, in fp64, of those elements that exist.
+template <class In, class Function>
+__device__ __forceinline__ MomentSums exact_moments(const TileMap<Function>& map, TilePlace at,
+                                                    const TileBlock& block) {
+  constexpr int kInputs = Function::kInputs, kOutputs = Function::kOutputs;
+  MomentSums sums = MomentSums::empty();
+#pragma unroll 1
+  for (int element = 0; element < 64; ++element) {
+    const int i = element / 8, j = element % 8;
+    if (!block.has_row(i) || j >= block.width()) continue;
+    float in[kInputs], out[kOutputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      const TileBlock source(at, map.rows, map.cols, Function::kPitch(k) * map.cols);
+      in[k] = static_cast<float>(source.row_of(static_cast<const In*>(map.inputs[k]), i)[j]);
+    }
+    map.function(in, out);
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k)
+      sums.add(static_cast<double>(static_cast<float>(In(out[k]))), 0);
+  }
+  return warp_add(sums);
+}
+
+// Of a warp. Packed sums have no room for elements that do not exist.
+template <class In, class Function>
+__device__ __forceinline__ MomentSums moments_of_warp(const TileMap<Function>& map, TilePlace at,
+                                                      const TileBlock& block,
+                                                      const PackedMoments<In, float>& gathered) {
+  if (block.rows == kTile && block.cols == kTile) {
+    const MomentSums sums = gathered.warp_sums();
+    if (gathered.is_exact(sums)) return sums;
+  }
+  return exact_moments<In>(map, at, block);
 }
 
 template <bool kWide, int kOutputs>
@@ -178,22 +242,25 @@ struct TileColumnSums {
   }
 };
 
-template <class In, class Function, bool kWide>
-__global__ void __launch_bounds__(kTileThreads,
-                                  tile_map_policy<Function>(kWide).blocks_per_multiprocessor)
+template <class In, class Function, bool kWide, bool kMoments>
+__global__ void __launch_bounds__(
+    kTileThreads, policy_of<In, Function>(kWide, kMoments).blocks_per_multiprocessor)
     tile_map_kernel(const TileMap<Function> map) {
   constexpr int kOutputs = Function::kOutputs;
+  constexpr int kWarps = kTileThreads / 32;
   using Codes = CodeTile<kTile, kTile>;
   __shared__ alignas(16) uint8_t memory[kOutputs][Codes::kBytes];
   [[maybe_unused]] __shared__ alignas(16) TileColumnSums<kOutputs> sums;
-  __shared__ BlockAmax<kTileThreads / 32> block_amax;
+  [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
+  __shared__ BlockAmax<kWarps> block_amax;
   const TilePlace at = map.walk.at(blockIdx.x, blockIdx.y);
   if (!map.walk.has(at)) return;
   if constexpr (Function::kColumnSums) let_next_kernel_start();  // it adds the parts
   const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
 
   MapResults<kOutputs> results;
-  map_block<kWide, In>(map, at, block, results);
+  std::conditional_t<kMoments, PackedMoments<In, float>, NoMoments> gathered;
+  map_block<kWide, In>(map, at, block, results, gathered);
   store_rows<kWide>(map.quantized.rowwise, map.cols, block, results.codes);
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
@@ -201,6 +268,9 @@ __global__ void __launch_bounds__(kTileThreads,
     if constexpr (Function::kColumnSums) sums.leave(k, block.col, results.sums[k]);
   }
   block_amax.leave(results.amax);
+  if constexpr (kMoments) {
+    if (map.moments) moments.leave(moments_of_warp(map, at, block, gathered));
+  }
   __syncthreads();
 
 #pragma unroll
@@ -213,6 +283,10 @@ __global__ void __launch_bounds__(kTileThreads,
     if (map.column_parts)
       sums.store(map.column_parts + int64_t{at.row} * block.pitch + at.col * kTile, map.cols,
                  block.cols);
+  }
+  if constexpr (kMoments) {
+    if (threadIdx.x / 32 == kWarps - 1 && map.moments)
+      moments.finish(map.moments, at.row * map.walk.cols + at.col);
   }
   if (threadIdx.x != 0) return;
   const float amax = block_amax.total();
@@ -241,13 +315,27 @@ inline int tile_map_cols(int64_t cols, std::string_view op) {
   return static_cast<int>(cols);
 }
 
+// f(whether to take moments): of 16-bit values that are read and written whole.
+template <class In, bool kWide, class F>
+void dispatch_moments(const MomentsSink& moments, F&& f) {
+  if constexpr (kWide && sizeof(In) == 2)
+    dispatch_bool(static_cast<bool>(moments), f);
+  else
+    f(std::false_type{});
+}
+
+// Whether the moments have been taken: else that is left to do.
 template <class Function>
-void launch_tile_map(TileMap<Function> map, DType dtype, std::string_view op, cudaStream_t stream) {
+bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
+                     std::string_view op, cudaStream_t stream) {
   map.walk = TileWalk(ceil_div(map.rows, kTile), ceil_div(map.cols, kTile), map.backwards);
   require(tiles_can_walk(map.walk, map.cols), Kind::Unsupported, op,
           "expected fewer than 2^26 rows, got ", map.rows);
   const dim3 grid(static_cast<unsigned>(map.walk.grid_x()),
                   static_cast<unsigned>(map.walk.grid_y()));
+  map.moments = tile_moments_sink_of(moments, int64_t{map.walk.rows} * map.walk.cols,
+                                     map.rows * map.cols * Function::kOutputs);
+  bool taken = false;
   dispatch_high_precision(dtype, op, [&](auto tag) {
     using In = typename decltype(tag)::type;
     if (map.rows == 0 || map.cols == 0) {
@@ -255,10 +343,14 @@ void launch_tile_map(TileMap<Function> map, DType dtype, std::string_view op, cu
       return;
     }
     dispatch_bool(can_go_wide(map), [&](auto wide) {
-      tile_map_kernel<In, Function, wide()><<<grid, kTileThreads, 0, stream>>>(map);
+      dispatch_moments<In, wide()>(moments, [&](auto takes) {
+        taken = takes();
+        tile_map_kernel<In, Function, wide(), takes()><<<grid, kTileThreads, 0, stream>>>(map);
+      });
     });
   });
   check_launch(op);
+  return taken;
 }
 
 }  // namespace te::cuda

@@ -10,9 +10,17 @@ struct TileMapPolicy {
 
 // Two aims: enough loads in flight to hide memory (32 KiB on each multiprocessor would do, this is
 // 96 KiB and more), and enough blocks that some load while others compute and store.
+//
+// Moments stay in 20 registers from row to row, in some more of fp16, whose sums are folded often.
 template <class Function>
-constexpr TileMapPolicy tile_map_policy(bool wide) {
-  if (!wide) return {1, 8};                     // the general path spends registers on addresses
+constexpr TileMapPolicy tile_map_policy(bool wide, bool moments = false, bool half = false) {
+  if (!wide) return {1, 8};  // the general path spends registers on addresses
+  if (moments) {
+    if (Function::kOutputs == 2 && half) return {1, 12};
+    if (Function::kOutputs == 2) return {2, 6};
+    if (Function::kInputs == 2 || (Function::kColumnSums && half)) return {2, 8};
+    return {3, Function::kCopies && !Function::kColumnSums ? 8 : 4};
+  }
   if (Function::kOutputs == 2) return {2, 12};  // two blocks of codes, two sets of sums
   if (Function::kInputs == 2 || Function::kColumnSums) return {3, 8};
   return {4, 8};

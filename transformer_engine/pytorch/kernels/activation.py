@@ -9,7 +9,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 # Names of the documented `activation` argument. An odd number is a gated kind: act(x1) * x2.
@@ -117,7 +116,7 @@ def activation_forward(
     width = x.shape[-1]
     cols = width // 2 if is_gated(kind) else width
     delayed = rowwise or columnwise
-    with_plain = plain or moments is not None
+    with_plain = plain or (launch and moments is not None and not _C.activation_takes_moments(x))
     results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
     if launch:
         y, codes, transposed, scales = results
@@ -134,8 +133,9 @@ def activation_forward(
             scales if current else None,
             power_of_2,
             epsilon,
+            moments,
+            active,
         )
-        merge_moments(y, moments, active)
     return results if plain else (None, *results[1:])
 
 
@@ -195,7 +195,9 @@ def activation_backward(
     """
     cols = x.shape[-1]
     delayed = rowwise or columnwise
-    with_plain = plain or moments is not None
+    with_plain = plain or (
+        launch and moments is not None and not _C.activation_takes_moments(x, dy)
+    )
     results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
@@ -215,6 +217,7 @@ def activation_backward(
             power_of_2,
             epsilon,
             bias_grad,
+            moments,
+            active,
         )
-        merge_moments(dx, moments, active)
     return results[0] if plain else None, *results[1:], bias_grad

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
@@ -62,6 +61,7 @@ def quantize(
             amax,
             format,
             bias_grad,
+            moments,
+            active,
         )
-        merge_moments(x, moments, active)
     return codes, transposed, own_scales, bias_grad
