@@ -34,7 +34,7 @@ void forward_into(const TensorView& x, int kind, const TensorView& y, int format
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
                current_scales, power_of_2, epsilon, stream);
-  const auto sink = moments_sink(moments, active, x.device, stream, x.rows(), x.cols());
+  const auto sink = moments_sink(moments, active, x, stream);
   activation_forward({static_cast<ActivationKind>(kind), x, y, quantized, current, sink}, stream);
 }
 
@@ -49,7 +49,7 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
                current_scales, power_of_2, epsilon, stream);
   ActivationBackwardArgs args{
       static_cast<ActivationKind>(kind), dy, x, dx, quantized, current, dbias, {}, {}};
-  args.moments = moments_sink(moments, active, x.device, stream, x.rows(), x.cols());
+  args.moments = moments_sink(moments, active, x, stream);
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   activation_backward(args, stream);
 }

@@ -13,7 +13,8 @@ void forward_into(const TensorView& x, const TensorView& gamma, const TensorView
                   float epsilon, bool zero_centered, const TensorView& y, const TensorView& rowwise,
                   const TensorView& columnwise, const TensorView& scales, const TensorView& mean,
                   const TensorView& rstd, int format, const TensorView& scale,
-                  const TensorView& amax, bool current, float amax_epsilon, bool power_of_2) {
+                  const TensorView& amax, bool current, float amax_epsilon, bool power_of_2,
+                  const TensorView& moments, const TensorView& active) {
   const Stream stream = bridge::current_stream(x.device);
   const auto fp8 = static_cast<DType>(format);
   NormForwardArgs args{.kind = static_cast<NormKind>(kind),
@@ -26,7 +27,8 @@ void forward_into(const TensorView& x, const TensorView& gamma, const TensorView
                        .quantized = {},
                        .current = {},
                        .mean = mean,
-                       .rstd = rstd};
+                       .rstd = rstd,
+                       .moments = moments_sink(moments, active, x, stream)};
   if (rowwise || columnwise)
     args.quantized = quantized_view(rowwise, columnwise, scales, scale, amax, fp8);
   if (current)
@@ -58,10 +60,13 @@ void backward_into(const TensorView& dy, const TensorView& x, const TensorView& 
 
 void bind_norm(pybind11::module_& m) {
   using pybind11::arg;
+  using pybind11::none;
   m.def("norm_forward", recorded<&forward_into>, arg("x"), arg("gamma"), arg("beta"), arg("kind"),
         arg("epsilon"), arg("zero_centered"), arg("y"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("mean"), arg("rstd"), arg("format"), arg("scale"), arg("amax"),
-        arg("current"), arg("amax_epsilon"), arg("power_of_2"));
+        arg("current"), arg("amax_epsilon"), arg("power_of_2"), arg("moments") = none(),
+        arg("active") = none());
+  m.def("norm_takes_moments", &norm_takes_moments, arg("x"), arg("gamma"), arg("beta"));
   m.def("norm_backward", recorded<&backward_into>, arg("dy"), arg("x"), arg("gamma"), arg("mean"),
         arg("rstd"), arg("kind"), arg("zero_centered"), arg("residual_grad"), arg("dx"),
         arg("dgamma"), arg("dbeta"));

@@ -19,7 +19,7 @@ void quantize_into(const TensorView& x, const TensorView& rowwise, const TensorV
       .out = quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
       .dbias = dbias,
       .workspace = {},
-      .moments = moments_sink(moments, active, x.device, stream, x.rows(), x.cols())};
+      .moments = moments_sink(moments, active, x, stream)};
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   quantize(args, stream);
 }

@@ -61,10 +61,10 @@ TensorView moments_workspace(Device device, Stream stream, int64_t rows, int64_t
   return buffer(Purpose::Moments, device, stream, tile_moments_workspace_bytes(rows, cols));
 }
 
-MomentsSink moments_sink(const TensorView& row, const TensorView& active, Device device,
-                         Stream stream, int64_t rows, int64_t cols) {
+MomentsSink moments_sink(const TensorView& row, const TensorView& active, const TensorView& x,
+                         Stream stream) {
   if (!row) return {};
-  return {row, active, moments_workspace(device, stream, rows, cols)};
+  return {row, active, moments_workspace(x.device, stream, x.rows(), x.cols())};
 }
 
 TensorView program_scratch(Device device, Stream stream, int64_t bytes) {

@@ -153,6 +153,7 @@ void backward_params(const NormBackwardArgs& args) {
 void norm_forward(const NormForwardArgs& args) {
   dispatch_high_precision(args.x.dtype, "norm_forward",
                           [&](auto tag) { forward<typename decltype(tag)::type>(args); });
+  if (args.moments) cpu::moments({args.y, args.moments});
 }
 
 void norm_backward(const NormBackwardArgs& args) {

@@ -54,6 +54,9 @@ void activation_forward(const ActivationForwardArgs&, Stream) { absent("activati
 void activation_backward(const ActivationBackwardArgs&, Stream) { absent("activation_backward"); }
 void norm_forward(const NormForwardArgs&, Stream) { absent("norm_forward"); }
 void norm_backward(const NormBackwardArgs&, Stream) { absent("norm_backward"); }
+bool norm_takes_moments(const TensorView&, const TensorView&, const TensorView&) {
+  absent("norm_forward");
+}
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
 void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_blocks"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }

@@ -7,8 +7,17 @@ namespace te::cuda {
 void norm_forward(const NormForwardArgs& args, Stream stream) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t queue = stream_of(stream);
-  if (!norm_forward_rows(args, queue) && !norm_forward_tiles(args, queue))
-    norm_forward_any(args, queue);
+  const bool by_rows = norm_forward_rows(args, queue);
+  const bool by_tiles = !by_rows && norm_forward_tiles(args, queue);
+  if (!by_rows && !by_tiles) norm_forward_any(args, queue);
+  if (args.moments && !(by_tiles && norm_tiles_take_moments(args.x)))
+    cuda::moments({args.y, args.moments}, stream);
+}
+
+bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta) {
+  for (const TensorView* t : {&x, &gamma, &beta})
+    if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return false;
+  return norm_tiles_take_moments(x);
 }
 
 void norm_backward(const NormBackwardArgs& args, Stream stream) {

@@ -12,6 +12,7 @@ namespace te::cuda {
 bool norm_forward_rows(const NormForwardArgs& args, cudaStream_t stream);
 // FP8 results of every kind: x read once, a tile of rows in the shared memory of a cluster.
 bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream);
+bool norm_tiles_take_moments(const TensorView& x);  // if they are asked for
 // Every size, alignment and set of dtypes.
 void norm_forward_any(const NormForwardArgs& args, cudaStream_t stream);
 

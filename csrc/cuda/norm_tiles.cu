@@ -10,6 +10,7 @@ namespace te::cuda {
 namespace {
 
 using norm_tiles::kThreads;
+using norm_tiles::kUnitCols;
 using norm_tiles::kUnitRows;
 using norm_tiles::kWarps;
 using norm_tiles::Problem;
@@ -17,12 +18,14 @@ using norm_tiles::Worker;
 
 constexpr const char* kOp = "norm_forward";
 
-template <class In, NormKind kKind, int kRows>
-__global__ void __launch_bounds__(kThreads, 3) tile_kernel(const __grid_constant__ Problem p) {
+template <class In, NormKind kKind, int kRows, bool kMoments>
+__global__ void __launch_bounds__(kThreads, kMoments ? 2 : 3)
+    tile_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint64_t barriers[kWarps];
   __shared__ float2 row_statistics[kWarps][kUnitRows];
   __shared__ float amaxes[kWarps];
+  [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
   auto* parts = reinterpret_cast<float4*>(memory + p.steps * kStepElements * sizeof(In));
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const Worker<In, kKind, kRows> worker(p, memory, parts, row_statistics[warp]);
@@ -35,28 +38,35 @@ __global__ void __launch_bounds__(kThreads, 3) tile_kernel(const __grid_constant
   cluster_arrive();
   cluster_wait();
   worker.merge_parts();
-  const float amax = warp_reduce(worker.write_results(scale), Max{});
-  if (!p.fp8.amax) return;
+  GatheredMoments<In, kMoments> gathered;
+  const float amax = warp_reduce(worker.write_results(scale, gathered), Max{});
+  if constexpr (kMoments) {
+    if (p.moments) moments.leave(worker.moments(gathered));
+  } else {
+    if (!p.fp8.amax) return;
+  }
   if (threadIdx.x % 32 == 0) amaxes[warp] = amax;
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if constexpr (kMoments) {
+    if (warp == kWarps - 1 && p.moments) moments.finish(p.moments, static_cast<int>(blockIdx.x));
+  }
+  if (threadIdx.x != 0 || !p.fp8.amax) return;
   float block_amax = amax;
   for (int i = 1; i < kWarps; ++i) block_amax = fmaxf(block_amax, amaxes[i]);
   atomic_max(p.fp8.amax, block_amax);
 }
 
-template <class In, NormKind kKind, int kRows>
-void launch(const Problem& p, Device device, cudaStream_t stream) {
+template <class In, NormKind kKind, int kRows, bool kMoments>
+void launch(const Problem& p, int64_t tiles, Device device, cudaStream_t stream) {
   constexpr size_t kMostBytes = 208 << 10;
   constexpr size_t kColumnWarps = kWarps * kUnitRows / kRows;
-  const auto kernel = tile_kernel<In, kKind, kRows>;
+  const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
   once(device, [&] { allow_shared_memory(kernel, kMostBytes, kOp); });
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
   cudaLaunchConfig_t config{};
-  const int64_t tiles = std::max<int64_t>(ceil_div(p.rows, kRows), 1);
   config.gridDim = dim3(static_cast<unsigned>(tiles * p.cluster));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(p.steps) * kStepElements * sizeof(In) +
@@ -65,6 +75,10 @@ void launch(const Problem& p, Device device, cudaStream_t stream) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
+}
+
+NormTilesPolicy policy_of(const TensorView& x) {
+  return norm_tiles_policy(x.rows(), x.cols(), size_of(x.dtype), multiprocessors(x.device));
 }
 
 bool fits(const NormForwardArgs& args) {
@@ -77,11 +91,16 @@ bool fits(const NormForwardArgs& args) {
 
 }  // namespace
 
+bool norm_tiles_take_moments(const TensorView& x) {
+  return size_of(x.dtype) == 2 && x.cols() % kUnitCols == 0 && policy_of(x).rows != 0;
+}
+
 bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream) {
   if (!fits(args)) return false;
-  const auto policy = norm_tiles_policy(args.x.rows(), args.x.cols(), size_of(args.x.dtype),
-                                        multiprocessors(args.x.device));
+  const NormTilesPolicy policy = policy_of(args.x);
   if (policy.rows == 0) return false;
+  const int64_t tiles = std::max<int64_t>(ceil_div(args.x.rows(), policy.rows), 1);
+  const bool moments = args.moments && norm_tiles_take_moments(args.x);
   const Problem p{.x = args.x.data,
                   .gamma = args.gamma.data,
                   .beta = args.beta.data,
@@ -96,15 +115,19 @@ bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream) {
                   .e5m2 = args.quantized.dtype == DType::Float8E5M2,
                   .fp8 = sink_of(args.quantized),
                   .mean = args.mean.ptr<float>(),
-                  .rstd = args.rstd.ptr<float>()};
+                  .rstd = args.rstd.ptr<float>(),
+                  .moments = tile_moments_sink_of(moments ? args.moments : MomentsSink{},
+                                                  tiles * policy.cluster, args.x.numel())};
   dispatch_high_precision(args.x.dtype, kOp, [&](auto tag) {
     dispatch_bool(args.kind == NormKind::LayerNorm, [&](auto layer) {
       using In = typename decltype(tag)::type;
       constexpr auto kKind = layer() ? NormKind::LayerNorm : NormKind::RMSNorm;
-      if (policy.rows == 64)
-        launch<In, kKind, 64>(p, args.x.device, stream);
-      else
-        launch<In, kKind, 32>(p, args.x.device, stream);
+      dispatch_moments<In, true>(moments, [&](auto takes) {
+        if (policy.rows == 64)
+          launch<In, kKind, 64, takes()>(p, tiles, args.x.device, stream);
+        else
+          launch<In, kKind, 32, takes()>(p, tiles, args.x.device, stream);
+      });
     });
   });
   return true;

@@ -62,6 +62,10 @@ void check_outputs(const NormForwardArgs& args, std::string_view op) {
 
 }  // namespace
 
+bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta) {
+  return x.device.type == DeviceType::CUDA && cuda::norm_takes_moments(x, gamma, beta);
+}
+
 void norm_forward(const NormForwardArgs& args, Stream stream) {
   constexpr const char* kOp = "norm_forward";
   check_input(args.x, args.gamma, kOp);
@@ -71,6 +75,10 @@ void norm_forward(const NormForwardArgs& args, Stream stream) {
     check_absent(args.beta, kOp, "beta");
   check_statistics(args.kind, args.mean, args.rstd, args.x, kOp);
   check_outputs(args, kOp);
+  check::tile_moments(args.moments, args.x, kOp);
+  if (args.moments &&
+      !(args.quantized.columnwise && norm_takes_moments(args.x, args.gamma, args.beta)))
+    check::defined(args.y, kOp, "y");
   on_device(
       args.x, [&] { cpu::norm_forward(args); }, [&] { cuda::norm_forward(args, stream); });
 }

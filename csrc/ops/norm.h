@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/quantized_view.h"
+#include "ops/moments.h"
 
 namespace te {
 
@@ -23,6 +24,7 @@ struct NormForwardArgs {
   CurrentScale current;     // scale of y as rounded to y's dtype; needs y and no FP8 result
   TensorView mean;          // fp32 [rows], written; LayerNorm only
   TensorView rstd;          // fp32 [rows], written
+  MomentsSink moments;      // of y as rounded to its dtype; may be absent
 };
 
 struct NormBackwardArgs {
@@ -44,6 +46,10 @@ struct NormBackwardArgs {
 void norm_forward(const NormForwardArgs& args, Stream stream);
 void norm_backward(const NormBackwardArgs& args, Stream stream);
 
+// Whether the kernel that makes transposed FP8 of these takes moments, of y in the dtype of x,
+// though nobody asks for y.
+bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta);
+
 namespace cpu {
 void norm_forward(const NormForwardArgs& args);
 void norm_backward(const NormBackwardArgs& args);
@@ -51,6 +57,7 @@ void norm_backward(const NormBackwardArgs& args);
 namespace cuda {
 void norm_forward(const NormForwardArgs& args, Stream stream);
 void norm_backward(const NormBackwardArgs& args, Stream stream);
+bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta);
 }  // namespace cuda
 
 }  // namespace te

@@ -8,6 +8,7 @@ from rulers import assert_bitwise
 from transformer_engine.pytorch.kernels.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.kernels.activation import activation_kind as kind_of
 from transformer_engine.pytorch.kernels.moments import empty_moments, moments
+from transformer_engine.pytorch.kernels.norm import LAYER_NORM, RMS_NORM, norm_forward
 from transformer_engine.pytorch.kernels.quantize import quantize
 
 E4M3 = 5
@@ -60,6 +61,47 @@ def test_activations(device, shape, name, dtype):
     activation_backward(dy, x, kind, False, **fp8(x), dbias=dtype, moments=row_of_dx)
     assert_row(row, activation_forward(x, kind)[0])
     assert_row(row_of_dx, activation_backward(dy, x, kind)[0])
+
+
+def norm(x, kind, offset=0.0, dtype=None, row=None):
+    """LayerNorm, or RMSNorm without the offset, to FP8 both ways."""
+    gamma = torch.linspace(0.5, 2, x.shape[-1], device=x.device, dtype=x.dtype)
+    beta = torch.full_like(gamma, offset) if kind == LAYER_NORM else None
+    return norm_forward(x, gamma, beta, kind, 1e-5, False, dtype, **fp8(x), moments=row)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", [LAYER_NORM, RMS_NORM])
+@pytest.mark.parametrize("shape", [(384, 256), (300, 512), (37, 1024), (65, 264)], ids=str)
+def test_norms(device, shape, kind, dtype):
+    x = (1 + torch.randn(shape)).to(device, dtype)
+    row = empty_moments(device)
+    with_moments, plain = norm(x, kind, row=row), norm(x, kind, dtype=dtype)
+    assert_row(row, plain[0])
+    for got, expected in zip(with_moments[1:], plain[1:], strict=True):
+        if expected is not None:
+            assert_bitwise(got, expected)
+
+
+@pytest.mark.parametrize("offset", [100.0, 1e-25, float("nan"), float("inf")])
+def test_norms_that_need_all_digits(device, offset):
+    x = torch.randn(100, 512).to(device, BF16)
+    row = empty_moments(device)
+    norm(x, LAYER_NORM, offset, row=row)
+    assert_row(row, norm(x, LAYER_NORM, offset, BF16)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16384, 4096), (1000, 12288), (3000, 768)], ids=str)
+def test_norms_of_many_tiles(shape):
+    x = torch.randn(shape, device="cuda", dtype=BF16)
+    first = empty_moments("cuda")
+    norm(x, LAYER_NORM, 0.5, row=first)
+    assert_row(first, norm(x, LAYER_NORM, 0.5, BF16)[0])
+    for _ in range(20):
+        row = empty_moments("cuda")
+        norm(x, LAYER_NORM, 0.5, row=row)
+        assert_bitwise(row, first)
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])

@@ -10,7 +10,9 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/norm_row.cuh"
+#include "cuda/device/pack_io.cuh"
 #include "cuda/device/quantized_sink.cuh"
+#include "cuda/device/tile_moments.cuh"
 #include "cuda/device/tile_transpose.cuh"
 #include "cuda/policy/norm.h"
 #include "ops/norm.h"
@@ -39,6 +41,7 @@ struct Problem {
   QuantizedSink fp8;
   float* mean = nullptr;
   float* rstd = nullptr;
+  TileMomentsSink moments = {};
 };
 
 // Keeps what is computed from it inside the loop: addresses of one step that are the same in all of
@@ -168,7 +171,8 @@ class Worker {
   }
 
   // Returns the amax of this lane's results.
-  __device__ __forceinline__ float write_results(float scale) const {
+  template <class Gathered>
+  __device__ __forceinline__ float write_results(float scale, Gathered& moments) const {
     float amax = 0.0f;
 #pragma unroll 1
     for (int step = 0; step < p.steps; ++step) {
@@ -176,12 +180,19 @@ class Worker {
       const bool has_columns = lane_ * 8 < columns(step);
       if (has_columns) {
         if (p.y) write_plain(step);
-        amax = fmaxf(amax, p.e5m2 ? write_codes<E5M2>(step, scale, codes)
-                                  : write_codes<E4M3>(step, scale, codes));
+        amax = fmaxf(amax, p.e5m2 ? write_codes<E5M2>(step, scale, codes, moments)
+                                  : write_codes<E4M3>(step, scale, codes, moments));
       }
       if (p.fp8.columnwise) write_columns(step, has_columns, codes);
     }
     return amax;
+  }
+
+  // Of the warp, whose columns are whole units.
+  __device__ __forceinline__ MomentSums moments(const PackedMoments<In, float>& gathered) const {
+    MomentSums sums = gathered.warp_sums();
+    if (!gathered.is_exact(sums)) sums = exact_moments();
+    return sums;
   }
 
  private:
@@ -234,8 +245,12 @@ class Worker {
   // Row r of a step in fp32; the lane's 8 columns.
   __device__ __forceinline__ void normalise(int step, int r, const float (&gamma)[8],
                                             const float (&beta)[8], float (&y)[8]) const {
-    const float2 statistics = row_statistics_[r];
     load_values<In>(unit(step) + r * kUnitCols + lane_ * 8, y);
+    normalise_values(r, gamma, beta, y);
+  }
+  __device__ __forceinline__ void normalise_values(int r, const float (&gamma)[8],
+                                                   const float (&beta)[8], float (&y)[8]) const {
+    const float2 statistics = row_statistics_[r];
     const Standardised standardised(statistics.x, statistics.y);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -250,8 +265,9 @@ class Worker {
     }
   }
 
-  template <class Fp8>
-  __device__ __forceinline__ float write_codes(int step, float scale, CodeBlock& codes) const {
+  template <class Fp8, class Gathered>
+  __device__ __forceinline__ float write_codes(int step, float scale, CodeBlock& codes,
+                                               Gathered& moments) const {
     const int col = first_column(step) + lane_ * 8;
     uint8_t* to = p.fp8.rowwise + row_ * p.cols + col;
     float gamma[8], beta[8], amax = 0.0f;
@@ -259,15 +275,40 @@ class Worker {
 #pragma unroll
     for (int r = 0; r < kUnitRows; ++r, to += p.cols) {
       codes.rows[r] = {0, 0};
-      if (r >= rows_) continue;
-      float y[8];
-      normalise(step, r, gamma, beta, y);
+      if (r < rows_) {
+        float y[8];
+        normalise(step, r, gamma, beta, y);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) amax = fmaxf(amax, fabsf(y[k]));
-      codes.rows[r] = encode8<Fp8>(y, scale);
-      if (p.fp8.rowwise) *reinterpret_cast<uint2*>(to) = codes.rows[r];
+        for (int k = 0; k < 8; ++k) amax = fmaxf(amax, fabsf(y[k]));
+        codes.rows[r] = encode8<Fp8>(y, scale);
+        if (p.fp8.rowwise) *reinterpret_cast<uint2*>(to) = codes.rows[r];
+        if constexpr (kTakesMoments<Gathered>) moments.add(rounded_octet<In>(y));
+      }
+      if constexpr (kTakesMoments<Gathered>) {
+        if ((r + 1) % Gathered::kLongest == 0) moments.fold();
+      }
     }
     return amax;
+  }
+
+  // In fp64. Codes lie over the values in shared memory by now.
+  __device__ __forceinline__ MomentSums exact_moments() const {
+    MomentSums sums = MomentSums::empty();
+#pragma unroll 1
+    for (int step = 0; step < p.steps; ++step) {
+      const int col = first_column(step) + lane_ * 8;
+      if (col >= p.cols) break;
+      float gamma[8], beta[8], y[8];
+      load_affine(col, gamma, beta);
+#pragma unroll 1
+      for (int r = 0; r < rows_; ++r) {
+        load_values<In>(static_cast<const In*>(p.x) + (row_ + r) * p.cols + col, y);
+        normalise_values(r, gamma, beta, y);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sums.add(static_cast<double>(static_cast<float>(In(y[k]))), 0);
+      }
+    }
+    return warp_add(sums);
   }
 
   // Computed again: rarely asked for together with codes.

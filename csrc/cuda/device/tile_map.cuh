@@ -21,7 +21,6 @@
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/pack_io.cuh"
-#include "cuda/device/packed_moments.cuh"
 #include "cuda/device/quantized_sink.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/tile_moments.cuh"
@@ -47,13 +46,6 @@ struct TileMap {
   float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
   TileMomentsSink moments = {};   // filled in by the launch
 };
-
-// In the place of PackedMoments, where nobody asks for them.
-struct NoMoments {};
-template <class>
-inline constexpr bool kTakesMoments = false;
-template <class In>
-inline constexpr bool kTakesMoments<PackedMoments<In, float>> = true;
 
 template <class In, class Function>
 constexpr TileMapPolicy policy_of(bool wide, bool moments) {
@@ -259,7 +251,7 @@ __global__ void __launch_bounds__(
   const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
 
   MapResults<kOutputs> results;
-  std::conditional_t<kMoments, PackedMoments<In, float>, NoMoments> gathered;
+  GatheredMoments<In, kMoments> gathered;
   map_block<kWide, In>(map, at, block, results, gathered);
   store_rows<kWide>(map.quantized.rowwise, map.cols, block, results.codes);
 #pragma unroll
@@ -315,15 +307,6 @@ inline int tile_map_cols(int64_t cols, std::string_view op) {
   return static_cast<int>(cols);
 }
 
-// f(whether to take moments): of 16-bit values that are read and written whole.
-template <class In, bool kWide, class F>
-void dispatch_moments(const MomentsSink& moments, F&& f) {
-  if constexpr (kWide && sizeof(In) == 2)
-    dispatch_bool(static_cast<bool>(moments), f);
-  else
-    f(std::false_type{});
-}
-
 // Whether the moments have been taken: else that is left to do.
 template <class Function>
 bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& moments,
@@ -343,7 +326,7 @@ bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& mome
       return;
     }
     dispatch_bool(can_go_wide(map), [&](auto wide) {
-      dispatch_moments<In, wide()>(moments, [&](auto takes) {
+      dispatch_moments<In, wide()>(static_cast<bool>(moments), [&](auto takes) {
         taken = takes();
         tile_map_kernel<In, Function, wide(), takes()><<<grid, kTileThreads, 0, stream>>>(map);
       });

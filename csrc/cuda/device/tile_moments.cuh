@@ -8,8 +8,25 @@
 
 #include "cuda/device/merge_rows.cuh"
 #include "cuda/device/moment_fields.cuh"
+#include "cuda/device/packed_moments.cuh"
 
 namespace te::cuda {
+
+// What a thread gathers; nothing where nobody asks for moments.
+struct NoMoments {};
+template <class In, bool kMoments>
+using GatheredMoments = std::conditional_t<kMoments, PackedMoments<In, float>, NoMoments>;
+template <class Gathered>
+inline constexpr bool kTakesMoments = !std::is_same_v<Gathered, NoMoments>;
+
+// f(whether to take moments): of 16-bit values that are read and written whole.
+template <class In, bool kWide, class F>
+void dispatch_moments(bool wanted, F&& f) {
+  if constexpr (kWide && sizeof(In) == 2)
+    dispatch_bool(wanted, f);
+  else
+    f(std::false_type{});
+}
 
 // Device-side form of MomentsSink.
 struct TileMomentsSink {

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 LAYER_NORM = 0
@@ -86,20 +85,19 @@ def norm_forward(
         `(y, rowwise, columnwise, scales, mean, rstd)`, None where not asked for (`mean`: where
         there is none). `scales` is {1/scale, scale}; `mean` and `rstd` are fp32 `[rows]`.
     """
-    plain = x.dtype if out_dtype is None and moments is not None and columnwise else out_dtype
+    alone = moments is not None and out_dtype is None and not columnwise
+    plain = out_dtype
+    if launch and plain is None and moments is not None and not alone:
+        plain = None if _C.norm_takes_moments(x, gamma, beta) else x.dtype
     y = None if plain is None else torch.empty_like(x, dtype=plain)
     codes, transposed, scales = _fp8_outputs(x, rowwise, columnwise, current)
     rows = rows_of(x)
     mean = x.new_empty(rows, dtype=torch.float32) if kind == LAYER_NORM else None
     rstd = x.new_empty(rows, dtype=torch.float32)
     if launch:
+        same = (x, gamma, beta, kind, epsilon, zero_centered)
         _C.norm_forward(
-            x,
-            gamma,
-            beta,
-            kind,
-            epsilon,
-            zero_centered,
+            *same,
             y,
             codes,
             transposed,
@@ -112,11 +110,11 @@ def norm_forward(
             current,
             amax_epsilon,
             power_of_2,
+            None if alone else moments,
+            active,
         )
-        if moments is not None:
-            if y is None:  # a kernel of its own makes row-wise FP8 alone, and sums in its own order
-                y = norm_forward(x, gamma, beta, kind, epsilon, zero_centered, x.dtype)[0]
-            merge_moments(y, moments, active)
+        if alone:  # a kernel of its own makes row-wise FP8 alone, and sums in its own order
+            norm_forward(*same, x.dtype, moments=moments, active=active)
     return None if out_dtype is None else y, codes, transposed, scales, mean, rstd
 
 
