@@ -91,14 +91,7 @@ __global__ void __launch_bounds__(CodeWalk::kThreads, CodeWalk::kBlocksPerMultip
   const double fields[] = {static_cast<double>(__reduce_add_sync(kAll, counts.underflows())),
                            static_cast<double>(__reduce_add_sync(kAll, counts.overflows()))};
   merge_grid<CodeWalk::kWarps, 2>(fields, args.out, [&](const double* total, CastMoments& row) {
-    if (walk.count == 0) return;
-    CastMoments all = CastMoments::empty();
-    all.count = static_cast<double>(walk.count);
-    all.underflows = total[0];
-    all.overflows = total[1];
-    all.squared_error = kNaN;
-    all.add_scale_inverse(static_cast<double>(scale_inverse));
-    merge(row, all);
+    add_cast(row, walk.count, scale_inverse, total[0], total[1], kNaN);
   });
 }
 

@@ -129,14 +129,7 @@ __global__ void __launch_bounds__(CastWalk<In>::kThreads, CastWalk<In>::kBlocksP
   if (!is_exact(found, args.scales[1])) found = gather<double>(args);
   const double fields[] = {found.underflows, found.overflows, found.squared_error};
   merge_grid<CastWalk<In>::kWarps, 3>(fields, args.out, [&](const double* total, CastMoments& row) {
-    if (args.walk.count == 0) return;
-    CastMoments all = CastMoments::empty();
-    all.count = static_cast<double>(args.walk.count);
-    all.underflows = total[0];
-    all.overflows = total[1];
-    all.squared_error = total[2];
-    all.add_scale_inverse(static_cast<double>(args.scales[0]));
-    merge(row, all);
+    add_cast(row, args.walk.count, args.scales[0], total[0], total[1], total[2]);
   });
 }
 

@@ -85,4 +85,18 @@ class OctetCastCounts {
   uint32_t overflows_ = 0;
 };
 
+// Merges what a kernel has found out about a cast.
+__device__ __forceinline__ void add_cast(CastMoments& row, int64_t count, float scale_inverse,
+                                         double underflows, double overflows,
+                                         double squared_error) {
+  if (count == 0) return;
+  CastMoments all = CastMoments::empty();
+  all.count = static_cast<double>(count);
+  all.underflows = underflows;
+  all.overflows = overflows;
+  all.squared_error = squared_error;
+  all.add_scale_inverse(static_cast<double>(scale_inverse));
+  merge(row, all);
+}
+
 }  // namespace te::cuda
