@@ -2,9 +2,8 @@
 // unpacked.
 //
 // The tensor cores add up. Which element is where in their operands does not matter, as only totals
-// do: a word of B is also a word of the upper half of A, whose lower half holds ones. Then the
-// diagonal of the product's upper half has sums of squares, and each row of its lower half sums of
-// magnitudes.
+// do. The rows of a product with ones have sums of values or magnitudes; the diagonal of a product
+// with the transpose has sums of squares.
 //
 // Products are exact. Their sums are of fp32, but cut off rather than rounded, so that they are
 // kept short; and they are about zero, so that a warp whose mean is many deviations away, like one
@@ -32,11 +31,8 @@ class PackedMoments {
     for (int i = 0; i < 4; ++i) a[i] = OctetExtremes<T>::magnitude(x.word(i));
     add_rows(plain_, x.word(0), x.word(1), x.word(2), x.word(3));
     add_rows(abs_rows_, a[0], a[1], a[2], a[3]);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      add_products(upper_, a[i], a[i + 1], a[i]);
-      add_products(lower_, a[i], a[i + 1], a[i + 1]);
-    }
+    add_squares(squares_, a[0], a[1]);
+    add_squares(squares_, a[2], a[3]);
     extremes_.add(x.word(0), x.word(1));
     extremes_.add(x.word(2), x.word(3));
     ++octets_;
@@ -47,10 +43,10 @@ class PackedMoments {
   __device__ __forceinline__ void fold() {
     const bool is_odd = threadIdx.x / 4 % 2 != 0;
     first_ += static_cast<Folded>(plain_[0] + plain_[2]);
-    second_ += static_cast<Folded>(is_odd ? upper_[1] + lower_[3] : upper_[0] + lower_[2]);
+    second_ += static_cast<Folded>(is_odd ? squares_[1] : squares_[0]);
     abs_ += static_cast<Folded>(abs_rows_[0] + abs_rows_[2]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) plain_[i] = abs_rows_[i] = upper_[i] = lower_[i] = 0.0f;
+    for (int i = 0; i < 4; ++i) plain_[i] = abs_rows_[i] = squares_[i] = 0.0f;
   }
 
   // Of the warp, about zero.
@@ -85,34 +81,29 @@ class PackedMoments {
   // The product of a 16x16 matrix and ones: sums of its rows.
   __device__ __forceinline__ static void add_rows(float (&sums)[4], uint32_t a, uint32_t b,
                                                   uint32_t c, uint32_t d) {
+    add_product(sums, a, b, c, d, kOnes, kOnes);
+  }
+  // The product of an 8x16 matrix and its transpose, in the upper half of `sums`.
+  __device__ __forceinline__ static void add_squares(float (&sums)[4], uint32_t left,
+                                                     uint32_t right) {
+    add_product(sums, left, left, right, right, left, right);
+  }
+  __device__ __forceinline__ static void add_product(float (&sums)[4], uint32_t a, uint32_t b,
+                                                     uint32_t c, uint32_t d, uint32_t upper,
+                                                     uint32_t lower) {
     if constexpr (kHalf)
       asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %8}, {%0, %1, %2, %3};"
+          "{%8, %9}, {%0, %1, %2, %3};"
           : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(kOnes));
+          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(upper), "r"(lower));
     else
       asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
-          "%7}, {%8, %8}, {%0, %1, %2, %3};"
+          "%7}, {%8, %9}, {%0, %1, %2, %3};"
           : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(kOnes));
-  }
-  // The product of a 16x8 matrix, whose halves are `upper` and `lower`, and the transpose of one
-  // of them: the half's squares are on the diagonal of that half of the product.
-  __device__ __forceinline__ static void add_products(float (&sums)[4], uint32_t upper,
-                                                      uint32_t lower, uint32_t half) {
-    if constexpr (kHalf)
-      asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(upper), "r"(lower), "r"(half));
-    else
-      asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(upper), "r"(lower), "r"(half));
+          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(upper), "r"(lower));
   }
 
-  float plain_[4] = {}, abs_rows_[4] = {}, upper_[4] = {}, lower_[4] = {};
+  float plain_[4] = {}, abs_rows_[4] = {}, squares_[4] = {};
   Folded first_ = 0, second_ = 0, abs_ = 0;
   OctetExtremes<T> extremes_;
   int octets_ = 0;

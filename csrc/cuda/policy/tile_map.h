@@ -16,10 +16,9 @@ template <class Function>
 constexpr TileMapPolicy tile_map_policy(bool wide, bool moments = false, bool half = false) {
   if (!wide) return {1, 8};  // the general path spends registers on addresses
   if (moments) {
-    if (Function::kOutputs == 2 && half) return {1, 12};
-    if (Function::kOutputs == 2) return {2, 6};
+    if (Function::kOutputs == 2) return half ? TileMapPolicy{1, 12} : TileMapPolicy{2, 6};
     if (Function::kInputs == 2 || (Function::kColumnSums && half)) return {2, 8};
-    return {3, Function::kCopies && !Function::kColumnSums ? 8 : 4};
+    return {3, 8};
   }
   if (Function::kOutputs == 2) return {2, 12};  // two blocks of codes, two sets of sums
   if (Function::kInputs == 2 || Function::kColumnSums) return {3, 8};
