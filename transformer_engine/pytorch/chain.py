@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.functions import bare_apply, transforms_active
 from transformer_engine.pytorch.gemm import count_group
 from transformer_engine.pytorch.replay import Replay
 from transformer_engine.pytorch.stages.base import Parameters, Run, Saved, Stage, Uncast
@@ -67,7 +68,7 @@ class Chain:
     def __call__(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
-            if run.compiling or _transforms_active():
+            if run.compiling or transforms_active():
                 result = _ChainFunction.apply(self, run, x, *parameters)
                 for stage, _ in run.caching:
                     stage.detach_cache()
@@ -231,7 +232,4 @@ class _ChainFunction(torch.autograd.Function):
         return (None, None, *grads)
 
 
-# Function.apply first looks for functorch transforms, which costs 3 us a call; this is what it
-# calls where there are none.
-_bare_apply = super(torch.autograd.Function, _ChainFunction).apply
-_transforms_active = torch._C._are_functorch_transforms_active
+_bare_apply = bare_apply(_ChainFunction)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.functions import once_differentiable
 from transformer_engine.pytorch.groups import check_group
 
 __all__ = ["parallel_cross_entropy"]

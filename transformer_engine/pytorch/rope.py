@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.functions import apply_of, once_differentiable
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.modules.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.modules.parameters import default_device
@@ -154,7 +154,7 @@ def apply_rotary_pos_emb(
         packed = cu_seqlens if tensor_format == "thd" else None
         batch_first = tensor_format == "bshd"
         table = freqs.reshape(freqs.shape[0], turned_size).to(torch.float32).contiguous()
-        return _Turn.apply(t, table, start_positions, packed, batch_first, interleaved)
+        return _apply(t, table, start_positions, packed, batch_first, interleaved)
     angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
     if fused:
         return _turned(t.float(), angle, interleaved).to(t.dtype)
@@ -194,6 +194,9 @@ class _Turn(torch.autograd.Function):
         batch_first, interleaved = ctx.how
         grad = _with_whole_heads(grad)
         return rope(grad, table, starts, cu_seqlens, batch_first, interleaved, True), *[None] * 5
+
+
+_apply = apply_of(_Turn)
 
 
 def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:

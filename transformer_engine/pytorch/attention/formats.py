@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from transformer_engine.pytorch.functions import once_differentiable
 
 FORMATS = ("sbhd", "bshd", "thd")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from transformer_engine.pytorch.functions import apply_of, once_differentiable
 from transformer_engine.pytorch.kernels.packed import whole_of
 
 
@@ -54,13 +54,16 @@ class _Split(torch.autograd.Function):
         return join(gradients, -2).view(ctx.shape), None
 
 
+_apply = apply_of(_Split)
+
+
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
     split = layout.heads == layout.groups or not layout.interleaved
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
     if not (split and recorded) or torch.compiler.is_compiling():
         return _views(x, layout)
-    parts: tuple[torch.Tensor, ...] = _Split.apply(x, layout)
+    parts: tuple[torch.Tensor, ...] = _apply(x, layout)
     return parts
 
 

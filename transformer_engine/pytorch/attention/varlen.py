@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.attention import formats
 from transformer_engine.pytorch.attention.call import Call, Sequences
 from transformer_engine.pytorch.attention.dense import Attend, padding_of
 from transformer_engine.pytorch.attention.formats import Maps
+from transformer_engine.pytorch.functions import once_differentiable
 
 
 class Side(NamedTuple):

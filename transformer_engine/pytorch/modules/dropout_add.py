@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.functions import apply_of, once_differentiable
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
     dropout_add_forward,
@@ -55,6 +55,9 @@ class _DropoutAdd(torch.autograd.Function):
         )
 
 
+_apply = apply_of(_DropoutAdd)
+
+
 def dropout_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float
 ) -> torch.Tensor:
@@ -74,5 +77,5 @@ def dropout_add(
     if exporting():  # dropout has been refused
         total = x.float() if bias is None else x.float() + bias.float()
         return total.to(x.dtype) if residual is None else (residual + total).to(residual.dtype)
-    out: torch.Tensor = _DropoutAdd.apply(x.contiguous(), bias, residual, p)
+    out: torch.Tensor = _apply(x.contiguous(), bias, residual, p)
     return out

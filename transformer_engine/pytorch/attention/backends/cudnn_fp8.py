@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backend import (
@@ -39,6 +38,7 @@ from transformer_engine.pytorch.attention.requirements import (
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.functions import once_differentiable
 from transformer_engine.pytorch.kernels.attention import attention_backward, attention_refusal
 from transformer_engine.pytorch.kernels.attention_fp8 import (
     fp8_attention_backward,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from transformer_engine.pytorch.attention.masks import Mask
+from transformer_engine.pytorch.functions import once_differentiable
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
 
 

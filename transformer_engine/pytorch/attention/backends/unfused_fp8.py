@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch.attention.backends.scores import product, weighted, weights
 from transformer_engine.pytorch.attention.call import Call
@@ -23,6 +22,7 @@ from transformer_engine.pytorch.attention.casts import Casts, Slot
 from transformer_engine.pytorch.attention.dense import dense
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.functions import once_differentiable
 
 
 class _CastInputs(torch.autograd.Function):
