@@ -1,13 +1,15 @@
-// Bindings of attention. `allocate(bytes)` gives scratch memory, a tensor of bytes: its size is
-// known only when the graph is.
+// Bindings of attention. `allocate(bytes)` gives scratch memory, a tensor of bytes, where the
+// stream's own is too small: its size is known only when the graph is.
 #include <pybind11/stl.h>
 
 #include <array>
+#include <bit>
 #include <optional>
 
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
 #include "bindings/tensor_bridge.h"
+#include "bindings/workspace.h"
 #include "ops/attention.h"
 
 namespace te::bindings {
@@ -28,6 +30,19 @@ using Sequences = std::array<TensorView, 4>;  // cu_seqlens of queries and keys,
 using Extras = std::array<TensorView, 3>;     // bias, sink, seed
 using Results = std::array<TensorView, 2>;    // result, statistics
 
+// `[..., heads, size]`, also of a tensor whose heads are flat.
+TensorView with_heads(TensorView t, const TensorView& query) {
+  if (t.rank == 0 || t.rank + 1 != query.rank) return t;
+  const int64_t heads = query.size(-2), features = t.size(-1), stride = t.stride(-1);
+  if (heads == 0 || features % heads != 0) return t;  // the op will refuse its shape
+  const auto last = static_cast<size_t>(t.rank++);
+  t.sizes[last - 1] = heads;
+  t.strides[last - 1] = features / heads * stride;
+  t.sizes[last] = features / heads;
+  t.strides[last] = stride;
+  return t;
+}
+
 AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors factors,
                         const Sequences& sequences, const Extras& extras, const Results& results) {
   const auto [format, left, right, bottom_right, alibi, deterministic, queries, keys] = settings;
@@ -47,7 +62,7 @@ AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors 
           .bias = extras[0],
           .sink = extras[1],
           .seed = extras[2],
-          .out = results[0],
+          .out = with_heads(results[0], inputs[0]),
           .statistics = results[1],
           .fp8 = {}};
 }
@@ -56,7 +71,14 @@ void run(const AttentionArgs& args, const AttentionGradients* gradients,
          const py::function& allocate) {
   const Stream stream = bridge::current_stream(args.query.device);
   const int64_t bytes = attention_workspace_bytes(args, gradients, stream);
-  if (bytes == 0) return attention(args, gradients, {}, stream);
+  if (bytes <= kLargestScratch) {
+    // Workspaces of packed sequences have many sizes: a buffer grows few times if it doubles.
+    const auto room = std::bit_ceil(static_cast<uint64_t>(bytes));
+    const TensorView scratch =
+        bytes == 0 ? TensorView{}
+                   : stream_scratch(args.query.device, stream, static_cast<int64_t>(room));
+    return attention(args, gradients, scratch, stream);
+  }
   const py::object scratch = allocate(bytes);
   attention(args, gradients, py::cast<TensorView>(scratch), stream);
 }
@@ -73,8 +95,12 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
                              const Results& results, const std::array<TensorView, 6>& gradients,
                              const py::function& allocate) {
   const auto& [out, query, key, value, bias, sink] = gradients;
-  const AttentionGradients given{
-      .out = out, .query = query, .key = key, .value = value, .bias = bias, .sink = sink};
+  const AttentionGradients given{.out = with_heads(out, inputs[0]),
+                                 .query = query,
+                                 .key = key,
+                                 .value = value,
+                                 .bias = bias,
+                                 .sink = sink};
   run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given, allocate);
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-enum class Purpose { Gemm, ColumnSum, Moments, Amax, Program };
+enum class Purpose { Gemm, ColumnSum, Moments, Amax, Scratch };
 
 constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algorithms expect
 
@@ -67,9 +67,9 @@ MomentsSink moments_sink(const TensorView& row, const TensorView& active, const 
   return {row, active, moments_workspace(x.device, stream, x.rows(), x.cols())};
 }
 
-TensorView program_scratch(Device device, Stream stream, int64_t bytes) {
+TensorView stream_scratch(Device device, Stream stream, int64_t bytes) {
   if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::Program, device, stream, bytes);
+  return buffer(Purpose::Scratch, device, stream, bytes);
 }
 
 TensorView amax_scratch(Device device, Stream stream) {

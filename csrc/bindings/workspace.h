@@ -27,9 +27,10 @@ TensorView moments_workspace(Device device, Stream stream, int64_t rows = 0, int
 MomentsSink moments_sink(const TensorView& row, const TensorView& active, const TensorView& x,
                          Stream stream);
 
-// What ops of one program leave for each other. Absent on the CPU, where several threads may run
-// programs at a time.
-TensorView program_scratch(Device device, Stream stream, int64_t bytes);
+// What ops of one call leave for each other, of at most kLargestScratch bytes: to ask torch for it
+// costs as much as a launch. Absent on the CPU, where several threads may run programs at a time.
+constexpr int64_t kLargestScratch = 32 * 1024 * 1024;
+TensorView stream_scratch(Device device, Stream stream, int64_t bytes);
 
 // int32 [2], all zero: kernels that find an amax leave it zero again.
 TensorView amax_scratch(Device device, Stream stream);

@@ -101,7 +101,7 @@ def test_gradients_of_thd_lie_as_what_is_read(monkeypatch, shift):
     monkeypatch.setattr(kernels._C, "attention_backward", lambda *given: seen.append(given))
     memory = torch.empty(7 * 3 * 2 * 8 + 1, dtype=torch.bfloat16)
     parts = memory[shift : shift + 7 * 3 * 2 * 8].view(7, 3, 2, 8).unbind(1)
-    out, statistics = torch.empty(7, 2, 8), torch.empty(7, 2)
+    out, statistics = torch.empty(7, 16), torch.empty(7, 2)
     settings = kernels.settings_of(kernels.THD, longest=(7, 7))
     given = (out, *parts, out, statistics, settings, 1.0, 0.0, (None,) * 4, None, None, None)
     results = kernels.attention_backward(*given, False, False, True)[:3]
@@ -126,7 +126,7 @@ def test_shapes_without_a_kernel(format):
         grads = torch.ops.te.attention_backward(
             torch.empty_like(out), query, key, value, out, statistics, *options, True, False, False
         )
-    assert out.shape == (*lead, 4, 24)
+    assert out.shape == (*lead, 4 * 24)
     counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2), kernels.THD: (10, 4)}
     assert statistics.shape == counts[format] and statistics.dtype is torch.float32
     assert [g.shape for g in grads[:4]] == [x.shape for x in (query, key, value, bias)]

@@ -223,9 +223,12 @@ class _Recording:
     def program(self, inputs: Memory) -> Any:
         """The recorded calls, bound to places."""
         device = next(t.device for t in inputs if t is not None)
-        sizes = [(self.scratch_bytes, torch.uint8), (self.kept_bytes, torch.uint8), *self.outputs]
+        slabs = [((size,), torch.uint8) for size in (self.scratch_bytes, self.kept_bytes)]
         recipes = [
-            ((size,), {"dtype": dtype, "device": device}) if size else None for size, dtype in sizes
+            ((tuple(shape), _strides(shape)), {"dtype": dtype, "device": device})
+            if shape != (0,)
+            else None
+            for shape, dtype in [*slabs, *self.outputs]
         ]
         return _C.Program(self.recorder, inputs, self.regions, recipes)
 
@@ -234,8 +237,8 @@ def _is_plain(t: torch.Tensor) -> bool:
     return type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0 and not t.is_meta
 
 
-def _strides(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _aligned(size: int) -> int:

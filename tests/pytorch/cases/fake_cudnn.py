@@ -10,7 +10,7 @@ def attention_forward(query, key, value, *options_and_statistics):
     *options, statistics = options_and_statistics
     with torch.no_grad():
         out = attend((query, key, value), *options)
-    return out, torch.zeros(1) if statistics else None
+    return out.flatten(-2), torch.zeros(1) if statistics else None
 
 
 def attention_backward(grad, query, key, value, out, statistics, *options_and_needs):
@@ -26,6 +26,7 @@ def attention_backward(grad, query, key, value, out, statistics, *options_and_ne
     ]
     with torch.enable_grad():
         again = attend(inputs[:3], settings, scale, dropout, sequences, *inputs[3:], seed)
+        again = again.flatten(-2)
     leaves = [x for x in inputs if x is not None and x.requires_grad]
     found = iter(torch.autograd.grad(again, leaves, grad))
     return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)

@@ -80,10 +80,11 @@ def attention_forward(
         launch: False gives the shapes alone.
 
     Returns:
-        The result, `[..., heads, size of value]`, and fp32 statistics of the softmax, one for each
+        The result, `[..., heads * size of value]`, and fp32 statistics of the softmax, one for each
         query and head in an order of cuDNN's; None where not asked for.
     """
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    *lead, heads, _ = query.shape
+    out = query.new_empty((*lead, heads * value.shape[-1]))
     kept = None
     if statistics:
         kept = query.new_empty(statistics_shape(query, settings[0]), dtype=torch.float32)
@@ -108,7 +109,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
-    """Scratch memory of so many bytes."""
+    """Scratch memory of so many bytes, where that of the stream is too small."""
 
     def allocate(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, device=device)
@@ -120,8 +121,8 @@ def statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
     """Shape of the statistics that the forward leaves for the backward."""
     if format == THD:
         return query.shape[:-1]
-    sequence = 0 if format == SBHD else 1
-    return query.shape[1 - sequence], query.shape[2], query.shape[sequence]
+    first, second, heads, _ = query.shape
+    return (second, heads, first) if format == SBHD else (first, heads, second)
 
 
 @library_op(
@@ -157,7 +158,7 @@ def attention_backward(
         query: the forward's.
         key: the forward's.
         value: the forward's.
-        out: what the forward returned.
+        out: what the forward returned; it and `grad` may also be `[..., heads, size of value]`.
         statistics: what the forward returned.
         settings: the forward's; `deterministic` is read here alone.
         needs_bias: whether to make the bias gradient.

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-Shapes = tuple[torch.Size, ...]
-Strides = tuple[tuple[int, ...], ...]
+Sizes = tuple[int, ...]
 
 
 class Places(NamedTuple):
-    """Where the parts lie in `[..., features]`; `by_head`: those of each head are together."""
+    """Where parts lie in `[..., features]`.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offsets: tuple[int, ...]
+    Attributes:
+        shape: of the whole.
+        strides: of the whole.
+        parts: shape, strides and first element of each part. No torch.Size: it costs 0.7 us.
+        lie: strides of each part, and bytes from the start of the first one.
+        by_head: the parts of each head are together.
+    """
+
+    shape: Sizes
+    strides: Sizes
+    parts: tuple[tuple[Sizes, Sizes, int], ...]
+    lie: list[tuple[Sizes, int]]
     by_head: bool
 
 
@@ -31,34 +39,36 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if places is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
     whole = parts[0].new_empty(places.shape)
-    return tuple(
-        whole.as_strided(x.shape, x.stride(), offset)
-        for x, offset in zip(parts, places.offsets, strict=True)
-    )
+    return tuple([whole.as_strided(*place) for place in places.parts])
 
 
 def whole_of(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
-    """The tensor `[..., features]` that such parts fill in this way, in their memory."""
-    places, storages = places_of(*parts), {x.untyped_storage().data_ptr() for x in parts}
-    if places is None or places.by_head is not by_head or len(storages) > 1:
+    """The tensor `[..., features]` of which these are the parts, lying in this way; else None."""
+    whole: Any = parts[0]._base
+    if whole is None or any([part._base is not whole for part in parts]):
         return None
-    return parts[0].as_strided(places.shape, places.strides)
+    places = places_of(*parts)
+    if places is None or places.by_head is not by_head or parts[0].data_ptr() != whole.data_ptr():
+        return None
+    return whole if whole.shape == places.shape and whole.is_contiguous() else None
 
 
 def places_of(*parts: torch.Tensor) -> Places | None:
     """Of parts `[..., heads, size]` that fill one tensor; None of others."""
-    first, size = parts[0].data_ptr(), parts[0].element_size()
-    return _places(
-        tuple(x.shape for x in parts),
-        tuple(x.stride() for x in parts),
-        tuple((x.data_ptr() - first) // size for x in parts),
-    )
+    first = parts[0]
+    start = first.data_ptr()
+    places = _places(tuple([x.shape for x in parts]), first.stride(), first.element_size())
+    if places is None or [(x.stride(), x.data_ptr() - start) for x in parts] != places.lie:
+        return None
+    return places
 
 
 @lru_cache(maxsize=1024)
-def _places(shapes: Shapes, strides: Strides, distances: tuple[int, ...]) -> Places | None:
-    """`distances`: elements from the start of the first part. None where they fill no tensor."""
+def _places(shapes: tuple[torch.Size, ...], strides: Sizes, item: int) -> Places | None:
+    """Where parts of these shapes lie if the first one has these strides; None: nowhere."""
     lead = shapes[0][:-2]
+    if any(shape[:-2] != lead for shape in shapes):
+        return None
     sizes = [shape[-1] for shape in shapes]
     features = [shape[-2:].numel() for shape in shapes]
     whole = (*lead, sum(features))
@@ -67,8 +77,12 @@ def _places(shapes: Shapes, strides: Strides, distances: tuple[int, ...]) -> Pla
     if len({shape[-2] for shape in shapes}) == 1:
         ways.append((sizes, [sum(sizes)] * len(sizes)))  # head by head
     for by_head, (lengths, steps) in enumerate(ways):
-        offsets = (0, *accumulate(lengths[:-1]))
-        expected = tuple((*outer[:-1], step, 1) for step in steps)
-        if (strides, distances) == (expected, offsets) and all(s[:-2] == lead for s in shapes):
-            return Places(whole, outer, offsets, bool(by_head))
+        if strides == (*outer[:-1], steps[0], 1):
+            begins = accumulate([0, *lengths[:-1]])
+            parts = tuple(
+                (tuple(shape), (*outer[:-1], step, 1), begin)
+                for shape, step, begin in zip(shapes, steps, begins, strict=True)
+            )
+            lie = [(own, begin * item) for _, own, begin in parts]
+            return Places(whole, outer, parts, lie, bool(by_head))
     return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import formats
@@ -33,6 +32,7 @@ from transformer_engine.pytorch.attention.requirements import (
     SOMETHING,
 )
 from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.functions import apply_of, once_differentiable
 from transformer_engine.pytorch.kernels.attention import (
     BSHD,
     SBHD,
@@ -46,34 +46,37 @@ from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+_NOTHING = (None, None, None, *_WHOLE)
 
 
 class _Attention(torch.autograd.Function):
+    """`extras` are bias, sink, seed and sequences, or nothing where there are none."""
+
     @staticmethod
     def forward(
         ctx: Any,
+        options: tuple[tuple[int, ...], float, float],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
-        options: tuple[tuple[int, ...], float, float],
-        *seed_and_sequences: torch.Tensor | None,
+        *extras: torch.Tensor | None,
     ) -> torch.Tensor:
-        seed, *sequences = seed_and_sequences or (None, *_WHOLE)
+        bias, sink, seed, *sequences = extras or _NOTHING
         out, statistics = attention_forward(
             query, key, value, *options, tuple(sequences), bias, sink, seed, True
         )
-        ctx.save_for_backward(query, key, value, bias, sink, seed, out, statistics, *sequences)
+        ctx.save_for_backward(query, key, value, out, statistics, *extras)
         ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, bias, sink, seed, out, statistics, *sequences = ctx.saved_tensors
+        query, key, value, out, statistics, *extras = ctx.saved_tensors
+        bias, sink, seed, *sequences = extras or _NOTHING
         settings, scale, dropout = ctx.options
-        gradients = attention_backward(
+        needs_bias, needs_sink = ctx.needs_input_grad[4:6] if extras else (False, False)
+        of_query, of_key, of_value, *of_extras = attention_backward(
             grad.contiguous(),
             query,
             key,
@@ -87,11 +90,16 @@ class _Attention(torch.autograd.Function):
             bias,
             sink,
             seed,
-            ctx.needs_input_grad[3],
-            ctx.needs_input_grad[4],
+            needs_bias,
+            needs_sink,
             not torch.compiler.is_compiling(),  # where strides must be known beforehand
         )
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
+        if not extras:
+            return None, of_query, of_key, of_value
+        return None, of_query, of_key, of_value, *of_extras, None, None, None, None, None
+
+
+_apply = apply_of(_Attention)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -119,17 +127,17 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     options = (how, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
         key, value = key.view_as(key), value.view_as(value)
-    if needs_grad:
-        # Each argument costs half a microsecond.
-        rest = () if seed is None and shape.band is not None else (seed, *sequences)
-        out: torch.Tensor = _Attention.apply(query, key, value, bias, sink, options, *rest)
-    else:
-        out, _ = attention_forward(query, key, value, *options, sequences, bias, sink, seed, False)
-    return out.flatten(-2)
+    if not needs_grad:
+        return attention_forward(query, key, value, *options, sequences, bias, sink, seed, False)[0]
+    # Each argument costs half a microsecond.
+    plain = bias is None and sink is None and seed is None and shape.band is not None
+    extras = () if plain else (bias, sink, seed, *sequences)
+    out: torch.Tensor = _apply(options, query, key, value, *extras)
+    return out
 
 
 def _any_needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+    return any([x is not None and x.requires_grad for x in tensors])
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
@@ -184,19 +192,25 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """
     if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
+    read = _read(tuple([(x.shape, x.stride()) for x in inputs]))
+    if all(read):
+        return inputs
     return tuple(
-        x
-        if x.is_contiguous() or _in_steps_of_eight(x.stride(), x.shape)
-        else x.clone(memory_format=torch.contiguous_format)
-        for x in inputs
+        x if as_it_lies else x.clone(memory_format=torch.contiguous_format)
+        for x, as_it_lies in zip(inputs, read, strict=True)
     )
 
 
 @remembered
-def _in_steps_of_eight(strides: tuple[int, ...], sizes: torch.Size) -> bool:
+def _read(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> tuple[bool, ...]:
+    """Which of tensors of these shapes and strides cuDNN can read."""
+    return tuple([_in_steps_of_eight(*layout) for layout in layouts])
+
+
+def _in_steps_of_eight(sizes: torch.Size, strides: tuple[int, ...]) -> bool:
     return strides[-1] == 1 and all(
         size == 1 or (stride > 0 and stride % 8 == 0)
-        for stride, size in zip(strides[:-1], sizes, strict=False)
+        for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
     )
 
 
