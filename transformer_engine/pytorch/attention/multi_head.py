@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, split_kv, split_qkv
 from transformer_engine.pytorch.attention.query_key import RotaryAngles, head_norm, turned
 from transformer_engine.pytorch.modules.arguments import accept_overlap_arguments, check_sizes
-from transformer_engine.pytorch.modules.inputs import names_layer
+from transformer_engine.pytorch.modules.inputs import given, names_layer
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.modules.names import layer_name
@@ -317,6 +317,7 @@ class MultiheadAttention(nn.Module):
             ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
             TypeError: see `DotProductAttention.forward`.
         """
+        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
         query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.qk_norm_before_rope:
             query, key = self._normalised(query, key)
@@ -328,25 +329,23 @@ class MultiheadAttention(nn.Module):
             query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
         if not self.qk_norm_before_rope:
             query, key = self._normalised(query, key)
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
+        without_bias = core_attention_bias_type == "no_bias"
+        more = given(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
-            checkpoint_core_attention=checkpoint_core_attention,
-            core_attention_bias_type=core_attention_bias_type,
+            checkpoint_core_attention=checkpoint_core_attention or None,
+            core_attention_bias_type=None if without_bias else core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,
             **core,
         )
-        out = self.proj(context, is_first_microbatch)
+        context = modules["core_attention"](query, key, value, attention_mask, **more)
+        out = modules["proj"](context, is_first_microbatch)
         if not self.has_tap:
             return out
         return (*out, tap) if self.return_bias else (out, tap)
@@ -360,7 +359,7 @@ class MultiheadAttention(nn.Module):
         """Query, key, value, and the norm's output or input (None where nobody asks)."""
         out: Any
         if self.attention_type == "self":
-            module = self.layernorm_qkv if self.input_layernorm else self.qkv
+            module: Any = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"]
             out = module(hidden_states, is_first_microbatch)
             out, tap = out if self.has_tap else (out, None)
             return (*split_qkv(out, self.layout), tap)

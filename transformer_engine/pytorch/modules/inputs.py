@@ -1,4 +1,4 @@
-"""What modules refuse whatever they compute, and how errors come to name their layer."""
+"""What modules do with arguments, whatever they compute: refuse some, name the layer, hand on."""
 
 from __future__ import annotations
 
@@ -92,3 +92,11 @@ def names_layer(forward: Forward) -> Forward:
             raise
 
     return named  # type: ignore[return-value]
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Those that are not None.
+
+    Each keyword costs half a microsecond on its way through `nn.Module.__call__`.
+    """
+    return {name: x for name, x in arguments.items() if x is not None}

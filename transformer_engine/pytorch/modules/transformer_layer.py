@@ -23,7 +23,7 @@ from transformer_engine.pytorch.attention.query_key import RotaryAngles
 from transformer_engine.pytorch.modules.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.modules.drop_path import DropPath
 from transformer_engine.pytorch.modules.dropout_add import dropout_add
-from transformer_engine.pytorch.modules.inputs import names_layer
+from transformer_engine.pytorch.modules.inputs import given, names_layer
 from transformer_engine.pytorch.modules.layer_checks import (
     BATCH_DIM,
     check_inputs,
@@ -321,24 +321,22 @@ class TransformerLayer(nn.Module):
         """
         check_inputs(self, hidden_states, attention_mask, self_attn_mask_type)
         hidden_states = hidden_states.contiguous()
-        core = {
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "inference_params": inference_params,
-            "rotary_pos_emb": rotary_pos_emb,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-            **sequences,
-        }
-        block = self.self_attention(
-            hidden_states,
-            attention_mask,
+        without_bias = core_attention_bias_type == "no_bias"
+        core = given(
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            **core,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention or None,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=None if without_bias else core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            **sequences,
         )
+        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        block: Any = modules["self_attention"](hidden_states, attention_mask, **core)
         of_tokens = _packed_sequences(self.attn_input_format, sequences)
         if self.parallel_attention_mlp:
             block = block + self.layernorm_mlp(hidden_states, is_first_microbatch)
@@ -346,17 +344,15 @@ class TransformerLayer(nn.Module):
         hidden_states = self._join(block, hidden_states, of_tokens)
         if self.layer_type == "decoder":
             kind = self._cross_mask_type(enc_dec_attn_mask, enc_dec_attn_mask_type)
-            block = self.inter_attention(
-                hidden_states,
-                enc_dec_attn_mask,
-                encoder_output,
+            core.update(
                 attn_mask_type=kind,
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                **{**core, "inference_params": None},
+                inference_params=None,
             )
+            block = self.inter_attention(hidden_states, enc_dec_attn_mask, encoder_output, **core)
             hidden_states = self._join(block, hidden_states, drop_path=False)
-        block = self.layernorm_mlp(hidden_states, is_first_microbatch)
+        block = modules["layernorm_mlp"](hidden_states, is_first_microbatch)
         hidden_states = self._join(block, hidden_states, of_tokens)
         return self.layernorm(hidden_states) if self.output_layernorm else hidden_states
 
