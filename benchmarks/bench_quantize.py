@@ -13,6 +13,7 @@ import torch
 from harness import Report, copy_us, of_copy, require_gpu, time_gpu, time_gpu_each, time_graph
 
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
+from transformer_engine.pytorch.kernels.cast import cast as plain_cast
 from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -40,6 +41,7 @@ def operations(x: torch.Tensor) -> list[Operation]:
     scale, running_amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     scales = torch.ones(2, device="cuda")
     codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    master = x.float()
 
     def cast(columnwise: bool, dbias: torch.dtype | None = None) -> Callable[[], object]:
         return lambda: quantize(x, E4M3, scale, running_amax, None, True, columnwise, dbias)
@@ -68,6 +70,13 @@ def operations(x: torch.Tensor) -> list[Operation]:
             3,
             0.9,
             lambda: codes.view(torch.float8_e4m3fn).to(torch.bfloat16) * scales[0],
+        ),
+        Operation(
+            "fp32 to bf16",
+            lambda: plain_cast(master, torch.bfloat16),
+            6,
+            0.95,
+            lambda: master.to(torch.bfloat16),
         ),
     ]
 

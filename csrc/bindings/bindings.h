@@ -8,6 +8,7 @@ namespace te::bindings {
 void bind_runtime(pybind11::module_& m);
 void bind_gemm(pybind11::module_& m);
 void bind_activation(pybind11::module_& m);
+void bind_cast(pybind11::module_& m);
 void bind_norm(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_dequantize(pybind11::module_& m);

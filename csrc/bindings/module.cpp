@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_program(m);
   te::bindings::bind_gemm(m);
   te::bindings::bind_activation(m);
+  te::bindings::bind_cast(m);
   te::bindings::bind_norm(m);
   te::bindings::bind_quantize(m);
   te::bindings::bind_dequantize(m);

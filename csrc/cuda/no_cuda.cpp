@@ -4,6 +4,7 @@
 #include "ops/activation.h"
 #include "ops/amax.h"
 #include "ops/attention.h"
+#include "ops/cast.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
 #include "ops/dropout_add.h"
@@ -57,6 +58,7 @@ void norm_backward(const NormBackwardArgs&, Stream) { absent("norm_backward"); }
 bool norm_takes_moments(const TensorView&, const TensorView&, const TensorView&) {
   absent("norm_forward");
 }
+void cast(const CastArgs&, Stream) { absent("cast"); }
 void quantize(const QuantizeArgs&, Stream) { absent("quantize"); }
 void quantize_blocks(const QuantizeBlocksArgs&, Stream) { absent("quantize_blocks"); }
 void dequantize(const DequantizeArgs&, Stream) { absent("dequantize"); }

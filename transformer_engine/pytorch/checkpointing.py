@@ -159,7 +159,11 @@ class _Function:
         states = StatesOf(self.tracker, self.states) if self.tracker else contextlib.nullcontext()
         try:
             with stack.resumed(self.scope), states:
-                yield
+                try:
+                    yield
+                except torch_checkpoint.CheckpointError:  # torch has counted tensors
+                    region.finish()  # layers say more, if they differ
+                    raise
                 if graph_task() != -1:
                     region.finish()
         finally:

@@ -27,6 +27,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions
+from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.recorded import tensor_at
 
@@ -120,8 +121,8 @@ def gemm(
         )
         if not _C.gemm(*arguments):
             _define(*arguments)
-    if grad is not None and grad.dtype is not bias_grad:
-        grad = grad.to(bias_grad)
+    if grad is not None and bias_grad is not None:
+        grad = cast(grad, bias_grad)
     return d, aux if activation == GELU else None, grad
 
 
@@ -256,7 +257,7 @@ def gemm_quantized(
 def bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:
     """The bias in the dtype that the epilogue reads (`te::gemm_bias_dtype`)."""
     wanted = dtype if a_format == PLAIN or dtype is torch.float16 else torch.bfloat16
-    return bias if bias.dtype is wanted else bias.to(wanted)
+    return cast(bias, wanted)
 
 
 def _bias_grad_size(a: torch.Tensor, a_transposed: bool, n: int, activation: int) -> int:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch import gemm
 from transformer_engine.pytorch.export import cast_there_and_back, kept_values
+from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
@@ -197,7 +198,7 @@ class Matmul(Stage):
         weight, bias = parameters
         assert weight is not None
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
-            x = x.to(plan.dtype)  # under torch.autocast
+            x = cast(x, plan.dtype)  # under torch.autocast
         padding = 0
         if isinstance(x, Operands):
             operands = x
@@ -260,7 +261,7 @@ class Matmul(Stage):
         """The weight as operands: cached between micro-batches, else cast now."""
         quantizer = plan.quantizers.weight
         if not plan.fp8 and weight.dtype is not plan.dtype:
-            weight = weight.to(plan.dtype)
+            weight = cast(weight, plan.dtype)
         if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
             return quantizer.operands(weight, plan.weight_demand)
         cached = self._kept_weight(plan)

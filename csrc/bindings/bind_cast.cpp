@@ -1,0 +1,21 @@
+// Binding of cast.
+#include "bindings/bindings.h"
+#include "bindings/program.h"
+#include "bindings/tensor_bridge.h"
+#include "ops/cast.h"
+
+namespace te::bindings {
+namespace {
+
+void cast_into(const TensorView& x, const TensorView& y) {
+  cast({.x = x, .y = y}, bridge::current_stream(x.device));
+}
+
+}  // namespace
+
+void bind_cast(pybind11::module_& m) {
+  using pybind11::arg;
+  m.def("cast", recorded<&cast_into>, arg("x"), arg("y"));
+}
+
+}  // namespace te::bindings

@@ -1,0 +1,77 @@
+// A stream of packs, each of which takes 16 bytes of the wider dtype. A thread asks for all of its
+// packs before it uses the first; elements beyond the last whole pack, and all of memory that is
+// not aligned for packs, go one by one.
+#include "ops/cast.h"
+
+#include <algorithm>
+
+#include "cuda/device/pack_io.cuh"
+#include "cuda/launch.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;
+
+template <class In, class Out>
+inline constexpr int kElements = 16 / static_cast<int>(std::max(sizeof(In), sizeof(Out)));
+
+template <class In, class Out>
+struct Cast {
+  const In* x;
+  Out* y;
+  int64_t count;
+  int64_t packs;  // that are read and written whole
+};
+
+template <class In, class Out>
+__global__ void __launch_bounds__(kThreads) cast_kernel(const Cast<In, Out> args) {
+  constexpr int V = kElements<In, Out>;
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
+  Pack<In, V> packs[kInFlight];
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k)
+    if (const int64_t pack = first + k * kThreads; pack < args.packs)
+      packs[k] = load_pack_here<In, V>(args.x + pack * V);
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k) {
+    const int64_t pack = first + k * kThreads;
+    if (pack >= args.packs) break;
+    float values[V];
+    widen(packs[k], values);
+    store_pack_global(args.y + pack * V, narrow<Out, V>(values));
+  }
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = args.packs * V + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < args.count;
+       i += stride)
+    args.y[i] = Out(static_cast<float>(args.x[i]));
+}
+
+template <class In, class Out>
+void launch(const CastArgs& args, cudaStream_t stream) {
+  constexpr int V = kElements<In, Out>;
+  const int64_t count = args.x.numel();
+  const bool wide =
+      is_aligned(args.x.data, V * sizeof(In)) && is_aligned(args.y.data, V * sizeof(Out));
+  const int64_t blocks = ceil_div(count, int64_t{kThreads} * kInFlight * V);
+  cast_kernel<In, Out>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>({.x = args.x.ptr<In>(),
+                                                                .y = args.y.ptr<Out>(),
+                                                                .count = count,
+                                                                .packs = wide ? count / V : 0});
+}
+
+}  // namespace
+
+void cast(const CastArgs& args, Stream stream) {
+  const DeviceGuard guard(args.x.device);
+  dispatch_high_precision(args.x.dtype, "cast", [&](auto in) {
+    dispatch_high_precision(args.y.dtype, "cast", [&](auto out) {
+      launch<typename decltype(in)::type, typename decltype(out)::type>(args, stream_of(stream));
+    });
+  });
+  check_launch("cast");
+}
+
+}  // namespace te::cuda
