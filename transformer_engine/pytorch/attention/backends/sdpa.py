@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.dense import dense
 from transformer_engine.pytorch.attention.masks import Mask
 from transformer_engine.pytorch.attention.remember import remembered
@@ -27,37 +29,42 @@ _OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
 _CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    scale: float,
-    dropout: float,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
-    """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
-    assert bias is None and sink is None, "the table of requirements refuses them"
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
-    per_group = query.shape[1] // max(1, key.shape[1])
-    if mask.full or mask.causal:
-        if per_group > 1:
-            options["enable_gqa"] = True
-        return _fastest(query, key, value, mask.causal, options)
-    if per_group > 1:  # kernels that take a mask know no groups
-        key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
-    queries, keys = query.shape[2], key.shape[2]
-    hidden = mask.dense(queries, keys, query.device)
-    assert hidden is not None, "only a full mask hides nothing"
-    hidden = torch.atleast_2d(hidden)
-    if not mask.may_blind(queries, keys):
-        return scaled_dot_product_attention(query, key, value, ~hidden, **options)
-    # A softmax over nothing is NaN in some kernels: a query that sees no key sees all of them here,
-    # and its result is then overwritten, which also stops its gradient.
-    blind = hidden.all(-1, keepdim=True)
-    out = scaled_dot_product_attention(query, key, value, ~hidden | blind, **options)
-    return out.masked_fill(blind, 0)
+def _kernel(cached: bool) -> Callable[..., torch.Tensor]:
+    """What `dense` takes; with `cached` keys come from a cache, and no sizes may come again."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Mask,
+        scale: float,
+        dropout: float,
+        bias: torch.Tensor | None,
+        sink: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
+        assert bias is None and sink is None, "the table of requirements refuses them"
+        options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
+        per_group = query.shape[1] // max(1, key.shape[1])
+        if mask.full or mask.causal:
+            if per_group > 1:
+                options["enable_gqa"] = True
+            return _fastest(query, key, value, mask.causal, cached, options)
+        if per_group > 1:  # kernels that take a mask know no groups
+            key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
+        queries, keys = query.shape[2], key.shape[2]
+        hidden = mask.dense(queries, keys, query.device)
+        assert hidden is not None, "only a full mask hides nothing"
+        hidden = torch.atleast_2d(hidden)
+        if not mask.may_blind(queries, keys):
+            return scaled_dot_product_attention(query, key, value, ~hidden, **options)
+        # A softmax over nothing is NaN in some kernels: a query that sees no key sees all of them
+        # here, and its result is then overwritten, which also stops its gradient.
+        blind = hidden.all(-1, keepdim=True)
+        out = scaled_dot_product_attention(query, key, value, ~hidden | blind, **options)
+        return out.masked_fill(blind, 0)
+
+    return attend
 
 
 @remembered
@@ -71,11 +78,13 @@ def _fastest(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool,
+    cached: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Run cuDNN first where it is twice as fast as the flash attention (version 2) of torch.
 
-    It is the last where a cache of keys grows: it would make a plan, in 10 ms, for each length.
+    It is the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of
+    the cache, and of a prompt.
     `torch.nn.attention.sdpa_kernel(..., set_priority=True)` does the same for 20 us. An order that
     the user has set stays, and so do kernels that the user has switched off.
     """
@@ -86,17 +95,25 @@ def _fastest(
         or torch._C._get_sdp_priority_order() != _TORCH_ORDER
     ):
         return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
-    grows = query.shape[2] < key.shape[2] and not torch.is_grad_enabled()
-    torch._C._set_sdp_priority_order(_CUDNN_LAST if grows else _CUDNN_FIRST)
+    cached = cached or (query.shape[2] < key.shape[2] and not torch.is_grad_enabled())
+    torch._C._set_sdp_priority_order(_CUDNN_LAST if cached else _CUDNN_FIRST)
     try:
         return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
     finally:
         torch._C._set_sdp_priority_order(_TORCH_ORDER)
 
 
+_attend_plainly, _attend_cached = dense(_kernel(False)), dense(_kernel(True))
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """See `backends/__init__.py`."""
+    return (_attend_cached if call.cache else _attend_plainly)(query, key, value, call)
+
+
 BACKEND = Backend(
     "sdpa",
-    dense(_attend),
+    attend,
     keeps_scores=False,
     requirements=(
         Requirement(
