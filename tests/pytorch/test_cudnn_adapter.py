@@ -7,6 +7,7 @@ from pytorch.cases.attention_factors import FACTORS, HAND_PICKED
 from pytorch.cases.attention_matrix import check, pairwise
 from torch._subclasses import FakeTensorMode
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import choice, core
 from transformer_engine.pytorch.attention.backend import Problem, refusal
 from transformer_engine.pytorch.attention.backends import cudnn
@@ -92,6 +93,33 @@ def test_memory_that_does_not_begin_at_16_bytes_is_copied():
     assert kernels._aligned(whole) is whole
     copy = kernels._aligned(shifted)
     assert copy.data_ptr() % 16 == 0 and torch.equal(copy, shifted)
+
+
+@torch.no_grad()
+def test_every_step_of_a_fixed_cache_is_one_problem(stand_in, monkeypatch):
+    """The cache is read where it lies, whole, with settings that no length is part of."""
+    read = []
+
+    def forward(query, key, value, settings, *others):
+        read.append((query.shape, key.data_ptr(), key.shape, key.stride(), settings))
+        return fake_cudnn.attention_forward(query, key, value, settings, *others)
+
+    monkeypatch.setattr(cudnn, "attention_forward", forward)
+    layer = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", layer_number=1)
+    query = torch.randn(2, 7, 4, 16, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, 7, 2, 16, dtype=torch.bfloat16)
+    whole = layer(query, key, value)
+    params = te.InferenceParams(3, 32)
+    params.sequence_len_offset = torch.tensor(0)
+    read.clear()
+    for i in range(7):
+        out = layer(*(x[:, i : i + 1] for x in (query, key, value)), inference_params=params)
+        params.sequence_len_offset += 1
+        torch.testing.assert_close(out[:, 0], whole[:, i], rtol=2e-2, atol=2e-2)
+    keys = params.key_value_memory_dict[1][0]
+    assert len(read) == 7
+    assert len(set(read)) == 1
+    assert read[0][1:4] == (keys.data_ptr(), (2, 32, 2, 16), (32, 96, 16, 1))
 
 
 @pytest.mark.parametrize("shift", [0, 1])

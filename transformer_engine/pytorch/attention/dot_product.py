@@ -29,11 +29,10 @@ from transformer_engine.pytorch.attention.call import (
 )
 from transformer_engine.pytorch.attention.casts import GEMMS, casts_of, wants_fp8
 from transformer_engine.pytorch.attention.core import attention
-from transformer_engine.pytorch.attention.generation import CachedStep, check_params
+from transformer_engine.pytorch.attention.generation import Inputs, check_params, with_cache
 from transformer_engine.pytorch.attention.masks import (
     Window,
     as_window,
-    bottom_right,
     mask_rule,
 )
 from transformer_engine.pytorch.attention.sink import NO_SINK, Sink, check_softmax_type
@@ -259,23 +258,20 @@ class DotProductAttention(ScaledModule):
         if fp8_output or exporting():
             refuse_rare(self, fp8_output, qkv_format, inference_params)
         casts = casts_of(self, (query, key, value))
+        window = self.window_size if window_size is None else as_window(window_size)
         step = None
         if inference_params is not None:
             check_params(inference_params, self.layer_number, self.name)
-            mask_type = bottom_right(mask_type)
-            if inference_params.cache_manager is None:
-                key, value = inference_params.append(self.layer_number, key, value, qkv_format)
-            else:
-                step = CachedStep(inference_params, self.layer_number, key, value, qkv_format)
-                query, key, value = step.batch_first(query, mask_type)
-                qkv_format, of_query, of_key = "bshd", step.of_query, step.of_key
+            new = Inputs(query, key, value, qkv_format, mask_type, of_query, of_key)
+            kept = with_cache(new, inference_params, self.layer_number, window)
+            query, key, value, qkv_format, mask_type, of_query, of_key, step = kept
         shape = call_shape(
             qkv_format,
             (self.num_attention_heads, self.num_gqa_groups),
             (self.key_channels, self.value_channels),
             (query.shape, key.shape, value.shape),
             mask_type,
-            self.window_size if window_size is None else as_window(window_size),
+            window,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
         call = Call(
@@ -288,7 +284,7 @@ class DotProductAttention(ScaledModule):
             self._dropout(),
             checkpoint_core_attention,
             self._sink(query.device),
-            "" if inference_params is None else "appended" if step is None else "named",
+            "" if inference_params is None else inference_params.kind,
             self.training,
             casts,
         )

@@ -1,12 +1,15 @@
-"""A step of named sequences: queries of any format beside keys from a cache manager."""
+"""A step with a cache: what attention is given instead of the keys and values of new tokens."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from transformer_engine.pytorch.attention import formats
 from transformer_engine.pytorch.attention.call import Sequences
 from transformer_engine.pytorch.attention.inference import InferenceParams
+from transformer_engine.pytorch.attention.masks import NO_WINDOW, Window, bottom_right
 from transformer_engine.pytorch.attention.masks import mask_type as known_mask_type
 
 
@@ -18,6 +21,52 @@ def check_params(params: object, layer_number: int | None, layer: str) -> None:
             f" {type(params).__name__}"
         )
     params.claim(layer_number, layer)
+
+
+class Inputs(NamedTuple):
+    """Queries, keys and values in a format, and which of them a query sees."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    qkv_format: str
+    mask_type: str
+    of_query: Sequences
+    of_key: Sequences
+    step: CachedStep | None = None  # of named sequences
+
+
+def with_cache(
+    new: Inputs, params: InferenceParams, layer_number: int | None, window: Window | None
+) -> Inputs:
+    """Keep the new keys and values; queries then see those of all tokens up to their own.
+
+    Args:
+        new: of the new tokens alone.
+        params: see `InferenceParams`.
+        layer_number: whose cache.
+        window: of the call.
+    """
+    mask_type, kept = bottom_right(new.mask_type), (layer_number, new.key, new.value)
+    if params.kind == "appended":
+        key, value = params.append(*kept, new.qkv_format)
+        return new._replace(key=key, value=value, mask_type=mask_type)
+    if params.kind == "fixed":
+        hides = known_mask_type(mask_type)
+        if hides.padding or hides.arbitrary:
+            raise ValueError(
+                "[attention] expected a causal mask type or no_mask with a sequence_len_offset that"
+                f" is a tensor, got {new.mask_type!r}"
+            )
+        key, value, step = params.append_there(*kept, new.qkv_format)
+        one_query = step.of_query.longest == 1 and window in (None, NO_WINDOW)
+        causal = hides.causal and not one_query  # one query is the last: it sees all there is
+        mask_type = "padding_causal_bottom_right" if causal else "padding"
+        sides = (step.of_query, step.of_key)
+        return Inputs(new.query, key, value, new.qkv_format, mask_type, *sides)
+    named = CachedStep(params, *kept, new.qkv_format)
+    inputs = named.batch_first(new.query, mask_type)
+    return Inputs(*inputs, "bshd", mask_type, named.of_query, named.of_key, named)
 
 
 class CachedStep:

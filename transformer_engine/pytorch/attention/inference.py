@@ -7,6 +7,14 @@ the caller moves `sequence_len_offset` on after each step of the whole model:
     logits = model(prompt, inference_params=params)
     params.sequence_len_offset += prompt.shape[0]
 
+With an offset that is a tensor on the device no shape depends on it, and a CUDA graph can hold a
+step (`fixed_steps.py`):
+
+    params.sequence_len_offset = torch.tensor(params.sequence_len_offset, device="cuda")
+    with torch.cuda.graph(graph):
+        logits = model(token, inference_params=params)
+        params.sequence_len_offset += 1
+
 The other names the sequences of each step, which may differ in length, end and join at any time;
 it has a cache manager (see `kv_cache.py`), and `pre_step` is called before each step of the model:
 
@@ -24,6 +32,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.attention.fixed_steps import FixedStep, FixedSteps, Geometry
 from transformer_engine.pytorch.attention.formats import check_format
 from transformer_engine.pytorch.attention.kv_cache import (
     KVCacheManager,
@@ -52,7 +61,11 @@ class InferenceParams:
         custom_cache_manager: used instead of a manager of this package.
 
     Attributes:
-        sequence_len_offset: tokens in the cache (plain form); moved on by the caller.
+        sequence_len_offset: tokens in the cache (plain form); moved on by the caller. An int, or a
+            tensor of int32 or int64, `[]` or `[batch]` (sequences of unequal length), where the
+            layers are: then the host never knows it. A step attends to the whole cache, less what
+            is not written; masks are `causal` or `no_mask`. On a GPU nobody checks it: tokens
+            beyond `max_sequence_length` write over the last ones.
         batch_size_offset: first sequence of the batch at hand (plain form).
         key_value_memory_dict: `{layer_number: (keys, values)}` (plain form).
 
@@ -88,8 +101,9 @@ class InferenceParams:
         check_sizes("InferenceParams", None, **sizes)
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
-        self.sequence_len_offset = 0
+        self.sequence_len_offset: Any = 0
         self.batch_size_offset = 0
+        self._fixed_steps = FixedSteps()
         self.key_value_memory_dict: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owners: dict[int | None, str] = {}  # names of layers by their numbers
         self.qkv_format = check_format(qkv_format)
@@ -119,6 +133,13 @@ class InferenceParams:
         else:
             self.cache_manager = NonPagedKVCacheManager(*cache, dtype, head_dim_v)
 
+    @property
+    def kind(self) -> str:
+        """How keys are kept: `appended`, `fixed` (the offset is a tensor) or `named`."""
+        if self.cache_manager is not None:
+            return "named"
+        return "fixed" if isinstance(self.sequence_len_offset, torch.Tensor) else "appended"
+
     # ---- The plain form ----
 
     def append(
@@ -132,12 +153,7 @@ class InferenceParams:
             value: likewise.
             qkv_format: `sbhd` or `bshd`.
         """
-        if qkv_format == "thd":
-            raise ValueError(
-                "[InferenceParams] expected qkv_format sbhd or bshd with"
-                " InferenceParams(max_batch_size, max_sequence_length), got thd: give num_heads_kv,"
-                " head_dim_k and dtype too"
-            )
+        _refuse_packed(qkv_format)
         if qkv_format == "bshd":
             key, value = key.transpose(0, 1), value.transpose(0, 1)
         tokens, batch = key.shape[:2]
@@ -161,6 +177,53 @@ class InferenceParams:
         if qkv_format == "bshd":
             return keys.transpose(0, 1), values.transpose(0, 1)
         return keys, values
+
+    def append_there(
+        self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor, FixedStep]:
+        """The same at an offset on the device: the whole cache comes back, and what is real of it.
+
+        Args:
+            layer_number: whose cache.
+            key: see `append`.
+            value: likewise.
+            qkv_format: likewise.
+        """
+        step = self._fixed_step(("keys", layer_number), key, qkv_format)
+        caches = self._plain_caches(layer_number, key, value)
+        batch = key.shape[1 if qkv_format == "sbhd" else 0]
+        rows = slice(self.batch_size_offset, self.batch_size_offset + batch)
+        for cache, new in zip(caches, (key, value), strict=True):
+            cache.flatten(0, 1).index_copy_(0, step.rows, new.detach().flatten(0, 1))
+        keys, values = (cache[:, rows] for cache in caches)
+        if qkv_format == "bshd":
+            return keys.transpose(0, 1), values.transpose(0, 1), step
+        return keys, values, step
+
+    def _fixed_step(self, who: object, x: torch.Tensor, qkv_format: str) -> FixedStep:
+        _refuse_packed(qkv_format)
+        offset: torch.Tensor = self.sequence_len_offset
+        if offset.device != x.device:
+            raise ValueError(
+                f"[InferenceParams] expected sequence_len_offset on {x.device}, where keys are, got"
+                f" {offset.device}"
+            )
+        sequence_first = qkv_format == "sbhd"
+        tokens, batch = x.shape[:2] if sequence_first else x.shape[1::-1]
+        last = self.batch_size_offset + batch
+        if self.batch_size_offset < 0 or last > self.max_batch_size:
+            raise ValueError(
+                f"[InferenceParams] KV cache overflow: expected at most {self.max_batch_size}"
+                f" sequences, got those from {self.batch_size_offset} to {last}"
+            )
+        if tokens > self.max_sequence_length:
+            raise ValueError(
+                f"[InferenceParams] KV cache overflow: expected at most {self.max_sequence_length}"
+                f" tokens, got {tokens}"
+            )
+        sizes = (self.max_sequence_length, self.max_batch_size)
+        geometry = Geometry(tokens, batch, sequence_first, self.batch_size_offset, *sizes)
+        return self._fixed_steps.step(who, offset, geometry)
 
     def _plain_caches(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor
@@ -206,7 +269,7 @@ class InferenceParams:
         if owner == layer:
             return
         if self.cache_manager is None:
-            before = self.sequence_len_offset
+            before = 1 if self.kind == "fixed" else self.sequence_len_offset
         else:
             before = sum(self.cache_manager.lengths.values()) - sum(self.cache_manager.new)
         if before != 0:
@@ -217,9 +280,17 @@ class InferenceParams:
         self._owners[layer_number] = layer
 
     def positions(
-        self, angles: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor
+        self,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        qkv_format: str,
+        layer_number: int | None,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor | None]:
-        """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`."""
+        """Rotary angles of a step: `(angles, start positions, ends of packed sequences)`.
+
+        Raises:
+            ValueError: fewer angles than positions, where the host knows these.
+        """
         if self.cache_manager is not None:
             longest = max(self.cache_manager.lengths.values(), default=0)
             if min(one.shape[0] for one in angles) < longest:
@@ -229,6 +300,9 @@ class InferenceParams:
                 )
             starts = self.cache_manager.lengths_before(query.device)
             return angles, starts, self.cache_manager.new_ends(query.device)
+        if self.kind == "fixed":
+            step = self._fixed_step(("angles", layer_number), query, qkv_format)
+            return angles, step.starts, None
         return tuple(one[self.sequence_len_offset :] for one in angles), None, None
 
     # ---- The form with named sequences ----
@@ -258,8 +332,12 @@ class InferenceParams:
         self._manager.allocate_memory(layer_number)
 
     def reset(self) -> None:
-        """Forget all tokens; memory stays."""
-        self.sequence_len_offset = self.batch_size_offset = 0
+        """Forget all tokens; memory stays, also that of an offset on the device."""
+        self.batch_size_offset = 0
+        if self.kind == "fixed":
+            self.sequence_len_offset.zero_()
+        else:
+            self.sequence_len_offset = 0
         if self.cache_manager is not None:
             self.cache_manager.reset()
 
@@ -285,3 +363,12 @@ class InferenceParams:
                 " for steps of named sequences, got none of them"
             )
         return self.cache_manager
+
+
+def _refuse_packed(qkv_format: str) -> None:
+    if qkv_format == "thd":
+        raise ValueError(
+            "[InferenceParams] expected qkv_format sbhd or bshd with"
+            " InferenceParams(max_batch_size, max_sequence_length), got thd: give num_heads_kv,"
+            " head_dim_k and dtype too"
+        )

@@ -324,7 +324,7 @@ class MultiheadAttention(nn.Module):
         if rotary_pos_emb is not None:
             of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            how = (self.qkv_format, self.rotary_pos_interleaved)
+            how = (self.layer_number, self.qkv_format, self.rotary_pos_interleaved)
             ends = (of_query, of_key)
             query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
         if not self.qk_norm_before_rope:

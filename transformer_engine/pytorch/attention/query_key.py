@@ -45,6 +45,7 @@ def turned(
     angles: RotaryAngles,
     ends: tuple[torch.Tensor | None, torch.Tensor | None],
     inference_params: Any,
+    layer_number: int | None,
     qkv_format: str,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,6 +56,7 @@ def turned(
         angles: of `RotaryPositionEmbedding`, or a pair for queries and keys.
         ends: where the packed sequences of each end.
         inference_params: positions start where its sequences are; None for zero.
+        layer_number: who asks for them.
         qkv_format: of the tensors.
         interleaved: see `rope.py`.
     """
@@ -64,7 +66,7 @@ def turned(
     pair = angles if isinstance(angles, tuple | list) else (angles, angles)
     starts = None
     if inference_params is not None:
-        pair, starts, new_ends = inference_params.positions(pair, query)
+        pair, starts, new_ends = inference_params.positions(pair, query, qkv_format, layer_number)
         of_query = new_ends if of_query is None else of_query
         of_key = new_ends if of_key is None else of_key
     turn = partial(

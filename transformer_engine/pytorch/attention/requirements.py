@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformer_engine.pytorch.attention.backend import Requirement
 
+_FEW = 16  # queries of a step that writes on, not of a prompt
+
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
@@ -37,6 +39,12 @@ NO_DROPOUT = Requirement(
 EAGER = Requirement(
     lambda problem, allowed: not problem.compiling,
     "is no operator of torch.compile; run attention outside of it",
+)
+FEW_QUERIES_IF_CACHED = Requirement(
+    lambda problem, allowed: (
+        not problem.cache or (problem.cache == "fixed" and (problem.queries or 1) <= _FEW)
+    ),
+    "would build a graph for each length that a cache grows to, or that a prompt has",
 )
 SIZES_OF_EIGHT = Requirement(
     lambda problem, allowed: problem.key_size % 8 == 0 and problem.value_size % 8 == 0,

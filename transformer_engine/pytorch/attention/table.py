@@ -115,7 +115,7 @@ def attention_backends(
         max_seqlen_kv: tokens of the longest key sequence.
         attention_mask: padding is given as a mask rather than as cu_seqlens.
         pad_between_seqs: there is room between the sequences of thd.
-        inference_params: `""` without a cache; `appended` or `named` sequences.
+        inference_params: `""` without a cache; else the `kind` of the `InferenceParams`.
         fp8: attention in FP8.
         dtype: of queries, keys and values.
         device: None is cuda where there is one, else cpu.

@@ -24,10 +24,10 @@ from transformer_engine.pytorch.attention.environment import environment, repeat
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.requirements import (
     ASKABLE,
+    FEW_QUERIES_IF_CACHED,
     FUSED,
     GPU,
     HIGH_PRECISION,
-    NO_CACHE,
     SIZES_OF_EIGHT,
     SOMETHING,
 )
@@ -122,7 +122,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if bias is not None:
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
-    placed = shape.band is None and bias is None
+    placed = needs_grad and shape.band is None and bias is None
     query, key, value = _readable(query, key, value, placed=placed)
     options = (how, call.scale, dropout)
     if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
@@ -186,9 +186,9 @@ def settings_for(
 def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """The tensors themselves, unless cuDNN cannot read 16 bytes at a time with strides as these.
 
-    Where it is told the place of each sequence it wants gradients with the strides of inputs: those
-    are the parts of one tensor that `attention_backward` makes, or contiguous tensors
-    (docs/adr/0013-cudnn-graphs.md).
+    Where it is told the place of each sequence, and a backward follows (`placed`), it wants
+    gradients with the strides of inputs: those are the parts of one tensor that
+    `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
     """
     if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
@@ -355,7 +355,7 @@ BACKEND = Backend(
             lambda problem, allowed: problem.dropout < 1.0,
             "cannot drop everything; use attention_dropout < 1",
         ),
-        NO_CACHE,
+        FEW_QUERIES_IF_CACHED,
         Requirement(_taken_by_cudnn, _reason),
     ),
 )
