@@ -303,7 +303,10 @@ class InferenceParams:
         if self.kind == "fixed":
             step = self._fixed_step(("angles", layer_number), query, qkv_format)
             return angles, step.starts, None
-        return tuple(one[self.sequence_len_offset :] for one in angles), None, None
+        of_query, of_key = angles
+        start = self.sequence_len_offset
+        rest = of_query[start:]
+        return (rest, rest if of_key is of_query else of_key[start:]), None, None
 
     # ---- The form with named sequences ----
 

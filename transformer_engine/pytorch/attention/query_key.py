@@ -76,4 +76,26 @@ def turned(
         interleaved=interleaved,
         fused=True,
     )
+    alike = pair[0] is pair[1] and of_query is of_key
+    if inference_params is not None and alike and not torch.is_grad_enabled():
+        both = _side_by_side(query, key)
+        if both is not None:  # one launch, where the host has the most to do
+            both = turn(both, pair[0], cu_seqlens=of_query)
+            query, key = both.split((query.shape[-2], key.shape[-2]), -2)
+            return query, key
     return turn(query, pair[0], cu_seqlens=of_query), turn(key, pair[1], cu_seqlens=of_key)
+
+
+def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Queries and keys as heads of one tensor, where a fused projection has laid them out so."""
+    shape, strides = query.shape, query.stride()
+    adjacent = (
+        strides == key.stride()
+        and strides[-2] == shape[-1]
+        and key.dtype is query.dtype
+        and key.data_ptr() == query.data_ptr() + shape[-2] * shape[-1] * query.itemsize
+        and key.untyped_storage().data_ptr() == query.untyped_storage().data_ptr()
+    )
+    if not adjacent:
+        return None
+    return query.as_strided((*shape[:-2], shape[-2] + key.shape[-2], shape[-1]), strides)
