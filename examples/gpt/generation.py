@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import transformer_engine.pytorch as te
 from gpt.settings import Settings, UsageError
 from gpt.training import arithmetic
 
@@ -35,12 +34,65 @@ class Dice:
         self.temperature = temperature
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(texts)]
 
-    def __call__(self, text: int, logits: torch.Tensor) -> int:
-        """A byte for the text with this number, by its `logits [256]`."""
+    def __call__(self, texts: Sequence[int], logits: torch.Tensor) -> list[int]:
+        """A byte for each text of these numbers, by its row of `logits [len(texts), 256]`."""
         if self.temperature == 0.0:
-            return int(logits.argmax())
+            return logits.argmax(-1).tolist()
         chances = (logits.float().cpu() / self.temperature).softmax(-1)
-        return int(torch.multinomial(chances, 1, generator=self.generators[text]))
+        drawn = zip(chances, (self.generators[text] for text in texts), strict=True)
+        return [int(torch.multinomial(row, 1, generator=own)) for row, own in drawn]
+
+
+class Steps:
+    """Calls of the model, each on the tokens that follow those of the calls before.
+
+    With `graph` the device alone knows how many tokens there are, from the first call of one token
+    a text on: all of those are the same work at the same addresses. On a GPU the first one warms
+    up, the second is captured in a CUDA graph, and that graph is replayed for all others.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, texts: int, graph: bool) -> None:
+        self.model, self.settings = model, settings
+        self.cache = model.cache_for(texts)
+        self.replays = graph
+        self.token: torch.Tensor | None = None  # what the graph reads
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None  # what it writes
+
+    def __call__(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits `[texts, 256]` of the byte after `new`, as many bytes of each text."""
+        tokens = torch.tensor(new, device=self.settings.device)
+        if not self.replays or tokens.shape[1] > 1:
+            return self._call(tokens)
+        if self.token is None:
+            self.token = tokens
+            self.cache.sequence_len_offset = torch.tensor(
+                self.cache.sequence_len_offset, device=tokens.device
+            )
+            return self._call(tokens)
+        self.token.copy_(tokens)
+        if self.settings.device == "cpu":
+            return self._call(self.token)
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._call(self.token)
+        self.graph.replay()
+        return self.logits
+
+    def _call(self, tokens: torch.Tensor) -> torch.Tensor:
+        with arithmetic(self.settings):
+            logits = self.model(tokens, self.cache)[:, -1]
+        self.cache.sequence_len_offset += tokens.shape[1]
+        return logits
+
+
+def cast_once(model: nn.Module, settings: Settings) -> nn.Module:
+    """The model with bf16 weights where its GEMMs are bf16: autocast would cast them each step."""
+    if settings.precision == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
 
 
 def _encoded(prompts: Sequence[str], count: int, settings: Settings) -> list[bytearray]:
@@ -64,24 +116,28 @@ def write(
     count: int,
     temperature: float = 0.0,
     seed: int = 1,
+    graph: bool = False,
 ) -> Written:
     """Write `count` bytes after each prompt; every step gives the model one new byte a text.
 
     Prompts may differ in length: while the longest is still read, the shorter ones are written.
+    With `graph` steps are replays of one CUDA graph, see `Steps`.
     """
     texts, dice = _encoded(prompts, count, settings), Dice(len(prompts), temperature, seed)
     ends = [len(text) + count for text in texts]
-    cache = te.InferenceParams(len(texts), settings.seq)
+    step = Steps(model, settings, len(texts), graph)
     seen, steps, began = 0, 0, time.perf_counter()
     while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
         known = min(map(len, texts))
-        new = torch.tensor([list(text[seen:known]) for text in texts], device=settings.device)
-        with arithmetic(settings):
-            logits = model(new, cache)[:, -1]
-        for i, (text, end) in enumerate(zip(texts, ends, strict=True)):
-            if len(text) == known:  # else its prompt is still being read
-                text.append(dice(i, logits[i]) if known < end else 0)  # 0: done, others go on
-        cache.sequence_len_offset = seen = known
+        logits = step([text[seen:known] for text in texts])
+        written = [i for i, end in enumerate(ends) if len(texts[i]) == known < end]
+        rows = logits if len(written) == len(texts) else logits[written]
+        for i, byte in zip(written, dice(written, rows), strict=True):
+            texts[i].append(byte)
+        for text in texts:
+            if len(text) == known:
+                text.append(0)  # it is done, and others go on
+        seen = known
         steps += 1
     done = [bytes(text[:end]) for text, end in zip(texts, ends, strict=True)]
     return Written(done, steps, len(texts) * count / (time.perf_counter() - began))
@@ -102,6 +158,6 @@ def without_cache(
         for _ in range(count):
             tokens = torch.tensor([list(text)], device=settings.device)
             with arithmetic(settings):
-                logits = model(tokens)[0, -1]
-            text.append(dice(i, logits))
+                logits = model(tokens)[:, -1]
+            text.extend(dice([i], logits))
     return [bytes(text) for text in texts]

@@ -41,6 +41,7 @@ class Gpt(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
+        self.window = settings.seq
         hidden, device = settings.hidden, settings.device
         self.embedding = nn.Embedding(VOCABULARY, hidden, device=device)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -86,3 +87,7 @@ class Gpt(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, rotary_pos_emb=self.angles, inference_params=cache)
         return self.head(hidden)
+
+    def cache_for(self, texts: int) -> te.InferenceParams:
+        """A cache of so many texts, each as long as a window of the training."""
+        return te.InferenceParams(texts, self.window)

@@ -20,12 +20,35 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+class TorchCache:
+    """Keys and values of earlier tokens, `[2, texts, heads, window, head]` of each layer."""
+
+    def __init__(self, layers: int, texts: int) -> None:
+        self.texts, self.sequence_len_offset = texts, 0
+        self.kept: list[torch.Tensor | None] = [None] * layers
+
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep those of new tokens; all so far come back."""
+        kept = self.kept[layer]
+        if kept is None:
+            _, heads, _, size = key.shape
+            kept = self.kept[layer] = key.new_zeros(2, self.texts, heads, window, size)
+        begin = self.sequence_len_offset
+        end = begin + key.shape[2]
+        kept[0, :, :, begin:end] = key
+        kept[1, :, :, begin:end] = value
+        return kept[0, :, :, :end], kept[1, :, :, :end]
+
+
 class TorchLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to what came in."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, number: int) -> None:
         super().__init__()
         hidden = settings.hidden
+        self.number, self.window = number, settings.seq
         self.heads, self.dropout = settings.heads, settings.dropout
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
@@ -34,19 +57,26 @@ class TorchLayer(nn.Module):
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, cache: TorchCache | None = None
+    ) -> torch.Tensor:
         """`[batch, seq, hidden]` to the same."""
-        x = x + self._drop(self._attention(self.attention_norm(x), rotary))
+        x = x + self._drop(self._attention(self.attention_norm(x), rotary, cache))
         up = F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
         return x + self._drop(self.down(up))
 
-    def _attention(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, rotary: Rotary, cache: TorchCache | None) -> torch.Tensor:
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         query, key = (rotate(side, *rotary).to(side.dtype) for side in (query, key))
+        if cache is not None:
+            key, value = cache.append(self.number, key, value, self.window)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        causal = seq > 1  # which is the beginning of the texts; one more sees all of them
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal
+        )
         return self.projection(mixed.transpose(1, 2).reshape(batch, seq, hidden))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +90,7 @@ class TorchGpt(nn.Module):
         super().__init__()
         hidden = settings.hidden
         self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(TorchLayer(settings) for _ in range(settings.layers))
+        self.layers = nn.ModuleList(TorchLayer(settings, i) for i in range(settings.layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY)
         size = hidden // settings.heads
@@ -80,13 +110,21 @@ class TorchGpt(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`."""
-        length, kind = tokens.shape[1], tokens.device.type
+    def forward(self, tokens: torch.Tensor, cache: TorchCache | None = None) -> torch.Tensor:
+        """Logits `[batch, seq, 256]` of the byte after each of `tokens`, int64 `[batch, seq]`.
+
+        With a cache, `tokens` go on where it ends: many where it is empty, else one.
+        """
+        begin, kind = 0 if cache is None else cache.sequence_len_offset, tokens.device.type
         hidden = self.embedding(tokens)
         if torch.is_autocast_enabled(kind):
             hidden = hidden.to(torch.get_autocast_dtype(kind))
-        rotary = (self.cos[:length], self.sin[:length])
+        new = slice(begin, begin + tokens.shape[1])
+        rotary = (self.cos[new], self.sin[new])
         for layer in self.layers:
-            hidden = layer(hidden, rotary)
+            hidden = layer(hidden, rotary, cache)
         return self.head(self.norm(hidden))
+
+    def cache_for(self, texts: int) -> TorchCache:
+        """An empty cache of so many texts."""
+        return TorchCache(len(self.layers), texts)

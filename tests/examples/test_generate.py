@@ -7,10 +7,10 @@ import torch
 
 import generate
 from gpt.data import load_text
-from gpt.generation import without_cache, write
+from gpt.generation import cast_once, without_cache, write
 from gpt.model import build_model
 from gpt.settings import Settings
-from gpt.training import Training
+from gpt.training import Training, arithmetic
 
 PROMPTS = ["ab", "a longer prompt"]
 
@@ -36,17 +36,45 @@ def settings_on(device, **changes):
     return Settings(**{**values, **changes})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
-def test_the_cache_changes_no_token(device, precision, temperature):
+@pytest.mark.parametrize(
+    ("precision", "temperature", "graph"),
+    [
+        ("fp32", 0.0, False),
+        ("fp32", 1.0, False),
+        ("fp32", 0.0, True),
+        ("fp32", 1.0, True),
+        ("fp8", 0.0, False),
+        ("fp8", 1.0, True),
+    ],
+)
+def test_the_cache_changes_no_token(device, precision, temperature, graph):
     torch.manual_seed(2)
     settings = settings_on(device, precision=precision)
     model = build_model(settings).to(device).eval()
-    written = write(model, settings, PROMPTS, 12, temperature)
+    written = write(model, settings, PROMPTS, 12, temperature, graph=graph)
     assert written.texts == without_cache(model, settings, PROMPTS, 12, temperature)
     assert [len(text) for text in written.texts] == [14, 27]
     assert written.texts[1].startswith(PROMPTS[1].encode())
     assert written.steps == 25, "one call for what all texts have, then one for each byte"
+
+
+def test_the_plain_torch_model_keeps_a_cache(device):
+    settings = settings_on(device, model="torch")
+    model = build_model(settings).eval()
+    written = write(model, settings, PROMPTS, 12)
+    assert written.texts == without_cache(model, settings, PROMPTS, 12)
+
+
+def test_bf16_weights_are_those_that_autocast_makes(device):
+    """A bf16 GEMM reads the same weights; norms alone read rounded ones, which here are 1 and 0."""
+    settings = settings_on(device, precision="bf16")
+    model = build_model(settings).eval()
+    tokens = torch.tensor([list(b"some text")], device=device)
+    with torch.no_grad(), arithmetic(settings):
+        before = model(tokens)
+        after = cast_once(model, settings)(tokens)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(before, after)
 
 
 @pytest.fixture
@@ -66,6 +94,8 @@ def test_program(checkpoint, capsys):
     output = capsys.readouterr().out
     assert "--- 'to '\nto " in output
     assert "the texts are the same" in output
+    assert generate.main([*arguments, "--graph"]) == 0
+    assert "the texts are the same" in capsys.readouterr().out
     two = ["--prompt", "to ", "--prompt", "a longer one"]  # without --bytes: up to the window
     assert generate.main([*arguments[:3], *two]) == 0
 
