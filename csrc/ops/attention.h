@@ -65,8 +65,8 @@ struct AttentionArgs {
   TensorView statistics;  // fp32, one for each query and head; absent: inference
   AttentionFp8 fp8;       // without bias, sink, dropout and sequences
 
-  // Whether cuDNN is told where each sequence begins, and so skips what lies outside: of thd it must
-  // be, with a bias it cannot be.
+  // Whether cuDNN is told where each sequence begins, and so skips what lies outside: of thd it
+  // must be, with a bias it cannot be.
   bool packed() const {
     return settings.format == AttentionFormat::Thd || (of_query.ends && !bias);
   }
