@@ -10,6 +10,7 @@ import pytest
 import torch
 from fp8_attention_reference import GRAD_OUT, GRAD_PRODUCT, GRAD_QKV, OUT, QKV, SOFTMAX
 from fp8_reference import E4M3, E5M2, decode, encode
+from pytorch.cases import names
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
@@ -46,9 +47,7 @@ class Case:
     packed: bool = False
 
     def __str__(self):
-        default = Case()
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
-        return " ".join(changed) or "default"
+        return names.of_case(self)
 
 
 CASES = [

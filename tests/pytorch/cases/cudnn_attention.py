@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from pytorch.cases import names
 
 LONGEST = 96
 # Real queries and keys of each sequence; of the padding types only.
@@ -30,9 +31,7 @@ class Case:
     packed: str = ""  # query, key and value are views of one tensor, "whole" or head by head
 
     def __str__(self):
-        default = Case()
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
-        return " ".join(changed).replace("torch.", "") or "default"
+        return names.of_case(self)
 
     @property
     def batch(self):

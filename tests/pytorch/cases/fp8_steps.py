@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pytorch.cases import names
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
@@ -25,9 +26,7 @@ class Case:
     frozen: bool = False  # keys need no gradient
 
     def __str__(self):
-        default = Case()
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
-        return " ".join(changed).replace("torch.", "") or "default"
+        return names.of_case(self)
 
     @property
     def has_backward(self):
