@@ -85,9 +85,7 @@ def attention_forward(
     """
     *lead, heads, _ = query.shape
     out = query.new_empty((*lead, heads * value.shape[-1]))
-    kept = None
-    if statistics:
-        kept = query.new_empty(statistics_shape(query, settings[0]), dtype=torch.float32)
+    kept = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_forward(
@@ -117,12 +115,14 @@ def allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
     return allocate
 
 
-def statistics_shape(query: torch.Tensor, format: int) -> tuple[int, ...]:
-    """Shape of the statistics that the forward leaves for the backward."""
+def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
+    """Memory of the statistics that the forward leaves for the backward."""
     if format == THD:
-        return query.shape[:-1]
-    first, second, heads, _ = query.shape
-    return (second, heads, first) if format == SBHD else (first, heads, second)
+        shape: tuple[int, ...] = query.shape[:-1]
+    else:
+        first, second, heads, _ = query.shape
+        shape = (second, heads, first) if format == SBHD else (first, heads, second)
+    return query.new_empty(shape, dtype=torch.float32)
 
 
 @library_op(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.attention import allocator, statistics_shape
+from transformer_engine.pytorch.kernels.attention import allocator, empty_statistics
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -53,9 +53,7 @@ def fp8_attention_forward(
         `[batch, heads, queries]`; None where not asked for.
     """
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    kept = None
-    if statistics:
-        kept = query.new_empty(statistics_shape(query, settings[0]), dtype=torch.float32)
+    kept = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         found = scales.new_zeros(2)
         _C.fp8_attention_forward(
