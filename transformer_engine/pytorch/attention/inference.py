@@ -154,8 +154,7 @@ class InferenceParams:
             qkv_format: `sbhd` or `bshd`.
         """
         _refuse_packed(qkv_format)
-        if qkv_format == "bshd":
-            key, value = key.transpose(0, 1), value.transpose(0, 1)
+        key, value = _in_format(key, qkv_format), _in_format(value, qkv_format)
         tokens, batch = key.shape[:2]
         end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
         if self.sequence_len_offset < 0 or self.batch_size_offset < 0:
@@ -174,9 +173,7 @@ class InferenceParams:
         for cache, new in zip(caches, (key, value), strict=True):
             cache[end - tokens : end, rows] = new.detach()
         keys, values = (cache[:end, rows] for cache in caches)
-        if qkv_format == "bshd":
-            return keys.transpose(0, 1), values.transpose(0, 1)
-        return keys, values
+        return _in_format(keys, qkv_format), _in_format(values, qkv_format)
 
     def append_there(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor, qkv_format: str
@@ -191,14 +188,11 @@ class InferenceParams:
         """
         step = self._fixed_step(("keys", layer_number), key, qkv_format)
         caches = self._plain_caches(layer_number, key, value)
-        batch = key.shape[1 if qkv_format == "sbhd" else 0]
-        rows = slice(self.batch_size_offset, self.batch_size_offset + batch)
+        rows = slice(self.batch_size_offset, self.batch_size_offset + step.starts.shape[0])
         for cache, new in zip(caches, (key, value), strict=True):
             cache.flatten(0, 1).index_copy_(0, step.rows, new.detach().flatten(0, 1))
         keys, values = (cache[:, rows] for cache in caches)
-        if qkv_format == "bshd":
-            return keys.transpose(0, 1), values.transpose(0, 1), step
-        return keys, values, step
+        return _in_format(keys, qkv_format), _in_format(values, qkv_format), step
 
     def _fixed_step(self, who: object, x: torch.Tensor, qkv_format: str) -> FixedStep:
         _refuse_packed(qkv_format)
@@ -366,6 +360,11 @@ class InferenceParams:
                 " for steps of named sequences, got none of them"
             )
         return self.cache_manager
+
+
+def _in_format(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """Sequence first, as caches are, or batch first."""
+    return x.transpose(0, 1) if qkv_format == "bshd" else x
 
 
 def _refuse_packed(qkv_format: str) -> None:
