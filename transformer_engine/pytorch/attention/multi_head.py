@@ -329,7 +329,6 @@ class MultiheadAttention(nn.Module):
             query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
         if not self.qk_norm_before_rope:
             query, key = self._normalised(query, key)
-        without_bias = core_attention_bias_type == "no_bias"
         more = given(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
@@ -337,8 +336,8 @@ class MultiheadAttention(nn.Module):
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
-            checkpoint_core_attention=checkpoint_core_attention or None,
-            core_attention_bias_type=None if without_bias else core_attention_bias_type,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,

@@ -321,16 +321,15 @@ class TransformerLayer(nn.Module):
         """
         check_inputs(self, hidden_states, attention_mask, self_attn_mask_type)
         hidden_states = hidden_states.contiguous()
-        without_bias = core_attention_bias_type == "no_bias"
         core = given(
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             is_first_microbatch=is_first_microbatch,
-            checkpoint_core_attention=checkpoint_core_attention or None,
+            checkpoint_core_attention=checkpoint_core_attention,
             inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=None if without_bias else core_attention_bias_type,
+            core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             **sequences,
