@@ -16,7 +16,7 @@ void norm_forward(const NormForwardArgs& args, Stream stream) {
 
 bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const TensorView& beta) {
   for (const TensorView* t : {&x, &gamma, &beta})
-    if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return false;
+    if (!is_aligned(t->data, 16)) return false;
   return norm_tiles_take_moments(x);
 }
 

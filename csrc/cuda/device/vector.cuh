@@ -89,8 +89,4 @@ __device__ __forceinline__ void store_octet(T* to, const float (&values)[8]) {
   }
 }
 
-inline bool is_aligned(const void* pointer, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-}
-
 }  // namespace te::cuda
