@@ -26,6 +26,7 @@ def fp8(x):
     return {"scale": torch.ones(1, device=x.device), "rowwise": True, "columnwise": True}
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_values(device, values, dtype):
@@ -49,6 +50,7 @@ def test_shapes(device, shape, dbias, dtype):
             assert_bitwise(got, expected)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "geglu", "relu", "swiglu"])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -70,6 +72,7 @@ def norm(x, kind, offset=0.0, dtype=None, row=None):
     return norm_forward(x, gamma, beta, kind, 1e-5, False, dtype, **fp8(x), moments=row)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", [LAYER_NORM, RMS_NORM])
 @pytest.mark.parametrize("shape", [(384, 256), (300, 512), (37, 1024), (65, 264)], ids=str)
