@@ -114,6 +114,18 @@ CASES = (
 )
 
 
+def assert_close(compiled: dict[Any, Any], eager: dict[Any, Any]) -> None:
+    """On a GPU eager kernels take moments by the way, and add in another order."""
+    assert set(compiled) == set(eager)
+    for key, expected in eager.items():
+        spread = expected.get("std", 0.0)
+        assert set(compiled[key]) == set(expected)
+        for name, value in expected.items():
+            least = 1e-6 * spread if name == "mean" else 1e-12  # a mean may be near zero
+            close = pytest.approx(value, rel=1e-6, abs=least, nan_ok=True)
+            assert compiled[key][name] == close, (key, name)
+
+
 def compare(case: Case, folder: Path, device: str, backend: str) -> None:
     plain = case.run(device, lambda function, **_: function, lambda: None)
     logs = []
@@ -131,7 +143,9 @@ def compare(case: Case, folder: Path, device: str, backend: str) -> None:
             assert all(map(torch.equal, seen, plain))
         logs.append(logged(folder / name))
     eager, compiled = logs
-    assert repr(compiled) == repr(eager)  # NaN too
+    if device == "cpu":
+        assert repr(compiled) == repr(eager)  # NaN too
+    assert_close(compiled, eager)
     assert {iteration for iteration, _, _ in eager} >= {0, 2}
 
 
@@ -166,10 +180,7 @@ def test_cuda_graphs_of_a_compiler(tmp_path: Path, recipe: str) -> None:
                     module.zero_grad()  # a gradient is the graph's memory until then
                 debug_api.step()
         logs.append(logged(tmp_path / name))
-    eager, compiled = logs
-    assert set(compiled) == set(eager)
-    for key, values in eager.items():
-        assert compiled[key] == pytest.approx(values, rel=1e-9, nan_ok=True)
+    assert_close(*logs)
 
 
 ONE = section("LogTensorStats", tensors=["activation", "gradient"], stats=["max"])
