@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -33,6 +33,7 @@ __device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
 template <class In>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     amax_kernel(const AmaxStream<In> args) {
+  follow_previous_kernel();
   __shared__ BlockAmax<kThreads / 32> block_amax;
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
@@ -53,7 +54,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (threadIdx.x == 0) args.sink.finish(block_amax.total(), gridDim.x);
 }
 
-__global__ void scale_kernel(const float* amax, CurrentScaleSink sink) { sink.write_scales(*amax); }
+__global__ void scale_kernel(const float* amax, CurrentScaleSink sink) {
+  follow_previous_kernel();
+  sink.write_scales(*amax);
+}
 
 }  // namespace
 
@@ -66,16 +70,15 @@ void amax(const AmaxArgs& args, Stream stream) {
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, most));
   dispatch_high_precision(args.x.dtype, "amax", [&](auto in) {
     using In = typename decltype(in)::type;
-    amax_kernel<In><<<blocks, kThreads, 0, stream_of(stream)>>>(
-        {args.x.ptr<In>(), count, octets, sink_of(args.scale)});
+    launch_dependent(amax_kernel<In>, blocks, kThreads, 0, stream_of(stream),
+                     AmaxStream<In>{args.x.ptr<In>(), count, octets, sink_of(args.scale)});
   });
-  check_launch("amax");
 }
 
 void scale_from_amax(const ScaleFromAmaxArgs& args, Stream stream) {
   const DeviceGuard guard(args.amax.device);
-  scale_kernel<<<1, 1, 0, stream_of(stream)>>>(args.amax.ptr<float>(), sink_of(args.scale));
-  check_launch("scale_from_amax");
+  launch_dependent(scale_kernel, 1, 1, 0, stream_of(stream), args.amax.ptr<float>(),
+                   sink_of(args.scale));
 }
 
 }  // namespace te::cuda

@@ -3,16 +3,16 @@
 #include <limits>
 
 #include "core/attention_window.h"
-#include "cuda/launch.h"
+#include "cuda/device/dependent_launch.cuh"
 
 namespace te::cuda {
 namespace {
 
-constexpr const char* kOp = "attention";
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 __global__ void __launch_bounds__(kThreads) places_kernel(AttentionPlaces p) {
+  follow_previous_kernel();
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (b > p.batch) return;
   const int64_t known = b < p.real ? b : p.real;
@@ -95,6 +95,7 @@ __device__ bool is_dead(const ClearArgs& a, bool of_key, const Place& place) {
 
 // One warp for each row; blockIdx.y picks the tensor. The first one's rows have the statistics.
 __global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
+  follow_previous_kernel();
   const Cleared& tensor = a.tensors[blockIdx.y];
   const Side& side = tensor.of_key ? a.key : a.query;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -141,8 +142,7 @@ Cleared cleared_of(const TensorView& t, bool of_key) {
 
 void write_places(const AttentionPlaces& places, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(places.batch + 1, kThreads));
-  places_kernel<<<blocks, kThreads, 0, stream>>>(places);
-  check_launch(kOp);
+  launch_dependent(places_kernel, blocks, kThreads, 0, stream, places);
 }
 
 void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream_t stream) {
@@ -165,8 +165,7 @@ void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(most * kWarp, kThreads)),
                   static_cast<unsigned>(rows.count));
-  clear_kernel<<<grid, kThreads, 0, stream>>>(a);
-  check_launch(kOp);
+  launch_dependent(clear_kernel, grid, kThreads, 0, stream, a);
 }
 
 }  // namespace te::cuda

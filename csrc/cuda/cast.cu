@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -27,6 +27,7 @@ struct Cast {
 
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) cast_kernel(const Cast<In, Out> args) {
+  follow_previous_kernel();
   constexpr int V = kElements<In, Out>;
   const int64_t first = int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
   Pack<In, V> packs[kInFlight];
@@ -55,11 +56,11 @@ void launch(const CastArgs& args, cudaStream_t stream) {
   const bool wide =
       is_aligned(args.x.data, V * sizeof(In)) && is_aligned(args.y.data, V * sizeof(Out));
   const int64_t blocks = ceil_div(count, int64_t{kThreads} * kInFlight * V);
-  cast_kernel<In, Out>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>({.x = args.x.ptr<In>(),
-                                                                .y = args.y.ptr<Out>(),
-                                                                .count = count,
-                                                                .packs = wide ? count / V : 0});
+  launch_dependent(cast_kernel<In, Out>, static_cast<unsigned>(blocks), kThreads, 0, stream,
+                   Cast<In, Out>{.x = args.x.ptr<In>(),
+                                 .y = args.y.ptr<Out>(),
+                                 .count = count,
+                                 .packs = wide ? count / V : 0});
 }
 
 }  // namespace
@@ -71,7 +72,6 @@ void cast(const CastArgs& args, Stream stream) {
       launch<typename decltype(in)::type, typename decltype(out)::type>(args, stream_of(stream));
     });
   });
-  check_launch("cast");
 }
 
 }  // namespace te::cuda

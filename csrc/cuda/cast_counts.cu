@@ -74,7 +74,7 @@ class OpenOctets {
 template <class In, class Fp8>
 __global__ void __launch_bounds__(CodeWalk::kThreads, CodeWalk::kBlocksPerMultiprocessor)
     cast_counts_kernel(const CountStream<In, Fp8> args) {
-  wait_for_previous_kernel();
+  follow_previous_kernel();
   if (args.out.is_idle()) return;
   const auto& walk = args.walk;
   const float scale_inverse = args.scales[0];
@@ -106,7 +106,7 @@ void cast_counts(const CastMomentsArgs& args, Stream stream) {
       const bool wide = is_aligned(x.data, 16) && is_aligned(args.codes.data, 16);
       const CodeWalk walk(x.numel(), wide, x.device);
       launch_dependent(
-          cast_counts_kernel<In, Fp8>, walk.blocks, walk.kThreads, stream_of(stream),
+          cast_counts_kernel<In, Fp8>, walk.blocks, walk.kThreads, 0, stream_of(stream),
           CountStream<In, Fp8>{x.ptr<In>(), args.codes.ptr<uint8_t>(), args.scales.ptr<float>(),
                                walk, row_sink_of<CastMoments>(args.out)});
     });

@@ -123,7 +123,7 @@ __device__ __forceinline__ bool is_exact(const CastFields& found, float scale) {
 template <class In, class Fp8>
 __global__ void __launch_bounds__(CastWalk<In>::kThreads, CastWalk<In>::kBlocksPerMultiprocessor)
     cast_moments_kernel(const CastStream<In, Fp8> args) {
-  wait_for_previous_kernel();
+  follow_previous_kernel();
   if (args.out.is_idle()) return;
   CastFields found = gather<float>(args);
   if (!is_exact(found, args.scales[1])) found = gather<double>(args);
@@ -146,7 +146,7 @@ void cast_moments(const CastMomentsArgs& args, Stream stream) {
       const bool wide = is_aligned(x.data, 16) && is_aligned(args.codes.data, 8);
       const CastWalk<In> walk(x.numel(), wide, x.device);
       launch_dependent(
-          cast_moments_kernel<In, Fp8>, walk.blocks, walk.kThreads, stream_of(stream),
+          cast_moments_kernel<In, Fp8>, walk.blocks, walk.kThreads, 0, stream_of(stream),
           CastStream<In, Fp8>{x.ptr<In>(), args.codes.ptr<uint8_t>(), args.scales.ptr<float>(),
                               walk, row_sink_of<CastMoments>(args.out)});
     });

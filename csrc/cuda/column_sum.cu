@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
                   Out* second) {
   constexpr int kOwners = kColumns / kWide;  // threads that cover the block's columns once
   __shared__ float sums[kWarps][kColumns];
-  wait_for_previous_kernel();
+  follow_previous_kernel();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int64_t block_col = static_cast<int64_t>(blockIdx.x) * kColumns;
   const int owned = lane % kOwners * kWide;
@@ -63,7 +63,7 @@ void launch(const float* partials, int64_t parts, int64_t pitch, const TensorVie
   dispatch_high_precision(first.dtype, "column_sum", [&](auto tag) {
     using Out = typename decltype(tag)::type;
     launch_dependent(wide ? &reduce_kernel<Out, 4> : &reduce_kernel<Out, 1>, blocks, dim3(kThreads),
-                     stream, partials, parts, pitch, cols, first.ptr<Out>(), second.ptr<Out>());
+                     0, stream, partials, parts, pitch, cols, first.ptr<Out>(), second.ptr<Out>());
   });
 }
 

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "core/scaling.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/reduce.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -60,6 +60,7 @@ __device__ __forceinline__ float roll(float* column, int64_t length, int64_t pit
 }
 
 __global__ void __launch_bounds__(kThreads) update_kernel(const Update args) {
+  follow_previous_kernel();
   __shared__ BlockAmax<kWarps> block_amax;
   const ScalingEntry entry = args.table[blockIdx.x];
   if (blockIdx.y >= entry.count) return;
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const Update args) {
 }
 
 __global__ void __launch_bounds__(kThreads) gather_kernel(const ScalingEntry* table, float* out) {
+  follow_previous_kernel();
   const int64_t first = columns_before(table, blockIdx.x);
   const auto* history = reinterpret_cast<const float*>(table[blockIdx.x].history);
   for (int64_t i = threadIdx.x; i < table[blockIdx.x].count; i += kThreads)
@@ -96,21 +98,19 @@ void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream) {
   if (args.table.size(0) == 0) return;
   const DeviceGuard guard(args.table.device);
   const dim3 grid(static_cast<unsigned>(args.table.size(0)), kColumnBlocks);
-  update_kernel<<<grid, kThreads, 0, stream_of(stream)>>>(
-      {.table = args.table.ptr<ScalingEntry>(),
-       .reduced = args.reduced.ptr<float>(),
-       .most_recent = args.algorithm == AmaxAlgorithm::MostRecent,
-       .fp8_max = args.fp8_max,
-       .margin_factor = std::ldexp(1.0f, args.margin)});
-  check_launch("delayed_scaling_update");
+  launch_dependent(update_kernel, grid, kThreads, 0, stream_of(stream),
+                   Update{.table = args.table.ptr<ScalingEntry>(),
+                          .reduced = args.reduced.ptr<float>(),
+                          .most_recent = args.algorithm == AmaxAlgorithm::MostRecent,
+                          .fp8_max = args.fp8_max,
+                          .margin_factor = std::ldexp(1.0f, args.margin)});
 }
 
 void gather_amax(const GatherAmaxArgs& args, Stream stream) {
   if (args.table.size(0) == 0) return;
   const DeviceGuard guard(args.table.device);
-  gather_kernel<<<static_cast<unsigned>(args.table.size(0)), kThreads, 0, stream_of(stream)>>>(
-      args.table.ptr<ScalingEntry>(), args.out.ptr<float>());
-  check_launch("gather_amax");
+  launch_dependent(gather_kernel, static_cast<unsigned>(args.table.size(0)), kThreads, 0,
+                   stream_of(stream), args.table.ptr<ScalingEntry>(), args.out.ptr<float>());
 }
 
 }  // namespace te::cuda

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -42,6 +42,7 @@ __device__ __forceinline__ auto decode_pack(const typename DequantizeStream<Out>
 
 template <class Fp8, class Out>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeStream<Out> args) {
+  follow_previous_kernel();
   using Codes = typename DequantizeStream<Out>::Codes;
   constexpr int kValues = DequantizeStream<Out>::kValues;
   const int64_t first = int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
@@ -79,6 +80,7 @@ struct DequantizeTiles {
 template <class Fp8, class Out>
 __global__ void __launch_bounds__(kTileThreads)
     dequantize_tiles_kernel(const DequantizeTiles<Out> args) {
+  follow_previous_kernel();
   const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
   if (!args.walk.has(at)) return;
   const TileBlock block(at, args.rows, args.cols);
@@ -112,15 +114,16 @@ void dequantize_tiles(const DequantizeArgs& args, cudaStream_t stream) {
   require(tiles_can_walk(walk, cols), Kind::Unsupported, "dequantize",
           "expected fewer than 2^29 columns and 2^26 rows, got ", args.q);
   const dim3 grid(static_cast<unsigned>(walk.grid_x()), static_cast<unsigned>(walk.grid_y()));
-  dequantize_tiles_kernel<Fp8, Out><<<grid, kTileThreads, 0, stream>>>(
-      {.codes = args.q.ptr<uint8_t>(),
-       .inverses = args.scales.ptr<float>(),
-       .grid = scale_grid(args.blocks, rows, cols),
-       .x = args.x.ptr<Out>(),
-       .rows = rows,
-       .cols = static_cast<int>(cols),
-       .walk = walk,
-       .wide = cols % 8 == 0 && is_aligned(args.q.data, 8) && is_aligned(args.x.data, 16)});
+  launch_dependent(dequantize_tiles_kernel<Fp8, Out>, grid, kTileThreads, 0, stream,
+                   DequantizeTiles<Out>{.codes = args.q.ptr<uint8_t>(),
+                                        .inverses = args.scales.ptr<float>(),
+                                        .grid = scale_grid(args.blocks, rows, cols),
+                                        .x = args.x.ptr<Out>(),
+                                        .rows = rows,
+                                        .cols = static_cast<int>(cols),
+                                        .walk = walk,
+                                        .wide = cols % 8 == 0 && is_aligned(args.q.data, 8) &&
+                                                is_aligned(args.x.data, 16)});
 }
 
 }  // namespace
@@ -138,16 +141,15 @@ void dequantize(const DequantizeArgs& args, Stream stream) {
       constexpr int kValues = DequantizeStream<Out>::kValues;
       const bool wide = is_aligned(args.q.data, kValues) && is_aligned(args.x.data, 16);
       const int64_t blocks = ceil_div(count, int64_t{kThreads} * kInFlight * kValues);
-      dequantize_kernel<Fp8, Out>
-          <<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(
-              {.codes = args.q.ptr<uint8_t>(),
-               .scale_inverse = args.scales.ptr<float>(),
-               .x = args.x.ptr<Out>(),
-               .count = count,
-               .packs = wide ? count / kValues : 0});
+      launch_dependent(dequantize_kernel<Fp8, Out>, static_cast<unsigned>(blocks), kThreads, 0,
+                       stream_of(stream),
+                       DequantizeStream<Out>{.codes = args.q.ptr<uint8_t>(),
+                                             .scale_inverse = args.scales.ptr<float>(),
+                                             .x = args.x.ptr<Out>(),
+                                             .count = count,
+                                             .packs = wide ? count / kValues : 0});
     });
   });
-  check_launch("dequantize");
 }
 
 }  // namespace te::cuda

@@ -10,7 +10,6 @@
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/pack_io.cuh"
-#include "cuda/launch.h"
 #include "ops/column_sum.h"
 
 namespace te::cuda {
@@ -133,6 +132,7 @@ __device__ __forceinline__ void add_bias(float (&values)[V], const In* bias, int
 template <class In, class Out, bool kAligned>
 __global__ void __launch_bounds__(kLineThreads)
     line_kernel(Line<In, Out> line, Randomness randomness) {
+  follow_previous_kernel();
   constexpr int V = kElements<In, Out>;
   const int64_t first[1] = {(static_cast<int64_t>(blockIdx.x) * kLineThreads + threadIdx.x) * V};
   const int64_t left = line.count - first[0];
@@ -166,7 +166,8 @@ void launch_line(const Line<In, Out>& line, const Randomness& randomness, cudaSt
       line.count % V == 0 && (line.bias == nullptr || line.cols % V == 0);
   const auto blocks = static_cast<unsigned>(ceil_div(line.count, int64_t{V} * kLineThreads));
   dispatch_bool(aligned, [&](auto wide) {
-    line_kernel<In, Out, wide()><<<blocks, kLineThreads, 0, stream>>>(line, randomness);
+    launch_dependent(line_kernel<In, Out, wide()>, blocks, kLineThreads, 0, stream, line,
+                     randomness);
   });
 }
 
@@ -199,6 +200,7 @@ __device__ __forceinline__ void leave_part(const float (&sums)[V], float* partia
 template <class In, class Out, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     columns_kernel(Columns<In, Out> c, Randomness randomness) {
+  follow_previous_kernel();
   const uint64_t key = randomness.key();
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x) * V;
   const int64_t begin = static_cast<int64_t>(blockIdx.y) * c.rows_per_part;
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       }
     }
   }
-  let_next_kernel_start();  // the sum of the parts
   leave_part(sums, c.partials, c.cols);
 }
 
@@ -244,7 +245,8 @@ void launch_columns(Columns<In, Out> c, const Randomness& randomness, const Tens
   c.rows_per_part = ceil_div(c.rows, std::clamp<int64_t>(wave / tiles, 1, most));
   const int64_t parts = ceil_div(c.rows, c.rows_per_part);
   const dim3 blocks(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
-  columns_kernel<In, Out, V><<<blocks, dim3(kWarp, kWarps), 0, stream>>>(c, randomness);
+  launch_dependent(columns_kernel<In, Out, V>, blocks, dim3(kWarp, kWarps), 0, stream, c,
+                   randomness);
   reduce_column_parts(c.partials, parts, c.cols, dbias, stream);
 }
 
@@ -280,7 +282,6 @@ void dropout_add_forward(const DropoutAddForwardArgs& args, Stream stream) {
                              args.out.ptr<Out>(), args.x.numel(),      args.x.cols()};
     launch_line(line, randomness, stream_of(stream));
   });
-  check_launch(kOp);
 }
 
 void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream) {
@@ -303,7 +304,6 @@ void dropout_add_backward(const DropoutAddBackwardArgs& args, Stream stream) {
       launch_line(line, randomness, stream_of(stream));
     }
   });
-  check_launch(kOp);
 }
 
 }  // namespace te::cuda

@@ -15,9 +15,6 @@ namespace te::cuda {
 // Throws Kind::Runtime naming the op and the CUDA error.
 void check(cudaError_t status, std::string_view op);
 
-// After a launch: the launch's own error, if any.
-inline void check_launch(std::string_view op) { check(cudaGetLastError(), op); }
-
 // Makes the tensor's device current for the length of a scope.
 class DeviceGuard {
  public:

@@ -96,7 +96,7 @@ template <class In>
 __global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
                                   MomentsWalk<In>::kBlocksPerMultiprocessor)
     moments_kernel(const MomentsStream<In> args) {
-  wait_for_previous_kernel();
+  follow_previous_kernel();
   if (args.out.is_idle()) return;
   // The pivot of the whole grid. As it is an element, no more than the digits of fp64 that their
   // number takes are lost.
@@ -126,7 +126,7 @@ void moments(const MomentsArgs& args, Stream stream) {
   dispatch_high_precision(x.dtype, "moments", [&](auto tag) {
     using In = typename decltype(tag)::type;
     const MomentsWalk<In> walk(x.numel(), is_aligned(x.data, 16), x.device);
-    launch_dependent(moments_kernel<In>, walk.blocks, walk.kThreads, stream_of(stream),
+    launch_dependent(moments_kernel<In>, walk.blocks, walk.kThreads, 0, stream_of(stream),
                      MomentsStream<In>{x.ptr<In>(), walk, row_sink_of<Moments>(args.out)});
   });
 }

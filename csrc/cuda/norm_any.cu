@@ -1,9 +1,9 @@
 // The norms for every size, alignment and set of dtypes: one element at a time, dtypes known at run
 // time. Correct, not fast; norm.cpp comes here when no other kernel takes the problem.
 #include "cuda/column_sum.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/norm_row.cuh"
 #include "cuda/device/quantized_sink.cuh"
-#include "cuda/launch.h"
 #include "cuda/norm.h"
 #include "ops/column_sum.h"
 
@@ -99,6 +99,7 @@ __device__ float forward_row(const ForwardProblem& p, int64_t row, float scale, 
 
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const __grid_constant__ ForwardProblem p) {
+  follow_previous_kernel();
   __shared__ float slots[kThreads / 32];
   float scale = 1.0f, amax = 0.0f;
   if (p.fp8.scale) scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0);
@@ -130,6 +131,7 @@ struct BackwardProblem {
 
 __global__ void __launch_bounds__(kThreads, 1)
     data_kernel(const __grid_constant__ BackwardProblem p) {
+  follow_previous_kernel();
   __shared__ RowSum::Slots row_slots;
   RowSum row_sum(row_slots);
   const auto count = static_cast<float>(p.cols);
@@ -152,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A thread sums a column over the rows of one part.
 __global__ void __launch_bounds__(kThreads)
     parameters_kernel(const __grid_constant__ BackwardProblem p) {
+  follow_previous_kernel();
   const int64_t col = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t part = blockIdx.y, first = part * p.rows_per_part;
   if (col >= p.cols) return;
@@ -187,12 +190,10 @@ void norm_forward_any(const NormForwardArgs& args, cudaStream_t stream) {
                          .current = sink_of(args.current),
                          .mean = args.mean.ptr<float>(),
                          .rstd = args.rstd.ptr<float>()};
-  forward_kernel<<<grid_of_rows(args.x), kThreads, 0, stream>>>(p);
-  check_launch("norm_forward");
+  launch_dependent(forward_kernel, grid_of_rows(args.x), kThreads, 0, stream, p);
 }
 
 void norm_backward_any(const NormBackwardArgs& args, cudaStream_t stream) {
-  constexpr const char* kOp = "norm_backward";
   const int64_t rows = args.x.rows(), cols = args.x.cols();
   const int64_t rows_per_part = std::max(kRowsPerColumnPart, ceil_div(rows, kMaxParts));
   const int64_t parts = ceil_div(rows, rows_per_part);
@@ -210,11 +211,9 @@ void norm_backward_any(const NormBackwardArgs& args, cudaStream_t stream) {
                           .partials = args.workspace.ptr<float>(),
                           .rows_per_part = rows_per_part};
   if (rows > 0) {
-    data_kernel<<<grid_of_rows(args.x), kThreads, 0, stream>>>(p);
-    check_launch(kOp);
+    launch_dependent(data_kernel, grid_of_rows(args.x), kThreads, 0, stream, p);
     const dim3 grid(static_cast<unsigned>(ceil_div(cols, kThreads)), static_cast<unsigned>(parts));
-    parameters_kernel<<<grid, kThreads, 0, stream>>>(p);
-    check_launch(kOp);
+    launch_dependent(parameters_kernel, grid, kThreads, 0, stream, p);
   }
   reduce_column_parts(p.partials, parts, args.dgamma, args.dbeta, stream);
 }

@@ -33,6 +33,7 @@ struct Launch {
 template <class In, class Gradient, NormKind kKind, int kPacks>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     backward_kernel(const __grid_constant__ Problem p) {
+  follow_previous_kernel();
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;
   Worker<In, Gradient, kKind, kPacks>(p, shared, memory).run();
@@ -58,15 +59,15 @@ int64_t launch(const Problem& p, const Launch& how) {
   static std::array<std::atomic<int>, kMaxCluster + 1> known{};
   const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
   once(how.device, [&] { allow_shared_memory(kernel, kBackwardSharedBytes, kOp); });
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+  std::array attributes{dependent_attribute(), cudaLaunchAttribute{}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(how.max_clusters * p.cluster));
   config.blockDim = how.block;
   config.dynamicSmemBytes = kBackwardSharedBytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes.data();
+  config.numAttrs = attributes.size();
   config.stream = how.stream;
   const int64_t clusters =
       std::min<int64_t>(how.max_clusters, resident_clusters(kernel, config, p.cluster, known));

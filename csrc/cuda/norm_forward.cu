@@ -5,10 +5,10 @@
 #include <array>
 #include <atomic>
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/norm_row.cuh"
 #include "cuda/device/quantized_sink.cuh"
-#include "cuda/launch.h"
 #include "cuda/norm.h"
 #include "cuda/policy/norm.h"
 
@@ -212,6 +212,7 @@ __device__ __forceinline__ void finish(const Problem& p, float amax) {
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
 __global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
     forward_kernel(const __grid_constant__ Problem p) {
+  follow_previous_kernel();
   using R = Row<In, Gamma, kKind, kPacks>;
   constexpr bool kCodes = std::is_same_v<Out, Codes>;
   using Stored = std::conditional_t<kCodes, uint8_t, Out>;
@@ -289,8 +290,7 @@ void launch(const Problem& p, const NormRowsPolicy& policy, Device device, cudaS
   const int64_t grid = norm_rows_grid(ceil_div(p.rows, policy.rows),
                                       int64_t{resident} * multiprocessors(device), staying);
   const dim3 block(static_cast<unsigned>(policy.threads), static_cast<unsigned>(policy.rows));
-  kernel<<<static_cast<unsigned>(grid), block, 0, stream>>>(p);
-  check_launch(kOp);
+  launch_dependent(kernel, static_cast<unsigned>(grid), block, 0, stream, p);
 }
 
 template <class In, class Gamma, class Out>

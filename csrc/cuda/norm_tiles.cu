@@ -3,7 +3,7 @@
 // tile. What each warp does stands in device/norm_tiles.cuh.
 #include "cuda/device/norm_tiles.cuh"
 
-#include "cuda/launch.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/norm.h"
 
 namespace te::cuda {
@@ -21,6 +21,7 @@ constexpr const char* kOp = "norm_forward";
 template <class In, NormKind kKind, int kRows, bool kMoments>
 __global__ void __launch_bounds__(kThreads, kMoments ? 2 : 3)
     tile_kernel(const __grid_constant__ Problem p) {
+  follow_previous_kernel();
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint64_t barriers[kWarps];
   __shared__ float2 row_statistics[kWarps][kUnitRows];
@@ -63,17 +64,17 @@ void launch(const Problem& p, int64_t tiles, Device device, cudaStream_t stream)
   const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
   once(device, [&] { allow_shared_memory(kernel, kMostBytes, kOp); });
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+  std::array attributes{dependent_attribute(), cudaLaunchAttribute{}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(tiles * p.cluster));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(p.steps) * kStepElements * sizeof(In) +
                             kRows * static_cast<size_t>(p.cluster) * kColumnWarps * sizeof(float4);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes.data();
+  config.numAttrs = attributes.size();
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
 }
 

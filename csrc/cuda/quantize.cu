@@ -38,6 +38,7 @@ __device__ __forceinline__ uint2 encode_octet(const Octet<In>& x, float scale, f
 
 template <class In, class Fp8>
 __global__ void __launch_bounds__(kThreads) cast_kernel(const CastArgs<In> args) {
+  follow_previous_kernel();
   __shared__ BlockAmax<kWarps> block_amax;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kInFlight + threadIdx.x;
   Octet<In> x[kInFlight];
@@ -69,9 +70,9 @@ void cast(const QuantizeArgs& args, cudaStream_t stream) {
   const bool wide = is_aligned(args.x.data, 16) && is_aligned(args.out.rowwise.data, 8);
   const int64_t octets = wide ? count / 8 : 0;
   const int64_t blocks = ceil_div(wide ? octets : ceil_div(count, 8), kThreads * kInFlight);
-  cast_kernel<In, Fp8>
-      <<<static_cast<unsigned>(std::max<int64_t>(1, blocks)), kThreads, 0, stream>>>(
-          {args.x.ptr<In>(), count, octets, sink_of(args.out)});
+  launch_dependent(cast_kernel<In, Fp8>, static_cast<unsigned>(std::max<int64_t>(1, blocks)),
+                   kThreads, 0, stream,
+                   CastArgs<In>{args.x.ptr<In>(), count, octets, sink_of(args.out)});
 }
 
 // ---- Tiles ----
@@ -120,7 +121,6 @@ void quantize(const QuantizeArgs& args, Stream on) {
         cast<typename decltype(in)::type, typename decltype(out)::type>(args, stream);
       });
     });
-    check_launch("quantize");
   }
   if (args.moments && !taken) cuda::moments({args.x, args.moments}, on);
 }

@@ -211,6 +211,7 @@ __device__ __forceinline__ void put_square(const BlockTiles& args, TilePlace at,
 template <class In, bool kSquares, bool kSums, bool kWide>
 __global__ void __launch_bounds__(kTileThreads, quantize_blocks_residency(sizeof(In), kSums, kWide))
     quantize_blocks_kernel(const BlockTiles args) {
+  follow_previous_kernel();
   using Codes = CodeTile<kTile, kTile>;
   __shared__ alignas(16) uint8_t memory[Codes::kBytes];
   [[maybe_unused]] __shared__ ColumnScales<In> columns;
@@ -218,7 +219,6 @@ __global__ void __launch_bounds__(kTileThreads, quantize_blocks_residency(sizeof
   [[maybe_unused]] __shared__ alignas(16) TileColumnSums<1> sums;
   const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
   if (!args.walk.has(at)) return;
-  if constexpr (kSums) let_next_kernel_start();  // it adds the parts
   const TileBlock block(at, args.rows, args.cols);
   BlockValues<In> values;
   values.template load<kWide>(args, block);
@@ -291,13 +291,13 @@ void quantize_blocks(const QuantizeBlocksArgs& args, Stream on) {
       dispatch_bool(args.blocks == ScaleBlocks::Squares, [&](auto squares) {
         dispatch_bool(static_cast<bool>(args.dbias), [&](auto sums) {
           dispatch_bool(wide, [&](auto is_wide) {
-            quantize_blocks_kernel<typename decltype(in)::type, squares(), sums(), is_wide()>
-                <<<grid, kTileThreads, 0, stream>>>(tiles);
+            using In = typename decltype(in)::type;
+            launch_dependent(quantize_blocks_kernel<In, squares(), sums(), is_wide()>, grid,
+                             kTileThreads, 0, stream, tiles);
           });
         });
       });
     });
-    check_launch(kOp);
   }
   if (args.dbias)
     reduce_column_parts(args.workspace.ptr<float>(), ceil_div(x.rows(), kTile), x.cols(),

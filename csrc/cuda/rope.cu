@@ -15,8 +15,8 @@
 #include "core/divisor.h"
 #include "core/rope_math.h"
 #include "core/rope_position.h"
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -186,6 +186,7 @@ __device__ __forceinline__ void turn_packs(Pack<T, kVector>& a, Pack<T, kVector>
 template <class T, int kVector, bool kInterleaved, bool kBackward>
 __global__ void __launch_bounds__(kThreads, kBlocksInFlight)
     rope_kernel(const __grid_constant__ Rope<T> args) {
+  follow_previous_kernel();
   extern __shared__ __align__(16) float memory[];
   const RopeShape& shape = args.shape;
   const auto turned = static_cast<uint32_t>(shape.turned);
@@ -266,10 +267,10 @@ void launch(const RopeArgs& how, const RopeShape& shape, cudaStream_t stream) {
       2 * sizeof(float) * static_cast<size_t>(shape.turned) * args.places_of_block;
   dispatch_bool(how.interleaved, [&](auto interleaved) {
     dispatch_bool(how.backward, [&](auto backward) {
-      rope_kernel<T, kVector, interleaved(), backward()><<<grid, kThreads, memory, stream>>>(args);
+      launch_dependent(rope_kernel<T, kVector, interleaved(), backward()>, grid, kThreads, memory,
+                       stream, args);
     });
   });
-  check_launch("rope");
 }
 
 template <class T, int kVector>

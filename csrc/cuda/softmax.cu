@@ -3,10 +3,10 @@
 // row's window are not read at all.
 #include "ops/softmax.h"
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/softmax_rows.cuh"
-#include "cuda/launch.h"
 #include "cuda/policy/softmax.h"
 
 namespace te::cuda {
@@ -74,6 +74,7 @@ __device__ __forceinline__ float row_reduce(float value, Op op, float identity, 
 template <class T, int V, int P>
 __global__ void __launch_bounds__(kMaxThreads)
     forward_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
+  follow_previous_kernel();
   __shared__ float maxima[kMaxThreads / kWarp], sums[kMaxThreads / kWarp];
   if (row_number() >= g.rows) return;  // a whole warp; blocks of one row never leave here
   const SoftmaxRow row = row_of(g);
@@ -123,6 +124,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <class T, int V, int P>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_kernel(const T* dy, const T* y, T* dx, float scale, int64_t rows, int keys) {
+  follow_previous_kernel();
   __shared__ float sums[kMaxThreads / kWarp];
   const int64_t row = row_number();
   if (row >= rows) return;
@@ -175,6 +177,7 @@ __device__ __forceinline__ void load_scores(const T* x, float scale, const Softm
 template <class T, int V>
 __global__ void __launch_bounds__(kMaxThreads)
     forward_loop_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
+  follow_previous_kernel();
   __shared__ float maxima[kMaxThreads / kWarp], sums[kMaxThreads / kWarp];
   const SoftmaxRow row = row_of(g);
   x += row.index * g.keys;
@@ -210,6 +213,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <class T, int V>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_loop_kernel(const T* dy, const T* y, T* dx, float scale, int keys) {
+  follow_previous_kernel();
   __shared__ float sums[kMaxThreads / kWarp];
   const int64_t start = static_cast<int64_t>(blockIdx.x) * keys;
   const int first = static_cast<int>(threadIdx.x) * V, step = static_cast<int>(blockDim.x) * V;
@@ -268,14 +272,14 @@ void softmax_forward(const SoftmaxForwardArgs& args, Stream stream) {
     constexpr int V = decltype(v)::value, P = decltype(p)::value;
     const auto [blocks, threads] = shape_of(policy, g.rows);
     const auto launch = [&](auto* kernel) {
-      kernel<<<blocks, threads, 0, stream_of(stream)>>>(x.ptr<T>(), args.y.ptr<T>(), args.scale, g);
+      launch_dependent(kernel, blocks, threads, 0, stream_of(stream), x.ptr<T>(), args.y.ptr<T>(),
+                       args.scale, g);
     };
     if constexpr (P == 0)
       launch(forward_loop_kernel<T, V>);
     else
       launch(forward_kernel<T, V, P>);
   });
-  check_launch(kOp);
 }
 
 void softmax_backward(const SoftmaxBackwardArgs& args, Stream stream) {
@@ -293,15 +297,14 @@ void softmax_backward(const SoftmaxBackwardArgs& args, Stream stream) {
     constexpr int V = decltype(v)::value, P = decltype(p)::value;
     const auto [blocks, threads] = shape_of(policy, rows);
     const auto launch = [&](auto* kernel, auto... counts) {
-      kernel<<<blocks, threads, 0, stream_of(stream)>>>(dy.ptr<T>(), args.y.ptr<T>(),
-                                                        args.dx.ptr<T>(), args.scale, counts...);
+      launch_dependent(kernel, blocks, threads, 0, stream_of(stream), dy.ptr<T>(), args.y.ptr<T>(),
+                       args.dx.ptr<T>(), args.scale, counts...);
     };
     if constexpr (P == 0)
       launch(backward_loop_kernel<T, V>, keys);
     else
       launch(backward_kernel<T, V, P>, rows, keys);
   });
-  check_launch(kOp);
 }
 
 }  // namespace te::cuda

@@ -1,10 +1,10 @@
 // Transpose of one-byte codes: the tiles of quantize without the arithmetic.
 #include "ops/transpose.h"
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/matrix_tile.cuh"
 #include "cuda/device/tile_transpose.cuh"
 #include "cuda/device/vector.cuh"
-#include "cuda/launch.h"
 
 namespace te::cuda {
 namespace {
@@ -46,6 +46,7 @@ __device__ __forceinline__ uint2 load_row(const uint8_t* x, const TileBlock& blo
 
 template <bool kWide, bool kScales>
 __global__ void __launch_bounds__(kTileThreads) transpose_kernel(const TransposeTiles args) {
+  follow_previous_kernel();
   __shared__ alignas(16) uint8_t memory[Tile::kBytes];
   const Tile tile(memory);
   const TilePlace at = args.walk.at(blockIdx.x, blockIdx.y);
@@ -81,10 +82,10 @@ void transpose(const TransposeArgs& args, Stream stream) {
   const dim3 grid(static_cast<unsigned>(walk.grid_x()), static_cast<unsigned>(walk.grid_y()));
   dispatch_bool(x.cols() % 8 == 0 && is_aligned(x.data, 8), [&](auto wide) {
     dispatch_bool(static_cast<bool>(args.scales), [&](auto scales) {
-      transpose_kernel<wide(), scales()><<<grid, kTileThreads, 0, stream_of(stream)>>>(tiles);
+      launch_dependent(transpose_kernel<wide(), scales()>, grid, kTileThreads, 0, stream_of(stream),
+                       tiles);
     });
   });
-  check_launch("transpose");
 }
 
 }  // namespace te::cuda

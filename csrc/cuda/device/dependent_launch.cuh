@@ -1,34 +1,38 @@
-// Programmatic dependent launch: a short kernel that follows a long one in its stream is brought up
-// while the long one drains, instead of after it.
+// Programmatic dependent launch: a kernel that follows another one in its stream is brought up
+// while that one drains, instead of after it.
 //
-// The short kernel is started by launch_dependent and calls wait_for_previous_kernel before it
-// reads or writes anything; all of its threads do, whatever they do then. The long kernel may call
-// let_next_kernel_start, which is only about when the next one becomes resident, not about memory.
+// Every kernel is started by launch_dependent (those in clusters: with dependent_attribute), and
+// all of its threads call follow_previous_kernel before they read or write anything. As none ends
+// before the one before it has, whoever comes later, of ours or not, finds all memory written.
 #pragma once
 
 #include "cuda/launch.h"
 
 namespace te::cuda {
 
-// Returns when the kernel before this one has ended and all it wrote can be seen.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+// Returns when the kernel before this one has ended and all it wrote can be seen. Once every block
+// is here, blocks of the next kernel may fill free places; they wait in turn.
+__device__ __forceinline__ void follow_previous_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Once every block has called it (or has ended), blocks of the next kernel may fill free places.
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-template <class... Parameters, class... Arguments>
-void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                      Arguments&&... arguments) {
+inline cudaLaunchAttribute dependent_attribute() {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// Arguments as of <<<>>>, then those of the kernel.
+template <class... Parameters, class... Arguments>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                      cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute attribute = dependent_attribute();
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

@@ -62,7 +62,6 @@ class Worker {
         columns_(min(p.cols - rank_ * p.width, p.width)) {}
 
   __device__ __forceinline__ void run() {
-    let_next_kernel_start();  // the sum of the partials; there is room for it
     const int clusters = static_cast<int>(gridDim.x) / p.cluster;
     const int batches = (p.rows + groups() - 1) / groups();
     const int first = static_cast<int>(blockIdx.x) / p.cluster;

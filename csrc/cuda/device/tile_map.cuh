@@ -245,9 +245,9 @@ __global__ void __launch_bounds__(
   [[maybe_unused]] __shared__ alignas(16) TileColumnSums<kOutputs> sums;
   [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
   __shared__ BlockAmax<kWarps> block_amax;
+  follow_previous_kernel();
   const TilePlace at = map.walk.at(blockIdx.x, blockIdx.y);
   if (!map.walk.has(at)) return;
-  if constexpr (Function::kColumnSums) let_next_kernel_start();  // it adds the parts
   const TileBlock block(at, map.rows, map.cols, kOutputs * map.cols);
 
   MapResults<kOutputs> results;
@@ -289,6 +289,7 @@ __global__ void __launch_bounds__(
 
 // An empty matrix has scales all the same.
 static __global__ void empty_map_kernel(QuantizedSink quantized, CurrentScaleSink current) {
+  follow_previous_kernel();
   if (quantized) quantized.scale_used(true);
   if (current) current.finish(0.0f, 1);
 }
@@ -322,17 +323,17 @@ bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& mome
   dispatch_high_precision(dtype, op, [&](auto tag) {
     using In = typename decltype(tag)::type;
     if (map.rows == 0 || map.cols == 0) {
-      empty_map_kernel<<<1, 1, 0, stream>>>(map.quantized, map.current);
+      launch_dependent(empty_map_kernel, 1, 1, 0, stream, map.quantized, map.current);
       return;
     }
     dispatch_bool(can_go_wide(map), [&](auto wide) {
       dispatch_moments<In, wide()>(static_cast<bool>(moments), [&](auto takes) {
         taken = takes();
-        tile_map_kernel<In, Function, wide(), takes()><<<grid, kTileThreads, 0, stream>>>(map);
+        launch_dependent(tile_map_kernel<In, Function, wide(), takes()>, grid, kTileThreads, 0,
+                         stream, map);
       });
     });
   });
-  check_launch(op);
   return taken;
 }
 
