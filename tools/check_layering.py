@@ -54,6 +54,16 @@ def check_cpp(path: Path) -> Iterator[tuple[int, str]]:
     for match in GETENV.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         yield line, f"reads the environment; only {ENVIRONMENT_READER} of a Python package does"
+    yield from _check_kernels(text)
+
+
+def _check_kernels(text: str) -> Iterator[tuple[int, str]]:
+    """Kernels start and begin as csrc/cuda/device/dependent_launch.cuh says, or memory races."""
+    if (chevrons := text.find("<<<")) >= 0:
+        yield text.count("\n", 0, chevrons) + 1, "launches by <<<; use launch_dependent"
+    kernels, follow = text.count("__global__"), text.count("follow_previous_kernel();")
+    if kernels != follow:
+        yield 1, f"has {kernels} kernels and {follow} calls of follow_previous_kernel: one in each"
 
 
 def _check_include(path: Path, header: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ inline cudaLaunchAttribute dependent_attribute() {
   return attribute;
 }
 
-// Arguments as of <<<>>>, then those of the kernel.
+// Arguments in the order of a plain launch, then those of the kernel.
 template <class... Parameters, class... Arguments>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                       cudaStream_t stream, Arguments&&... arguments) {
