@@ -8,8 +8,8 @@ its neighbours until the time is up, then let the finalists run against the firs
 A row is written where the winner takes at most `KEEP` of the first guess's time and computes the
 same. Nothing of this happens in training: the table is data, compiled in.
 
-Products are timed in CUDA graphs, one behind the other: some algorithms clear a workspace first,
-which takes the GPU 4 us that no timing of their kernel shows.
+Products are timed in CUDA graphs, one behind the other, as they run in a model: an algorithm with
+more tiles than multiprocessors clears a counter first, which costs 4 us with the gaps around it.
 """
 
 from __future__ import annotations
