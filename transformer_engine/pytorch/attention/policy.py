@@ -4,10 +4,14 @@ On an H200 (torch 2.11, cuDNN 9.19 through torch's SDPA, flash-attn 4.0.0b36; us
 forward with backward; warm caches):
 
     bf16                               cuDNN            flash-attn 4
-    b4 h32 s4096 d128 causal            977   4002       850   3321
-    b4 h32 s4096 d128 full             1672   7259      1559   6553
-    b4 h32 kv8 s4096 d128 causal        904   4088       840   3606
-    b8 h32 s2048 d64 causal             347   1405       350   1154
+    b4 h32 s4096 d128 causal            954   3889       893   3565
+    b4 h32 s4096 d128 full             1744   6936      1625   6253
+    b4 h32 kv8 s4096 d128 causal        958   3920       885   3602
+    b2 h32 s8192 d128 causal           1850   7438      1668   6333
+    b2 h32 s8192 d128 full             3479  14117      3166  11877
+    b8 h32 s2048 d64 causal             352   1384       355   1251
+    b8 h32 s2048 d64 full               597   2290       548   2059
+    b8 h12 s1024 d64 causal              50    285       339    740
     host time of a forward                               148
 
 FP8 (recipes with fp8_dpa; casts included; one run, whose equal FP8 forwards differ by up to 11 %):
@@ -31,6 +35,7 @@ from transformer_engine.pytorch.attention.backend import Problem
 
 # Backends whose tests a GPU has passed. Others wait behind all of these, whatever their speed,
 # until tests/pytorch/test_attention_matrix.py passes with them there; or the environment asks.
+# flash4 has failed there with heads of 16, and since refuses such; with 64 and 128 it waits.
 CONFIRMED = frozenset({"cudnn", "cudnn_fp8", "sdpa", "unfused"})
 
 _FLASH = ("flash4", "flash3", "flash2")
