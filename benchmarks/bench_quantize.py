@@ -14,7 +14,11 @@ from harness import Report, copy_us, of_copy, require_gpu, time_gpu, time_gpu_ea
 
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.cast import cast as plain_cast
-from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
+from transformer_engine.pytorch.kernels.delayed_scaling import (
+    delayed_scaling_update,
+    entry,
+    gather_amax,
+)
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.kernels.transpose import transpose
@@ -119,10 +123,10 @@ def bench_dtypes(report: Report) -> None:
 def bench_delayed_scaling(report: Report) -> None:
     for length in HISTORY_LENGTHS:
         states = [
-            (torch.rand(length, 3, device="cuda"), torch.ones(3, device="cuda"))
+            (torch.ones(3, device="cuda"), torch.rand(3, length, device="cuda").t())
             for _ in range(STATES)
         ]
-        rows = [[h.data_ptr(), s.data_ptr(), h.shape[0], h.shape[1]] for h, s in states]
+        rows = [entry(scale, history) for scale, history in states]
         table = torch.tensor(rows, dtype=torch.int64, device="cuda")
         reduced = torch.rand(3 * STATES, device="cuda")  # never zero: every update does its work
         calls = {

@@ -1,31 +1,28 @@
 // The meaning of delayed_scaling_update and gather_amax: see ops/delayed_scaling.h.
 #include "ops/delayed_scaling.h"
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "core/scaling.h"
 
 namespace te::cpu {
 namespace {
 
-// A column of a history: row r is `values[r * pitch]`.
-struct Column {
-  float* values;
-  int64_t length, pitch;
-  float& row(int64_t r) const { return values[r * pitch]; }
-};
-
 // Drops row 1, moves the others up, and puts `newest` at the end; row 0 is empty again.
-void roll(const Column& history, float newest) {
-  for (int64_t r = 1; r + 1 < history.length; ++r) history.row(r) = history.row(r + 1);
-  if (history.length > 1) history.row(history.length - 1) = newest;
-  history.row(0) = 0.0f;
+void roll(std::span<float> column, float newest) {
+  if (column.size() > 1) {
+    std::shift_left(column.begin() + 1, column.end(), 1);
+    column.back() = newest;
+  }
+  column.front() = 0.0f;
 }
 
-float amax_of(const Column& history, float newest, AmaxAlgorithm algorithm) {
+float amax_of(std::span<const float> column, float newest, AmaxAlgorithm algorithm) {
   float amax = newest;
   if (algorithm == AmaxAlgorithm::Max)
-    for (int64_t r = 1; r < history.length; ++r) amax = max_ignoring_nan(amax, history.row(r));
+    for (const float older : column.subspan(1)) amax = max_ignoring_nan(amax, older);
   return amax;
 }
 
@@ -40,13 +37,13 @@ void delayed_scaling_update(const DelayedScalingArgs& args) {
     auto* history = reinterpret_cast<float*>(entry.history);
     auto* scale = reinterpret_cast<float*>(entry.scale);
     for (int64_t i = 0; i < entry.count; ++i) {
-      const int64_t at = i * entry.stride;
-      const Column column{history + at, entry.length, entry.count * entry.stride};
+      const std::span column(history + i * entry.column_stride, static_cast<size_t>(entry.length));
       const float other_ranks = reduced ? *reduced++ : 0.0f;
-      const float newest = other_ranks != 0.0f ? other_ranks : column.row(0);
+      const float newest = other_ranks != 0.0f ? other_ranks : column.front();
       if (newest == 0.0f) continue;
       const float amax = amax_of(column, newest, args.algorithm);
-      scale[at] = delayed_scale(amax, scale[at], args.fp8_max, margin_factor);
+      float& factor = scale[i * entry.scale_stride];
+      factor = delayed_scale(amax, factor, args.fp8_max, margin_factor);
       roll(column, newest);
     }
   }
@@ -57,7 +54,7 @@ void gather_amax(const GatherAmaxArgs& args) {
   const ScalingEntry* table = args.table.ptr<ScalingEntry>();
   for (int64_t s = 0; s < args.table.size(0); ++s) {
     const auto* row = reinterpret_cast<const float*>(table[s].history);
-    for (int64_t i = 0; i < table[s].count; ++i) *out++ = row[i * table[s].stride];
+    for (int64_t i = 0; i < table[s].count; ++i) *out++ = row[i * table[s].column_stride];
   }
 }
 

@@ -40,21 +40,21 @@ __device__ __forceinline__ int64_t columns_before(const ScalingEntry* table, uns
 
 // Drops row 1, moves the others up and puts `newest` at the end. Returns the thread's part of the
 // largest value that was there, row 0 aside. Row 0 is left to the caller.
-__device__ __forceinline__ float roll(float* column, int64_t length, int64_t pitch, float newest) {
-  float amax = length > 1 ? fmaxf(0.0f, column[pitch]) : 0.0f;
+__device__ __forceinline__ float roll(float* column, int64_t length, float newest) {
+  float amax = length > 1 ? fmaxf(0.0f, column[1]) : 0.0f;
   for (int64_t chunk = 1; chunk < length; chunk += kThreads * kRowsPerThread) {
     float next[kRowsPerThread];
 #pragma unroll
     for (int k = 0; k < kRowsPerThread; ++k) {
       const int64_t row = chunk + k * kThreads + threadIdx.x + 1;
-      next[k] = row < length ? column[row * pitch] : newest;
+      next[k] = row < length ? column[row] : newest;
       if (row < length) amax = fmaxf(amax, next[k]);
     }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kRowsPerThread; ++k)
       if (const int64_t row = chunk + k * kThreads + threadIdx.x; row < length)
-        column[row * pitch] = next[k];
+        column[row] = next[k];
   }
   return amax;
 }
@@ -69,16 +69,17 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const Update args) {
   const int64_t first = args.reduced ? columns_before(args.table, blockIdx.x) : 0;
   for (int64_t i = blockIdx.y; i < entry.count; i += kColumnBlocks) {
     const float reduced = args.reduced ? args.reduced[first + i] : 0.0f;
-    const int64_t at = i * entry.stride;
-    const float newest = reduced != 0.0f ? reduced : history[at];
+    float* const column = history + i * entry.column_stride;
+    const float newest = reduced != 0.0f ? reduced : column[0];
     if (newest == 0.0f) continue;  // the same for all threads of the block
-    const float older = roll(history + at, entry.length, entry.count * entry.stride, newest);
+    const float older = roll(column, entry.length, newest);
     block_amax.leave(older);
     __syncthreads();  // all have read row 0
     if (threadIdx.x == 0) {
       const float amax = args.most_recent ? newest : fmaxf(newest, block_amax.total());
-      scale[at] = delayed_scale(amax, scale[at], args.fp8_max, args.margin_factor);
-      history[at] = 0.0f;
+      float& factor = scale[i * entry.scale_stride];
+      factor = delayed_scale(amax, factor, args.fp8_max, args.margin_factor);
+      column[0] = 0.0f;
     }
     __syncthreads();  // before the next column leaves its amax
   }
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const ScalingEntry* ta
   const int64_t first = columns_before(table, blockIdx.x);
   const auto* history = reinterpret_cast<const float*>(table[blockIdx.x].history);
   for (int64_t i = threadIdx.x; i < table[blockIdx.x].count; i += kThreads)
-    out[first + i] = history[i * table[blockIdx.x].stride];
+    out[first + i] = history[i * table[blockIdx.x].column_stride];
 }
 
 }  // namespace

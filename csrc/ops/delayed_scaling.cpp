@@ -10,8 +10,8 @@ namespace {
 void check_table(const TensorView& table, const char* op) {
   check::contiguous(table, op, "the table");
   check::dtype(table, DType::Int64, op, "the table");
-  require(table.rank == 2 && table.size(1) == 5, Kind::Value, op,
-          "expected shape (states, 5) for the table, got ", ShapeOf{table});
+  require(table.rank == 2 && table.size(1) == 6, Kind::Value, op,
+          "expected shape (states, 6) for the table, got ", ShapeOf{table});
 }
 
 // One value per column; only the CPU can read the table to see how many that is.

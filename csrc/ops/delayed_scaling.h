@@ -13,19 +13,20 @@
 namespace te {
 
 // One row of the table, as int64: pointers to history [length, count] and scale [count], both fp32.
-// Columns lie `stride` floats apart, rows of the history `count` columns.
+// Strides count floats; rows of a history's column are adjacent.
 struct ScalingEntry {
   int64_t history;
   int64_t scale;
   int64_t length;
   int64_t count;
-  int64_t stride;
+  int64_t column_stride;  // of the history
+  int64_t scale_stride;
 };
 
 enum class AmaxAlgorithm : int32_t { Max = 0, MostRecent = 1 };
 
 struct DelayedScalingArgs {
-  TensorView table;    // int64 [states, 5]: rows of ScalingEntry
+  TensorView table;    // int64 [states, 6]: rows of ScalingEntry
   TensorView reduced;  // fp32 [total columns]: gather_amax, reduced over ranks; may be absent
   AmaxAlgorithm algorithm = AmaxAlgorithm::Max;
   float fp8_max = 448.0f;

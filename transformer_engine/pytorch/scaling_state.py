@@ -16,25 +16,31 @@ import torch.distributed as dist
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.capture import capturing
-from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
+from transformer_engine.pytorch.kernels.delayed_scaling import (
+    delayed_scaling_update,
+    entry,
+    gather_amax,
+)
 
 FORWARD, BACKWARD = "forward", "backward"
-_STRIDE = 4  # floats
+_ALIGNED = 4  # floats
 
 
 class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
-    methods below, which raise `version`, so that the registry notices. Columns are 16 bytes apart:
-    CUDA graphs of a compiler copy inputs at other addresses, and amaxes would stay in the copies.
+    methods below, which raise `version`, so that the registry notices. A column is a run of memory
+    that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs
+    at other addresses, and amaxes would stay in the copies.
     """
 
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
         self.direction = direction
         options: Any = {"dtype": torch.float32, "device": device}
-        self.scale = _spread(torch.ones(count, **options))
-        self.amax_history = _spread(torch.zeros(length, count, **options))
+        # Made without a copy: compiled code would write amaxes elsewhere.
+        self.scale = torch.ones(count, _ALIGNED, **options)[:, 0]
+        self.amax_history = torch.zeros(count, _aligned(length), **options).t()[:length]
         self.version = 0
         self.member_of: ScalingMembers | None = None
         self._views()
@@ -42,7 +48,7 @@ class ScalingState:
     def _views(self) -> None:
         count = self.scale.numel()
         self.scales = [self.scale[i : i + 1] for i in range(count)]
-        self.amaxes = [self.amax_history[0, i : i + 1] for i in range(count)]
+        self.amaxes: list[torch.Tensor] = [column[:1] for column in self.amax_history.t()]
         if not torch.compiler.is_compiling():
             # As `torch._dynamo.mark_static_address`, which is slow to import: CUDA graphs of a
             # compiler read and write these, not copies that they make of their inputs.
@@ -84,9 +90,15 @@ class ScalingState:
         self.replace(self.scale, history)
 
 
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED
+
+
 def _spread(x: torch.Tensor) -> torch.Tensor:
-    """The values, `_STRIDE` elements apart."""
-    spread = x.new_zeros(*x.shape, _STRIDE)[..., 0]
+    """The values, each column (each value of a vector) by itself."""
+    length = x.shape[0] if x.dim() == 2 else 1
+    room = x.new_zeros(x.shape[-1], _aligned(length))
+    spread = room[:, 0] if x.dim() == 1 else room.t()[:length]
     spread.copy_(x)
     return spread
 
@@ -124,7 +136,7 @@ class ScalingMembers:
         return list(states.values())
 
     def table(self, states: list[ScalingState]) -> torch.Tensor:
-        """int64 `[states, 5]`, see `kernels/delayed_scaling.py`."""
+        """int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
         # References rather than ids: another state may lie where a dead one lay.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
@@ -133,10 +145,7 @@ class ScalingMembers:
                     "[delayed_scaling] the FP8 modules of this autocast changed inside a CUDA "
                     "graph capture; run one step with the same modules before capturing"
                 )
-            rows = [
-                [s.amax_history.data_ptr(), s.scale.data_ptr(), *s.amax_history.shape, _STRIDE]
-                for s in states
-            ]
+            rows = [entry(state.scale, state.amax_history) for state in states]
             self._table = torch.tensor(rows, dtype=torch.int64).to(states[0].scale.device)
             self._seen = seen
             self.columns = sum(row[3] for row in rows)

@@ -1,9 +1,7 @@
 """The end-of-step update of all delayed-scaling states of a model.
 
-States are named by a table, int64 `[states, 5]` on their device: one row per state with the
-address of its history fp32 `[length, count]`, the address of its scale fp32 `[count]`, length,
-count, and the stride between columns of both; rows follow each other. The caller keeps histories
-and scales alive and at these addresses.
+States are named by a table, int64 `[states, 6]` on their device, of rows that `entry` makes. The
+caller keeps histories and scales alive and at their addresses.
 """
 
 from __future__ import annotations
@@ -14,6 +12,17 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
 _MOST_RECENT = {"max": False, "most_recent": True}
+
+
+def entry(scale: torch.Tensor, amax_history: torch.Tensor) -> list[int]:
+    """The row of a state.
+
+    Args:
+        scale: fp32 `[count]`.
+        amax_history: fp32 `[length, count]`; the rows of a column are adjacent.
+    """
+    addresses = [amax_history.data_ptr(), scale.data_ptr()]
+    return [*addresses, *amax_history.shape, amax_history.stride(1), scale.stride(0)]
 
 
 @library_op(
