@@ -23,21 +23,26 @@ bool same(const TensorView& a, const TensorView& b) {
 }
 
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
-// Arguments of torch.empty_strided, which takes half of the time of torch.empty.
-using Recipe = std::optional<std::pair<py::tuple, py::dict>>;
+using Recipe = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
 
-// Slots are, in this order: the inputs, scratch memory, and what the other recipes make.
+// Slots are, in this order: the inputs, scratch memory, and what the other recipes make. A tensor
+// is the first allocator's if that made it on the device of the inputs, else the next one's.
 class Program {
  public:
   Program(const Recorder& recorder, const std::vector<TensorView>& inputs,
-          const std::vector<Address>& addresses, const std::vector<Recipe>& recipes, Device device)
-      : steps_(recorder.steps), inputs_(inputs), recipes_(recipes), device_(device) {
+          const std::vector<Address>& addresses, const std::vector<Recipe>& recipes,
+          const std::vector<py::object>& allocators, Device device)
+      : steps_(recorder.steps),
+        inputs_(inputs),
+        recipes_(recipes),
+        allocators_(allocators),
+        device_(device) {
     Regions regions;
     for (const auto& [address, bytes, slot, offset] : addresses)
       regions[address] = {bytes, {slot, offset}};
     for (const auto& step : steps_) step->place(regions, device);
     const Recipe& scratch = recipes_.at(0);
-    if (scratch) scratch_bytes_ = py::cast<int64_t>(py::tuple(scratch->first[0])[0]);
+    if (scratch) scratch_bytes_ = py::cast<int64_t>(py::tuple((*scratch)[0])[0]);
   }
 
   // The slots, those of the inputs included; None, with nothing done, where an input does not look
@@ -57,7 +62,7 @@ class Program {
       if (const TensorView own = i == 0 ? own_scratch() : TensorView{})
         memory.put(count, py::none(), own);
       else
-        memory.put(count + i, make(recipes_[i]));
+        make(recipes_[i], memory, count + i);
     }
     for (const auto& step : steps_) step->run(memory.bases);
     return memory.tensors;
@@ -71,20 +76,21 @@ class Program {
       PyList_SET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(slot), tensor.inc_ref().ptr());
       bases[slot] = static_cast<char*>(view.data);
     }
-    void put(size_t slot, const py::object& tensor) {
-      put(slot, tensor, py::cast<TensorView>(tensor));
-    }
 
     py::list tensors;
     Bases bases;
   };
 
-  static py::object make(const Recipe& recipe) {
-    static const auto* empty = new py::object(py::module_::import("torch").attr("empty_strided"));
-    if (!recipe) return py::none();
-    PyObject* made = PyObject_Call(empty->ptr(), recipe->first.ptr(), recipe->second.ptr());
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
+  void make(const Recipe& recipe, Memory& memory, size_t slot) const {
+    if (!recipe) return memory.put(slot, py::none(), {});
+    for (const py::object& allocate : allocators_) {
+      PyObject* made = PyObject_CallObject(allocate.ptr(), recipe->ptr());
+      if (made == nullptr) throw py::error_already_set();
+      const auto tensor = py::reinterpret_steal<py::object>(made);
+      const auto view = py::cast<TensorView>(tensor);
+      if (view.device == device_) return memory.put(slot, tensor, view);
+    }
+    fail(Kind::Internal, kOp, "expected an allocator of ", device_, ", got none");
   }
 
   TensorView own_scratch() const {
@@ -95,14 +101,16 @@ class Program {
   std::vector<std::shared_ptr<Step>> steps_;
   std::vector<TensorView> inputs_;
   std::vector<Recipe> recipes_;
+  std::vector<py::object> allocators_;
   Device device_;
   int64_t scratch_bytes_ = 0;
 };
 
 Program make_program(const Recorder& recorder, const std::vector<TensorView>& inputs,
-                     const std::vector<Address>& addresses, const std::vector<Recipe>& recipes) {
+                     const std::vector<Address>& addresses, const std::vector<Recipe>& recipes,
+                     const std::vector<py::object>& allocators) {
   for (const TensorView& input : inputs)
-    if (input) return {recorder, inputs, addresses, recipes, input.device};
+    if (input) return {recorder, inputs, addresses, recipes, allocators, input.device};
   fail(Kind::Internal, kOp, "expected an input, got none");
 }
 
@@ -151,7 +159,7 @@ void bind_program(py::module_& m) {
       });
   py::class_<Program>(m, "Program")
       .def(py::init(&make_program), arg("recorder"), arg("inputs"), arg("addresses"),
-           arg("recipes"))
+           arg("recipes"), arg("allocators"))
       .def("run", &Program::run);
   m.def(
       "set_gemm_definition", [](const py::object& definition) { gemm_definition() = definition; },

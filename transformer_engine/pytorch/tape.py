@@ -17,7 +17,6 @@ Stand-ins lie on the CPU and are never touched, so that they cost address space 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _C
 from transformer_engine.pytorch.autocast import GemmGroup, autocast_stack
+from transformer_engine.pytorch.kernels.memory import allocators, strides_of
 
 _ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 
@@ -56,7 +56,7 @@ class Place(NamedTuple):
         start = slot.storage_offset() * slot.itemsize + self.offset
         empty = torch.empty(0, dtype=self.dtype, device=slot.device)
         where = start // self.dtype.itemsize
-        empty.set_(slot.untyped_storage(), where, self.shape, _strides(self.shape))
+        empty.set_(slot.untyped_storage(), where, self.shape, strides_of(self.shape))
         return empty
 
 
@@ -225,20 +225,14 @@ class _Recording:
         device = next(t.device for t in inputs if t is not None)
         slabs = [((size,), torch.uint8) for size in (self.scratch_bytes, self.kept_bytes)]
         recipes = [
-            ((tuple(shape), _strides(shape)), {"dtype": dtype, "device": device})
-            if shape != (0,)
-            else None
+            (tuple(shape), strides_of(shape), dtype) if shape != (0,) else None
             for shape, dtype in [*slabs, *self.outputs]
         ]
-        return _C.Program(self.recorder, inputs, self.regions, recipes)
+        return _C.Program(self.recorder, inputs, self.regions, recipes, allocators(device))
 
 
 def _is_plain(t: torch.Tensor) -> bool:
     return type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0 and not t.is_meta
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _aligned(size: int) -> int:

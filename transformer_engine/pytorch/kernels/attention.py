@@ -16,6 +16,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
 SBHD, BSHD, THD = 0, 1, 2
@@ -84,7 +85,7 @@ def attention_forward(
         query and head in an order of cuDNN's; None where not asked for.
     """
     *lead, heads, _ = query.shape
-    out = query.new_empty((*lead, heads * value.shape[-1]))
+    out = new_empty(query, (*lead, heads * value.shape[-1]))
     kept = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
@@ -122,7 +123,7 @@ def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
     else:
         first, second, heads, _ = query.shape
         shape = (second, heads, first) if format == SBHD else (first, heads, second)
-    return query.new_empty(shape, dtype=torch.float32)
+    return new_empty(query, shape, torch.float32)
 
 
 @library_op(

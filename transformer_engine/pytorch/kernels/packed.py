@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.kernels.memory import new_empty
+
 Sizes = tuple[int, ...]
 
 
@@ -36,7 +38,7 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     places = places_of(*parts)
     if places is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
-    whole = parts[0].new_empty(places.shape)
+    whole = new_empty(parts[0], places.shape)
     return tuple([whole.as_strided(*place) for place in places.parts])
 
 

@@ -1,0 +1,57 @@
+"""Uninitialised memory by the shortest way that torch has: what its compiled code calls.
+
+It takes half of the time of `torch.empty_strided`, which takes half of that of `torch.empty`. No
+mode of torch sees it, and it allocates on the current device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+_GUARDS: Any = getattr(torch._C._dynamo, "guards", None)
+_on_gpu: Allocator | None = getattr(_GUARDS, "_empty_strided_cuda", None)
+_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_Tensor = torch.Tensor
+
+
+def allocators(device: torch.device) -> list[Allocator]:
+    """Functions of sizes, strides and dtype, for a program of `_C`; it asks them in this order.
+
+    The first one may give memory of another device, once that is the current one.
+    """
+
+    def allocate(
+        sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+    here = device.type == "cpu" or device.index == _current_gpu()
+    shortest: Allocator | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    return [allocate] if shortest is None or not here else [shortest, allocate]
+
+
+def new_empty(
+    like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`like.new_empty(shape, dtype=dtype)`, sooner on the current GPU in eager mode."""
+    if (
+        type(like) is _Tensor  # no fake one
+        and like.is_cuda
+        and _on_gpu is not None
+        and like.get_device() == _current_gpu()
+    ):
+        return _on_gpu(tuple(shape), strides_of(shape), dtype or like.dtype)
+    return like.new_empty(shape, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
