@@ -54,6 +54,7 @@ class Chain:
 
     def plan(self, run: Run) -> Run:
         """Let every stage decide what it can for all calls of a run."""
+        run.chain = self
         run.compiling = torch.compiler.is_compiling()
         run.exporting = exporting()
         run.recording = run.recording and not run.exporting
@@ -69,12 +70,12 @@ class Chain:
         """Run forward, recorded by autograd where a gradient is wanted."""
         if run.recording:
             if run.compiling or transforms_active():
-                result = _ChainFunction.apply(self, run, x, *parameters)
+                result = _ChainFunction.apply(run, x, *parameters)
                 for stage, _ in run.caching:
                     stage.detach_cache()
                 return result
-            return _bare_apply(self, run, x, *parameters)
-        replayed = self.replayed(x, parameters, run)
+            return _bare_apply(run, x, *parameters)
+        replayed = self.replayed((x, *parameters), run)
         if replayed is not None:
             replay, memory = replayed
             return replay.result(memory)
@@ -83,28 +84,27 @@ class Chain:
         return self.forward_by_stages(x, parameters, run)[0]
 
     def replayed(
-        self, x: torch.Tensor, parameters: Parameters, run: Run
+        self, inputs: tuple[torch.Tensor | None, ...], run: Run
     ) -> tuple[Replay, Memory] | None:
-        """Run forward by one call of `_C`; None where that cannot be."""
+        """Run forward by one call of `_C`, of the input and all parameters; None: cannot be."""
         replays = run.replays
         if replays is None:
             return None
-        replay = replays.get(x.shape)
-        inputs = (x, *parameters)
-        if run.kept:
-            inputs = _unpacked(inputs, run.kept)
+        shape = inputs[0].shape  # type: ignore[union-attr]
+        replay = replays.get(shape)
+        given = _unpacked(inputs, run.kept) if run.kept else inputs
         if run.caching:
             cached = _cached(run.caching)
             if cached is None:
                 return None
-            inputs += cached
+            given += cached
         if replay is None:
-            if x.shape in replays or len(replays) >= _MOST_REPLAYS:
+            if shape in replays or len(replays) >= _MOST_REPLAYS:
                 return None
-            replay = replays[x.shape] = Replay.of(self, run, inputs, parameters)
+            replay = replays[shape] = Replay.of(run, given, inputs[1:])
             if replay is None:
                 return None
-        memory = replay.run(inputs)
+        memory = replay.run(given)
         if memory is None:
             return None
         count_group(replay.gemms)
@@ -195,18 +195,19 @@ class _ChainFunction(torch.autograd.Function):
     """Forward and backward of a chain. The tensors that stages save go through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, chain: Chain, run: Run, x: torch.Tensor, *parameters: Any) -> Any:
-        ctx.chain = chain
+    def forward(ctx: Any, run: Run, *inputs: Any) -> Any:
+        chain = run.chain
         ctx.run = run
         ctx.set_materialize_grads(False)
-        replayed = chain.replayed(x, parameters, run)
+        replayed = chain.replayed(inputs, run)
         run.replayed = replayed is not None
         if replayed is not None:
-            ctx.replay, memory = replayed
-            ctx.save_for_backward(*ctx.replay.kept(memory))
-            return ctx.replay.result(memory)
+            replay, memory = replayed
+            ctx.replay = replay
+            ctx.save_for_backward(*replay.kept(memory))
+            return replay.result(memory)
         ctx.replay = None
-        result, record = chain.forward_by_stages(x, parameters, run)
+        result, record = chain.forward_by_stages(inputs[0], inputs[1:], run)
         ctx.save_for_backward(*(tensor for saved in record for tensor in saved.tensors))
         ctx.facts = [(len(saved.tensors), saved.facts) for saved in record]
         return result
@@ -219,17 +220,17 @@ class _ChainFunction(torch.autograd.Function):
         if tap_grad is not None and not tap_grad.is_contiguous():
             tap_grad = tap_grad.contiguous()
         if ctx.replay is not None:
-            grads = ctx.replay.backward(ctx.chain, run, (grad, tap_grad), tensors)
+            grads = ctx.replay.backward(run, (grad, tap_grad), tensors)
         else:
             start, record = 0, []
             for count, facts in ctx.facts:
                 record.append(Saved(tensors[start : start + count], facts, tap_grad))
                 start += count
                 tap_grad = None  # the first stage's alone
-            grads = ctx.chain.backward_by_stages(grad, record, run)
+            grads = run.chain.backward_by_stages(grad, record, run)
         if run.ends_backward:
             autocast_stack().end_backward()
-        return (None, None, *grads)
+        return (None, *grads)
 
 
 _bare_apply = bare_apply(_ChainFunction)

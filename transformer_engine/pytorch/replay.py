@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from transformer_engine.pytorch.gemm import count_group
 from transformer_engine.pytorch.stages.base import Run, Saved
 from transformer_engine.pytorch.tape import Memory, Place, Tape, record, stand_ins
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.chain import Chain
 
 Tensors = Sequence[torch.Tensor | None]
 Gradients = Sequence[torch.Tensor | None]
@@ -47,17 +44,17 @@ class Replay:
 
     @classmethod
     def of(
-        cls, chain: Chain, run: Run, inputs: tuple[torch.Tensor | None, ...], parameters: Tensors
+        cls, run: Run, inputs: tuple[torch.Tensor | None, ...], parameters: Tensors
     ) -> Replay | None:
         """Record the forward; None where it has no tape.
 
         Args:
-            chain: whose.
-            run: of the chain.
+            run: of a chain.
             inputs: the input, the parameters (None for weights kept in FP8), what these consist
                 of, and what stages have cached.
             parameters: as stages take them.
         """
+        chain = run.chain
         if inputs[0] is None or inputs[0].nbytes > _MOST_BYTES // 4:
             return None
         stages: list[Saved] = []
@@ -68,7 +65,7 @@ class Replay:
             values[i] = parameters[i - 1]  # its codes and scales are given
 
         def forward() -> tuple[Sequence[Any], Sequence[Any]]:
-            result, saved = chain.forward_by_stages(values[0], values[1:], run)  # type: ignore[arg-type]
+            result, saved = chain.forward_by_stages(values[0], values[1:], run)
             stages.extend(saved)
             tensors = [t for one in saved for t in one.tensors]
             return result if chain.has_tap else (result,), tensors
@@ -82,7 +79,6 @@ class Replay:
 
     def backward(
         self,
-        chain: Chain,
         run: Run,
         grads: tuple[torch.Tensor | None, torch.Tensor | None],
         kept: Tensors,
@@ -90,14 +86,14 @@ class Replay:
         """Gradients of the input and of every parameter, from those of the result and the tap."""
         key = (grads[0] is None, grads[1] is None)
         if key not in self._backwards:
-            self._backwards[key] = self._record_backward(chain, run, grads, kept)
+            self._backwards[key] = self._record_backward(run, grads, kept)
         tape = self._backwards[key]
         if tape is not None:
             memory = tape.run((*grads, *kept))
             if memory is not None:
                 count_group(tape.gemms)
                 return [None if slot is None else memory[slot] for slot in tape.results]
-        return chain.backward_by_stages(grads[0], self._saved(kept, grads[1]), run)
+        return run.chain.backward_by_stages(grads[0], self._saved(kept, grads[1]), run)
 
     def _saved(self, kept: Tensors, tap_grad: torch.Tensor | None) -> list[Saved]:
         """What each stage saved, as views into what was kept."""
@@ -110,7 +106,6 @@ class Replay:
 
     def _record_backward(
         self,
-        chain: Chain,
         run: Run,
         grads: tuple[torch.Tensor | None, torch.Tensor | None],
         kept: Tensors,
@@ -119,7 +114,7 @@ class Replay:
         ours = stand_ins(inputs)
         saved = self._saved(ours[2:], ours[1])
         recorded = record(
-            inputs, ours, (), lambda: (chain.backward_by_stages(ours[0], saved, run), ())
+            inputs, ours, (), lambda: (run.chain.backward_by_stages(ours[0], saved, run), ())
         )
         if recorded is None or recorded[0].memory > _MOST_BYTES:
             return None

@@ -88,6 +88,7 @@ class Run:
     __slots__ = (
         "again",
         "caching",
+        "chain",
         "compiling",
         "dtype",
         "ends_backward",
@@ -124,7 +125,8 @@ class Run:
         self.rehearses = self.repeats = self.replayed = False
         self.again: Run | None = None
         self.scales: torch.Tensor | None = None
-        self.plans: Sequence[Any] = ()  # of each stage; the chain fills them in
+        self.chain: Any = None  # that planned it
+        self.plans: Sequence[Any] = ()  # of each stage
         self.compiling = False
         self.exporting = False  # to ONNX, see export.py
         self.kept: tuple[int, ...] = ()  # which of (input, parameters) are weights kept in FP8
