@@ -77,9 +77,10 @@ class AutocastStack:
 
     def intern(self, scope: Scope) -> Scope:
         """The first scope made that equals this one, so that scopes compare by their number."""
-        if scope not in self.known:
-            self.known[scope] = replace(scope, number=next(_NUMBERS))
-        return self.known[scope]
+        known = self.known.get(scope)  # once: a hash looks at every field of the recipe
+        if known is None:
+            known = self.known[scope] = replace(scope, number=next(_NUMBERS))
+        return known
 
     def push(self, scope: Scope) -> None:
         """Enter a scope."""
@@ -286,9 +287,11 @@ class fp8_autocast(autocast):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        op = "fp8_autocast"
-        recipe = one_of(op, fp8_recipe=fp8_recipe, recipe=recipe)
-        group = one_of(op, fp8_group=fp8_group, amax_reduction_group=amax_reduction_group)
+        op, group = "fp8_autocast", amax_reduction_group
+        if fp8_recipe is not None:
+            recipe = one_of(op, fp8_recipe=fp8_recipe, recipe=recipe)
+        if fp8_group is not None:
+            group = one_of(op, fp8_group=fp8_group, amax_reduction_group=group)
         super().__init__(enabled, calibrating, recipe, group)
 
 

@@ -190,9 +190,10 @@ class ScalingRegistry:
     def members(self, recipe: DelayedScaling, group: Hashable, direction: str) -> ScalingMembers:
         """The members of a key, made at first use."""
         key = (recipe, group, direction)
-        if key not in self._members:
-            self._members[key] = ScalingMembers(*key)
-        return self._members[key]
+        members = self._members.get(key)
+        if members is None:
+            members = self._members[key] = ScalingMembers(*key)
+        return members
 
     def update(self, direction: str) -> None:
         """Update all members of a direction."""
