@@ -12,7 +12,7 @@ from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.export import refuse, refuse_training
 from transformer_engine.pytorch.modules.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.modules.inputs import refuse_input
+from transformer_engine.pytorch.modules.inputs import autocast_dtype, refuse_input
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product import DotProductAttention
@@ -82,9 +82,8 @@ def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
             "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
             f" dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
         )
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(query)
+    if dtype is not None:
         return query.to(dtype), key.to(dtype), value.to(dtype)
     if query.dtype not in HIGH_PRECISION:
         raise TypeError(

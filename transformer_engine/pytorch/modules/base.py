@@ -10,7 +10,7 @@ from torch import nn
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import extra_state
-from transformer_engine.pytorch.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.autocast import AutocastStack, Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.repetition import note_scope, refuse_repetition
@@ -22,9 +22,10 @@ from transformer_engine.pytorch.modules.arguments import (
     refuse_parallelism,
 )
 from transformer_engine.pytorch.modules.inputs import (
+    autocast_dtype,
     check_device,
+    check_features,
     checked_dtype,
-    refuse_input,
 )
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import ParameterSet
@@ -47,17 +48,24 @@ _MOST_RUNS = 64
 _STACK = autocast_stack()
 
 # Found once: looking up names of torch takes a tenth of what a call has to spend.
-_Tensor, _strided = torch.Tensor, torch.strided
 _is_grad_enabled = torch.is_grad_enabled
-_is_autocast_enabled = torch.is_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
+
+
+def _may_repeat(stack: AutocastStack) -> bool:
+    """Whether a call may be the first or the second of a region."""
+    if (stack.scope.number or stack.inspector is not None) and (
+        top_hooks(True) is not None or not forward_grad_enabled()
+    ):
+        return True
+    return stack.noted and graph_task() != -1
 
 
 class TransformerEngineBaseModule(ScaledModule):
     """Base of Linear, LayerNormLinear and LayerNormMLP.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
-    scope (quantizers, scaling state, registration) happens in `_begin`, once a call.
+    scope (quantizers, scaling state, registration) happens in `_call`, once a call.
     """
 
     chain: Chain
@@ -131,27 +139,44 @@ class TransformerEngineBaseModule(ScaledModule):
                 assert isinstance(stage, Matmul)
                 stage.renew(weights[stage.index], plan)
 
-    def _begin(self, x: torch.Tensor, parameters: Parameters, first_microbatch: bool | None) -> Run:
-        """Everything a call must know before autograd: dtype, quantizers, gradients wanted.
+    def _call(
+        self,
+        x: torch.Tensor,
+        features: int,
+        parameters: Parameters,
+        bias: torch.Tensor | None,
+        first_microbatch: bool | None,
+    ) -> Any:
+        """Run the chain; this is the hot path of small models.
 
-        This is the hot path of small models.
+        Args:
+            x: the input.
+            features: its last size must be this.
+            parameters: of the chain.
+            bias: the last one of the module, applied or not.
+            first_microbatch: what the caller said.
+
+        Returns:
+            `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
-        stack = _STACK
-        if not _is_compiling() and (
-            (stack.noted and graph_task() != -1)
-            or (
-                (stack.scope.number or stack.inspector is not None)
-                and (top_hooks(True) is not None or not forward_grad_enabled())
-            )
-        ):
-            return begin_in_region(self, x, parameters, first_microbatch)
-        needs: tuple[bool, ...] = ()
-        if _is_grad_enabled():
-            needs = (x.requires_grad, *[p is not None and p.requires_grad for p in parameters])
-        run = self.run_of(x, parameters, needs, first_microbatch)
-        if stack.first_pending and run.recording and self.updates(stack.scope):
-            return self._first_run(run)
-        return run
+        check_features(self, x, features)
+        stack, chain = _STACK, self.chain
+        if not _is_compiling() and _may_repeat(stack):
+            run = begin_in_region(self, x, parameters, first_microbatch)
+        else:
+            needs: tuple[bool, ...] = ()
+            if _is_grad_enabled():
+                wanted = [p is not None and p.requires_grad for p in parameters]
+                needs = (x.requires_grad, *wanted)
+            run = self.run_of(x, parameters, needs, first_microbatch)
+            if stack.first_pending and run.recording and self.updates(stack.scope):
+                run = self._first_run(run)
+        out = chain(x.contiguous(), parameters, run)
+        if not (self.return_bias or chain.has_tap):
+            return out
+        out, *tap = out if chain.has_tap else (out,)
+        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
+        return (out, *extra, *tap)
 
     def run_of(
         self,
@@ -170,18 +195,15 @@ class TransformerEngineBaseModule(ScaledModule):
             first_microbatch: what the caller said.
             rehearses: see `Run`.
         """
-        device = x.device
-        autocast_dtype = None
-        if not x.is_meta and _is_autocast_enabled(device.type):
-            autocast_dtype = torch.get_autocast_dtype(device.type)
+        autocast = autocast_dtype(x)
         if _is_compiling():
             self._note_compiled(x, any(needs))
-            return self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+            return self._make_run(x, parameters, needs, autocast, first_microbatch)
         scope = _STACK.scope.number
-        key = (scope, x.dtype, autocast_dtype, needs, device, first_microbatch, rehearses)
+        key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, rehearses)
         found = self._runs.get(key)
         if found is None:
-            found = self._make_run(x, parameters, needs, autocast_dtype, first_microbatch)
+            found = self._make_run(x, parameters, needs, autocast, first_microbatch)
             if rehearses:
                 found.recording, found.rehearses = False, True
                 self.chain.plan(found)
@@ -217,11 +239,11 @@ class TransformerEngineBaseModule(ScaledModule):
         x: torch.Tensor,
         parameters: Parameters,
         needs: tuple[bool, ...],
-        autocast_dtype: torch.dtype | None,
+        autocast: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> Run:
         check_device(self, x, parameters)
-        dtype = autocast_dtype or checked_dtype(self, x, parameters)
+        dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
         quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
         if scope.enabled or (scope.calibrating and not exporting()):
@@ -249,14 +271,6 @@ class TransformerEngineBaseModule(ScaledModule):
                 quantizers[i] = HIGH_PRECISION_GEMM
         return quantizers
 
-    def _results(self, out: Any, bias: torch.Tensor | None, run: Run) -> Any:
-        """`out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm."""
-        if not (self.return_bias or self.chain.has_tap):
-            return out
-        out, *tap = out if self.chain.has_tap else (out,)
-        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
-        return (out, *extra, *tap)
-
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
         self.warn_once(
             shape,
@@ -271,16 +285,6 @@ class TransformerEngineBaseModule(ScaledModule):
         elif about not in self._announced:
             self._announced.add(about)
             warn(text, stacklevel=3)
-
-    def _check_features(self, x: torch.Tensor, features: int) -> None:
-        if not isinstance(x, _Tensor) or x.layout is not _strided:
-            refuse_input(type(self).__name__, "inp", x, self.name)
-        shape = x.shape
-        if not shape or shape[-1] != features:
-            raise ValueError(
-                f"[{type(self).__name__}] GEMM not possible: expected inp of shape "
-                f"(..., {features}), got {tuple(shape)} (layer {self.name})"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make runs of their own: these point into this module's scaling state.

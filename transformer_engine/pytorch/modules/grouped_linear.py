@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.pytorch.modules.arguments import check_sizes
 from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.modules.inputs import check_features
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
@@ -190,7 +191,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"[GroupedLinear] expected inp in high precision, got {type(inp).__name__} "
                 f"(layer {self.name})"
             )
-        self._check_features(inp, self.in_features)
+        check_features(self, inp, self.in_features)
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         rows = inp.reshape(-1, self.in_features)
         if not all(isinstance(size, int) for size in splits):

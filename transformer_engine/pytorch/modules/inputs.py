@@ -11,7 +11,10 @@ from torch import nn
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 
-_is_compiling = torch.compiler.is_compiling  # found once: this is on the hot path
+# Found once: this is on the hot path.
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_Tensor, _strided = torch.Tensor, torch.strided
 
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -28,6 +31,31 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     if isinstance(value, torch.Tensor):
         wanted, got = "a dense torch.Tensor", f"one of layout {value.layout}"
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
+
+
+def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
+    """The input is a dense tensor whose last size is this.
+
+    Raises:
+        TypeError: it is no such tensor.
+        ValueError: its last size is another.
+    """
+    if not isinstance(x, _Tensor) or x.layout is not _strided:
+        refuse_input(type(module).__name__, "inp", x, module.name)  # type: ignore[arg-type]
+    shape = x.shape
+    if not shape or shape[-1] != features:
+        raise ValueError(
+            f"[{type(module).__name__}] GEMM not possible: expected inp of shape "
+            f"(..., {features}), got {tuple(shape)} (layer {module.name})"
+        )
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype of `torch.autocast` on the tensor's device; None where it is off."""
+    if not _is_any_autocast_enabled() or x.is_meta:
+        return None
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:

@@ -151,10 +151,8 @@ class LayerNormLinear(OneWeight):
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
-        self._check_features(inp, self.in_features)
         weight, bias = self._split.of(self)
         applied = None if self.return_bias else bias
         own = self._parameters
         parameters = (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied)
-        run = self._begin(inp, parameters, is_first_microbatch)
-        return self._results(self.chain(inp.contiguous(), parameters, run), bias, run)
+        return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

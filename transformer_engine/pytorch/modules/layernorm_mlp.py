@@ -194,7 +194,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return self._forward(inp, is_first_microbatch)
 
     def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        self._check_features(inp, self.hidden_size)
         own = self._parameters
         bias = own.get("fc2_bias")
         parameters = (
@@ -205,5 +204,4 @@ class LayerNormMLP(TransformerEngineBaseModule):
             own["fc2_weight"],
             None if self.return_bias else bias,
         )
-        run = self._begin(inp, parameters, is_first_microbatch)
-        return self._results(self.chain(inp.contiguous(), parameters, run), bias, run)
+        return self._call(inp, self.hidden_size, parameters, bias, is_first_microbatch)

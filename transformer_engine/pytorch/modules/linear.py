@@ -166,8 +166,7 @@ class Linear(OneWeight):
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
-        self._check_features(inp, self.in_features)
         weight, bias = self._split.of(self)
         applied = None if self.return_bias else bias
-        run = self._begin(inp, (weight, applied), is_first_microbatch)
-        return self._results(self.chain(inp.contiguous(), (weight, applied), run), bias, run)
+        parameters = (weight, applied)
+        return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.modules.arguments import (
     check_sizes,
     refuse_keywords,
 )
-from transformer_engine.pytorch.modules.inputs import refuse_input
+from transformer_engine.pytorch.modules.inputs import autocast_dtype, refuse_input
 from transformer_engine.pytorch.modules.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -128,15 +128,12 @@ class NormModule(OptionalExtraState, NormChain):
             )
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        dtype = weight.dtype
         if inp.dtype not in HIGH_PRECISION:
             raise TypeError(
                 f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
                 f"(layer {self.name})"
             )
-        if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
-            dtype = torch.get_autocast_dtype(inp.device.type)
-        return self.normalised(inp, weight, bias, dtype)
+        return self.normalised(inp, weight, bias, autocast_dtype(inp) or weight.dtype)
 
     def extra_repr(self) -> str:
         """Size and settings."""

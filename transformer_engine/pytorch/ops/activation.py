@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.modules.inputs import refuse_input
+from transformer_engine.pytorch.modules.inputs import autocast_dtype, refuse_input
 from transformer_engine.pytorch.modules.planned import PlannedChain
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 from transformer_engine.pytorch.stages import Activation
@@ -47,9 +47,7 @@ class _Activation(PlannedChain, FusibleOperation):
             raise ValueError(
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
             )
-        dtype = x.dtype
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = autocast_dtype(x) or x.dtype
         recorded = torch.is_grad_enabled() and x.requires_grad
         return self.chain(x.to(dtype).contiguous(), (), self.run_of(dtype, (recorded,)))
 
