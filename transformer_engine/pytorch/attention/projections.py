@@ -69,7 +69,7 @@ def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
 
 def _views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     heads, groups, size, interleaved = layout
-    *lead, _ = x.shape  # a slice of a shape takes three times as long
+    lead = x.shape[:-1]
     if heads == groups:  # one view and one op, whose backward is one op, too
         if interleaved:
             return x.view(*lead, heads, 3, size).unbind(-2)
