@@ -6,6 +6,7 @@ from typing import Any
 import fp8_reference as fp8
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from transformer_engine.pytorch.dtypes import block_format
 from transformer_engine.pytorch.kernels.delayed_scaling import entry
@@ -15,8 +16,8 @@ from transformer_engine.pytorch.kernels.moments import EMPTY_CAST_MOMENTS, EMPTY
 F32, BF16 = torch.float32, torch.bfloat16
 ROWS, COLS = 32, 48
 Arguments = tuple[Any, ...]
-# What rows of moments get is announced to nobody: nothing reads them before the step ends.
-WRITE_UNANNOUNCED = {"moments", "cast_moments"}
+# What these write is announced to nobody: nothing reads it before the step ends.
+WRITE_UNANNOUNCED = {"moments", "cast_moments", "count_amaxes"}
 # Shapes: test_cudnn_adapter, test_cudnn_fp8_adapter.
 ON_GPUS_ALONE = {
     "attention_forward",
@@ -55,6 +56,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "activation_forward": lambda: (plain(), 0, True, *FP8_OUTPUT),
     "amax": lambda: (plain(),),
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS)),
+    "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
     "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0),
     "dequantize": lambda: (codes(), fp8.E4M3, PAIR, BF16),
@@ -69,13 +71,13 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "norm_forward": lambda: (plain(), plain(COLS), plain(COLS), 0, 1e-5, False, BF16, *FP8_OUTPUT),
     "quantize": lambda: (plain(), fp8.E4M3, ONE, None, None, True, True, F32),
     "quantize_blocks": lambda: (plain(), BLOCKS, True, 0.0, True, True, F32),
-    "refuse_repetition": lambda: (plain(),),
     "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False),
+    "scales_of_call": lambda: ([ONE, ONE], False, True, 2),
     "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
-    "settled": lambda: (ONE,),
     "show_to_inspector": lambda: (plain(), codes(), PAIR, fp8.E4M3, None, None, -1, "a tensor"),
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5),
+    "spread": lambda: (plain(), 4),
     "transpose": lambda: (codes(),),
     "transpose_blocks": lambda: (codes(), torch.ones(1, 4)),
 }
@@ -90,7 +92,7 @@ def test_every_operator_is_here() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_schema_and_shapes(name: str, device: str) -> None:
     arguments = [table(device) if a == "table" else a for a in CASES[name]()]
-    moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
     checks = (
         ["test_faketensor"] if name in WRITE_UNANNOUNCED else ["test_schema", "test_faketensor"]
     )

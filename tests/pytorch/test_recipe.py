@@ -93,7 +93,7 @@ def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
             gemm_count = 1
 
         scope = Scope(enabled=True, recipe=recipe)
-        (six,), changed = build_quantizers(Module(), scope, True, torch.device("cpu"))
+        (six,), changed, _ = build_quantizers(Module(), scope, True, torch.device("cpu"))
         assert not changed and six.fast_accumulation == (False, False, False)
         three = (six.input, six.weight, six.grad_output)
         assert all(quantizer.format == 5 for quantizer in three)

@@ -60,7 +60,8 @@ class AutocastStack:
         self.outer: list[tuple[Scope, dict[str, ScalingMembers]]] = []
         self.first_pending = False  # no module was recorded in the outermost scope so far
         self.forward_pending = self.backward_pending = False
-        self.unsettled = False  # the outermost scope was entered in compiled code, see `settled`
+        self.unsettled = False  # the outermost scope was entered in compiled code
+        self.runs_again = False  # code is being compiled that its graph will compute again
         self.repeats = False  # the outermost scope was entered in a backward
         self.regions: tuple[Region, ...] = ()  # whose first forward is running, outermost first
         self.repeated: Region | None = None  # that is being run again

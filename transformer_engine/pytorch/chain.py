@@ -73,6 +73,8 @@ class Chain:
                 result = _ChainFunction.apply(run, x, *parameters)
                 for stage, _ in run.caching:
                     stage.detach_cache()
+                if run.columns is not None:
+                    run.columns.note_amaxes(result[0] if self.has_tap else result)
                 return result
             return _bare_apply(run, x, *parameters)
         replayed = self.replayed((x, *parameters), run)

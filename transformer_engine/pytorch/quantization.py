@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export import exporting, refuse, trained_scales
-from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.repetition import count_amaxes, scales_of_call
 from transformer_engine.pytorch.model_init import quantized_model_init
 from transformer_engine.pytorch.quantizers import (
     BlockQuantizer,
@@ -49,22 +49,10 @@ __all__ = [
 FEATURE_ALIGNMENT = 16
 
 
-@library_op("settled(Tensor scale) -> Tensor")
-def settled(scale: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
-    """A copy of `scale` after the updates that compiled code has put off.
-
-    Where a scope is entered in eager mode, entering it does them. In compiled code nothing may run
-    between the operators of a graph, so that the first who asks for a scale does them, and whoever
-    takes the copy comes later.
-    """
-    if launch:
-        autocast_stack().flush()
-    return scale.clone()
-
-
 # Columns of a module's state, per GEMM: (input, weight, output) forward, (grad_output, grad_input)
 # backward.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
+_CAST_COLUMNS = 2  # the first ones: outputs stay in high precision
 
 
 def forward_format(recipe: Recipe) -> int:
@@ -77,10 +65,70 @@ def backward_format(recipe: Recipe) -> int:
     return E5M2 if recipe.fp8_format is Format.HYBRID else E4M3  # type: ignore[attr-defined]
 
 
+class Columns(NamedTuple):
+    """What calls cast with: some columns of a module's forward state, in order.
+
+    Attributes:
+        scales: fp32 `[1]` each.
+        amaxes: that casts raise, fp32 `[1]` each; None where they leave no trace.
+        values: of one call of compiled code, see `scales_of_call`, if it may run again.
+        counted: the amaxes of the step, where those of that call are to be counted.
+    """
+
+    scales: Sequence[torch.Tensor]
+    amaxes: Sequence[torch.Tensor | None]
+    values: torch.Tensor | None = None
+    counted: Sequence[torch.Tensor] = ()
+
+    def note_amaxes(self, after: torch.Tensor) -> None:
+        """Count the amaxes of a call, of which `after` is a result."""
+        if self.values is not None:
+            count_amaxes(after, self.values, [*self.counted])
+
+
+def columns_of(
+    state: ScalingState, indices: Sequence[int], recording: bool, runs_again: bool
+) -> Columns:
+    """These columns of a module's forward state, in the scope that is open.
+
+    Args:
+        state: of the module.
+        indices: of the columns.
+        recording: amaxes are taken down.
+        runs_again: compiled code that may compute this call again in its backward.
+    """
+    scales = [state.scales[i] for i in indices]
+    amaxes = [state.amaxes[i] for i in indices]
+    untraced: list[torch.Tensor | None] = [None] * len(indices)
+    unsettled = autocast_stack().unsettled
+    if not (unsettled or (recording and torch.compiler.is_compiling())):
+        return Columns(scales, amaxes if recording else untraced)
+    rows = 2 if recording and runs_again else 1
+    values = scales_of_call(scales, unsettled, recording, rows)
+    own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
+    if rows == 1:
+        return Columns(own[0], amaxes if recording else untraced)
+    return Columns(own[0], own[1], values, amaxes)
+
+
+class Built(NamedTuple):
+    """Quantizers of a module's GEMMs in one scope.
+
+    Attributes:
+        gemms: one for each.
+        moved: the module's scaling state changed place.
+        columns: of that state, in the forward; None without one.
+    """
+
+    gemms: list[GemmQuantizers]
+    moved: bool = False
+    columns: Columns | None = None
+
+
 def build_quantizers(
     module: TransformerEngineBaseModule, scope: Scope, recording: bool, device: torch.device
-) -> tuple[list[GemmQuantizers], bool]:
-    """One `GemmQuantizers` per GEMM of the module, and whether its scaling state changed place.
+) -> Built:
+    """One `GemmQuantizers` per GEMM of the module.
 
     Under delayed scaling this creates, fits and registers the module's scaling state; calls that
     autograd does not record leave no amax behind, so evaluation changes nothing.
@@ -90,18 +138,21 @@ def build_quantizers(
         if exporting() and isinstance(recipe, Float8BlockScaling):
             refuse("Float8BlockScaling", "export under another recipe", module.name)
         stateless = _current if isinstance(recipe, Float8CurrentScaling) else _blocks
-        gemms = stateless(recipe) if scope.enabled else GemmQuantizers()  # type: ignore[arg-type]
-        return [gemms] * module.gemm_count, False
+        one = stateless(recipe) if scope.enabled else GemmQuantizers()  # type: ignore[arg-type]
+        return Built([one] * module.gemm_count)
     assert isinstance(recipe, DelayedScaling)
     if exporting():
         state = trained_scales(module.scaling, module.name)
-        return [_trained(recipe, state, i) for i in range(module.gemm_count)], False
+        return Built([_trained(recipe, state, i) for i in range(module.gemm_count)])
     forward, moved = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
     indices = range(module.gemm_count)
     if not scope.enabled:
-        return [_calibrating(forward, i) for i in indices], moved
-    return [_delayed(recipe, forward, backward, i, recording) for i in indices], moved
+        return Built([_calibrating(forward, i) for i in indices], moved)
+    cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
+    columns = columns_of(forward, cast, recording, autocast_stack().runs_again)
+    gemms = [_delayed(recipe, columns, backward, i) for i in indices]
+    return Built(gemms, moved, columns)
 
 
 def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> None:
@@ -139,24 +190,18 @@ def state_of(
 
 
 def _delayed(
-    recipe: DelayedScaling,
-    forward: ScalingState,
-    backward: ScalingState,
-    gemm: int,
-    recording: bool,
+    recipe: DelayedScaling, forward: Columns, backward: ScalingState, gemm: int
 ) -> GemmQuantizers:
-    def quantizer(state: ScalingState, column: int, format: int) -> DelayedQuantizer:
-        amax = state.amaxes[column] if recording else None
-        scale = state.scales[column]
-        if state is forward and autocast_stack().unsettled:
-            scale = settled(scale)
-        return DelayedQuantizer(scale, amax, format)
+    def quantizer(column: int) -> DelayedQuantizer:
+        scale, amax = forward.scales[column], forward.amaxes[column]
+        return DelayedQuantizer(scale, amax, forward_format(recipe))
 
-    first, first_grad = FORWARD_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
+    first, of_grad = _CAST_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
+    amax = backward.amaxes[of_grad] if forward.amaxes[first] is not None else None
     return GemmQuantizers(
-        input=quantizer(forward, first, forward_format(recipe)),
-        weight=quantizer(forward, first + 1, forward_format(recipe)),
-        grad_output=quantizer(backward, first_grad, backward_format(recipe)),
+        input=quantizer(first),
+        weight=quantizer(first + 1),
+        grad_output=DelayedQuantizer(backward.scales[of_grad], amax, backward_format(recipe)),
     )
 
 

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.kernels.delayed_scaling import (
     delayed_scaling_update,
     entry,
     gather_amax,
+    spread,
 )
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -38,9 +39,8 @@ class ScalingState:
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
         self.direction = direction
         options: Any = {"dtype": torch.float32, "device": device}
-        # Made without a copy: compiled code would write amaxes elsewhere.
-        self.scale = torch.ones(count, _ALIGNED, **options)[:, 0]
-        self.amax_history = torch.zeros(count, _aligned(length), **options).t()[:length]
+        self.scale = _spread(torch.ones(count, **options))
+        self.amax_history = _spread(torch.zeros(length, count, **options))
         self.version = 0
         self.member_of: ScalingMembers | None = None
         self._views()
@@ -90,17 +90,10 @@ class ScalingState:
         self.replace(self.scale, history)
 
 
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGNED) * _ALIGNED
-
-
 def _spread(x: torch.Tensor) -> torch.Tensor:
     """The values, each column (each value of a vector) by itself."""
-    length = x.shape[0] if x.dim() == 2 else 1
-    room = x.new_zeros(x.shape[-1], _aligned(length))
-    spread = room[:, 0] if x.dim() == 1 else room.t()[:length]
-    spread.copy_(x)
-    return spread
+    room = spread(x, _ALIGNED)
+    return room[:, 0] if x.dim() == 1 else room.t()[: x.shape[0]]
 
 
 def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:

@@ -27,9 +27,10 @@ from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.quantization import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
+    Columns,
     backward_format,
+    columns_of,
     forward_format,
-    settled,
     state_of,
 )
 from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, place, top_hooks
@@ -78,7 +79,8 @@ class Slot(NamedTuple):
 class Casts(NamedTuple):
     """All casts of one call, and whether its backward is the last of the step.
 
-    Without the slots of gradients the backward is in high precision.
+    Without the slots of gradients the backward is in high precision. `columns` are those that the
+    slots of the forward were made of.
     """
 
     qkv: Slot
@@ -88,6 +90,7 @@ class Casts(NamedTuple):
     grad_product: Slot | None
     grad_qkv: Slot | None
     ends_backward: bool = False
+    columns: Columns | None = None
 
     @property
     def calibrating(self) -> bool:
@@ -210,16 +213,21 @@ def _casts(
     if recipe.fp8_mha:
         _announce_mha()
 
-    def of_forward(column: int) -> Slot:
-        scale = forward.scales[column] if scales is None else scales[column : column + 1]
-        if stack.unsettled:
-            scale = settled(scale)
-        format = forward_format(recipe) if scope.enabled else None
-        return Slot(scale, forward.amaxes[column] if counts or not scope.enabled else None, format)
-
+    indices = (_QKV, _SOFTMAX, _OUT)
+    if scales is not None:
+        columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
+    elif scope.enabled:
+        columns = columns_of(forward, indices, counts, runs_again=True)
+    else:
+        columns = Columns(
+            [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]
+        )
+    format = forward_format(recipe) if scope.enabled else None
+    slots = zip(columns.scales, columns.amaxes, strict=True)
+    qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
     casts = counts and scope.enabled and environment().fp8_backward is not False
     of_backward = _backward_slots(backward, backward_format(recipe), casts)
-    return Casts(of_forward(_QKV), of_forward(_SOFTMAX), of_forward(_OUT), *of_backward)
+    return Casts(qkv, softmax, out, *of_backward, columns=columns)
 
 
 def _backward_slots(

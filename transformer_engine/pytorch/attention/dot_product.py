@@ -289,6 +289,8 @@ class DotProductAttention(ScaledModule):
             casts,
         )
         out = attention(query, key, value, call)
+        if casts is not None and casts.columns is not None:
+            casts.columns.note_amaxes(out)
         return out if step is None else step.restored(out)
 
     def _sink(self, device: torch.device) -> Sink:

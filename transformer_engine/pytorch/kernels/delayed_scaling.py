@@ -67,3 +67,22 @@ def gather_amax(table: torch.Tensor, columns: int, *, launch: bool = True) -> to
     if launch:
         _C.gather_amax(table, out)
     return out
+
+
+@library_op("spread(Tensor x, int multiple) -> Tensor")
+def spread(x: torch.Tensor, multiple: int, *, launch: bool = True) -> torch.Tensor:
+    """Memory of a new state: `x` with each column, or each value of a vector, in a row of its own.
+
+    An operator, because graphs that compute a part again must make a state once, and would write
+    amaxes elsewhere if the values were copied into it by one of torch's.
+
+    Args:
+        x: `[count]` or `[length, count]`.
+        multiple: rows are filled with zeros to as many elements.
+    """
+    columns = x[:, None] if x.dim() == 1 else x.t()
+    count, length = columns.shape
+    room = x.new_zeros(count, -(-length // multiple) * multiple)
+    if launch:
+        room[:, :length].copy_(columns)
+    return room

@@ -1,7 +1,8 @@
-"""What compiled layers cannot do in a backward, where a checkpoint runs their forward again.
+"""Compiled layers whose forward runs again in a backward, because a checkpoint says so.
 
 Compiled code keeps no record of a first forward (see `regions`): it takes the scope that is open
-and the scales of now. Where these are not those of the first forward, that is an error.
+and the scales that it finds. Within a graph, `te.checkpoint` lets the scales of the first forward
+be kept (see `recomputed`). Where those of now are not those of then, that is an error.
 """
 
 from __future__ import annotations
@@ -13,23 +14,53 @@ from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.regions import graph_task
 
 
-@library_op("refuse_repetition(Tensor x) -> ()", writes_unseen=True)
-def refuse_repetition(x: torch.Tensor, *, launch: bool = True) -> None:
-    """Part of the forward of compiled layers with delayed scaling.
+@library_op("scales_of_call(Tensor[] scales, bool settles, bool recorded, int rows) -> Tensor")
+def scales_of_call(
+    scales: list[torch.Tensor], settles: bool, recorded: bool, rows: int, *, launch: bool = True
+) -> torch.Tensor:
+    """What a call of a compiled layer with delayed scaling casts with: fp32 `[rows, scales]`.
+
+    The first row are copies of the scales, so that a forward which runs again may use those of the
+    first; the second are zeros, for amaxes that must not be counted twice (see `count_amaxes`).
 
     Args:
-        x: any tensor, for its device.
+        scales: fp32 `[1]` each.
+        settles: do the updates first that compiled code has put off. Where a scope is entered in
+            eager mode, entering it does them; between the operators of a graph nothing may run, so
+            that the first who asks for scales does them, and whoever casts comes later.
+        recorded: by autograd.
+        rows: 1 or 2.
 
     Raises:
-        RuntimeError: it runs within a backward.
+        RuntimeError: a call that autograd records runs within a backward.
     """
-    del x
-    if launch and graph_task() != -1:
+    if launch and recorded and graph_task() != -1:
         raise RuntimeError(
             "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
-            " one whose forward runs again in the backward, when its scales have moved on: compile"
-            " no layers inside of the checkpointed function, or use Float8CurrentScaling"
+            " one whose forward runs again in the backward, when its scales have moved on: call"
+            " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
+            " inside of the checkpointed function, or use Float8CurrentScaling"
         )
+    if launch and settles:
+        autocast_stack().flush()
+    copies = torch.cat(scales)[None]
+    return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
+
+
+@library_op("count_amaxes(Tensor after, Tensor values, Tensor[] amaxes) -> ()", writes_unseen=True)
+def count_amaxes(
+    after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True
+) -> None:
+    """Raise the amaxes of the running step to those of a call; a backward has no call to count.
+
+    Args:
+        after: a result of the call, for which everything was cast.
+        values: what `scales_of_call` gave, with the amaxes of the casts in its second row.
+        amaxes: fp32 `[1]` each.
+    """
+    del after
+    if launch and graph_task() == -1:
+        torch._foreach_maximum_(amaxes, list(values[1].split(1)))
 
 
 @torch.compiler.assume_constant_result

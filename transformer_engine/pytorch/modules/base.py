@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import extra_state
 from transformer_engine.pytorch.autocast import AutocastStack, Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.export import exporting
-from transformer_engine.pytorch.kernels.repetition import note_scope, refuse_repetition
+from transformer_engine.pytorch.kernels.repetition import note_scope
 from transformer_engine.pytorch.model_init import model_init
 from transformer_engine.pytorch.modules import fp8_weights
 from transformer_engine.pytorch.modules.arguments import (
@@ -34,6 +33,7 @@ from transformer_engine.pytorch.modules.scaled import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.quantization import (
     FEATURE_ALIGNMENT,
+    Columns,
     build_quantizers,
     check_columns,
     with_weight_scales,
@@ -197,7 +197,7 @@ class TransformerEngineBaseModule(ScaledModule):
         """
         autocast = autocast_dtype(x)
         if _is_compiling():
-            self._note_compiled(x, any(needs))
+            self._note_compiled()
             return self._make_run(x, parameters, needs, autocast, first_microbatch)
         scope = _STACK.scope.number
         key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, rehearses)
@@ -215,15 +215,12 @@ class TransformerEngineBaseModule(ScaledModule):
             return inspector.run_for(self, found)
         return found
 
-    def _note_compiled(self, x: torch.Tensor, recording: bool) -> None:
+    def _note_compiled(self) -> None:
         """Compiled code knows no regions: what a checkpoint would do wrong there is an error."""
-        scope = _STACK.scope
-        if exporting():
-            return
-        # Names would be conditions of the graph: layers that are alike share one.
-        note_scope(type(self).__name__, tuple(self._gemm_weights()), scope.enabled)
-        if scope.enabled and recording and isinstance(scope.recipe, DelayedScaling):
-            refuse_repetition(x)
+        if not exporting():
+            # Names would be conditions of the graph: layers that are alike share one.
+            kind, weights = type(self).__name__, tuple(self._gemm_weights())
+            note_scope(kind, weights, _STACK.scope.enabled)
 
     def _first_run(self, run: Run) -> Run:
         """The first run recorded in its outermost scope ends the backward step."""
@@ -245,14 +242,15 @@ class TransformerEngineBaseModule(ScaledModule):
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
-        quantizers = [HIGH_PRECISION_GEMM] * self.gemm_count
+        quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
         if scope.enabled or (scope.calibrating and not exporting()):
-            quantizers = self._quantizers_in(scope, any(needs), x.device)
+            quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
         if _is_compiling() and _STACK.inspector is not None:
             # A session is a new object, so this is traced again.
             layers = self.chain.gemm_names
             quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
         run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
+        run.columns = columns
         run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor))
         fp8_weights.check(self, scope.recipe, scope.enabled)
         self.chain.plan(run)
@@ -260,16 +258,16 @@ class TransformerEngineBaseModule(ScaledModule):
 
     def _quantizers_in(
         self, scope: Scope, recording: bool, device: torch.device
-    ) -> list[GemmQuantizers]:
+    ) -> tuple[list[GemmQuantizers], Columns | None]:
         """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
-        quantizers, changed = build_quantizers(self, scope, recording, device)
-        if changed:
+        quantizers, moved, columns = build_quantizers(self, scope, recording, device)
+        if moved:
             self._runs.clear()  # they point into state that was replaced, or left another update
         for i, shape in enumerate(self._gemm_weights()):
             if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
                 self._announce_fallback(shape)
                 quantizers[i] = HIGH_PRECISION_GEMM
-        return quantizers
+        return quantizers, columns
 
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
         self.warn_once(

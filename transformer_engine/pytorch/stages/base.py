@@ -83,12 +83,14 @@ class Run:
         replayed: its forward ran from a tape.
         again: the run of calls that repeat those of this one.
         scales: where such a run finds the scales of the call that it repeats.
+        columns: of the module's scaling state that it casts with.
     """
 
     __slots__ = (
         "again",
         "caching",
         "chain",
+        "columns",
         "compiling",
         "dtype",
         "ends_backward",
@@ -125,6 +127,7 @@ class Run:
         self.rehearses = self.repeats = self.replayed = False
         self.again: Run | None = None
         self.scales: torch.Tensor | None = None
+        self.columns: Any = None
         self.chain: Any = None  # that planned it
         self.plans: Sequence[Any] = ()  # of each stage
         self.compiling = False
