@@ -58,6 +58,8 @@ class Case(NamedTuple):
         """Outputs and gradients of three steps."""
         with te.quantized_model_init(enabled=self.mode == "fp8 weights"):
             module = build(self.kind, device)
+        if self.mode == "own checkpoint":
+            module.checkpoint = True
         call = self._call(module, wrap)
         seen = []
         for index in range(3):
@@ -85,6 +87,8 @@ class Case(NamedTuple):
         function: Any = module
         if self.mode == "checkpoint":
             function = lambda x: checkpoint(module, x, use_reentrant=False)  # noqa: E731
+        if self.mode == "te.checkpoint":
+            function = lambda x: te.checkpoint(module, x)  # noqa: E731
         compiled = wrap(function, **({"dynamic": True} if self.mode == "dynamic" else {}))
 
         def outside(x: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -111,6 +115,9 @@ CASES = (
     Case("MLP", "high precision", "checkpoint"),
     Case("LayerNormLinear", "current", "checkpoint"),
     Case("LayerNormLinear", "current", "around"),
+    Case("LayerNormLinear", "delayed", "te.checkpoint"),
+    Case("MLP", "delayed", "own checkpoint"),
+    Case("MLP", "blocks", "own checkpoint"),
 )
 
 

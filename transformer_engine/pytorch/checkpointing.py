@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.graph_checkpoint import checkpoint_in_graph
 from transformer_engine.pytorch.modules.scaled import ScaledModule
+from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.regions import Region, announce, graph_task, place
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
@@ -36,19 +37,25 @@ def checkpoint(
     counts no amax again: gradients are those of a run without checkpointing, bit for bit. Regions
     may be nested, contain autocast regions, and be called several times before their backwards.
 
+    Inside of code that `torch.compile` compiles, the function becomes a part of the graph that the
+    backward of the graph computes again; how it is called (`use_reentrant`) makes no difference.
+
     Args:
         function: a module or another callable.
         args: what it takes. In reentrant mode a tensor among them (or among the keyword arguments)
             must require a gradient, also within lists and dicts.
         distribute_saved_activations: in reentrant mode, each rank of `tp_group` keeps only its part
-            of the first tensor among the arguments.
-        get_rng_state_tracker: returns the `CudaRNGStatesTracker` that `function` draws from.
+            of the first tensor among the arguments. Not inside of compiled code.
+        get_rng_state_tracker: returns the `CudaRNGStatesTracker` that `function` draws from. Not
+            inside of compiled code.
         tp_group: of `distribute_saved_activations`; None is the default group.
         use_reentrant: run the backward of `function` as a backward of its own within the whole
             one. It works with `loss.backward()` alone, and keeps nothing but the arguments.
-        preserve_rng_state: the second run draws the random numbers of the first.
+        preserve_rng_state: the second run draws the random numbers of the first; those of graphs
+            always do.
         kwargs: further keyword arguments of `function`; `context_fn`, `determinism_check` and
-            `debug` are torch's, for `use_reentrant=False`.
+            `debug` are torch's, for `use_reentrant=False`. In compiled code only the first of them
+            has an effect, and with it layers with delayed scaling are an error in the backward.
 
     Returns:
         What `function` returns.
@@ -57,7 +64,8 @@ def checkpoint(
         RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
             `function` does something else than before, or the mode cannot do what is asked; in a
             CUDA graph capture with `preserve_rng_state`.
-        NotImplementedError: under `torch.compile`.
+        NotImplementedError: `distribute_saved_activations` in reentrant mode or
+            `get_rng_state_tracker`, inside of compiled code.
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
@@ -69,19 +77,20 @@ def checkpoint(
     >>> x.grad.shape
     torch.Size([16, 32])
     """
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "[checkpoint] expected eager mode, got torch.compile: let the checkpointed function "
-            "call a compiled one, or let torch.compile choose what to recompute"
-        )
     if _is_positional(args):
-        warnings.warn(
+        warn(
             "[checkpoint] distribute_saved_activations, get_rng_state_tracker and tp_group are "
             "deprecated as positional arguments: give them by keyword",
-            DeprecationWarning,
             stacklevel=2,
+            category=DeprecationWarning,
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *args = args  # type: ignore[assignment]
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            distributes = distribute_saved_activations and use_reentrant
+            _check_compiled(distributes, get_rng_state_tracker is not None)
+        own, torchs = _split(kwargs, use_reentrant)
+        return checkpoint_in_graph(lambda: function(*args, **own), torchs.get("context_fn"))
     if preserve_rng_state and capturing():
         raise RuntimeError(
             "[checkpoint] expected preserve_rng_state=False inside a CUDA graph capture, got True: "
@@ -89,8 +98,7 @@ def checkpoint(
         )
     random: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if not torch.is_grad_enabled():
-        torchs = ("context_fn", "determinism_check", "debug")
-        return function(*args, **{k: v for k, v in kwargs.items() if k not in torchs})
+        return function(*args, **_split(kwargs)[0])
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     ours = not isinstance(function, nn.Module) or any(
         isinstance(module, ScaledModule) for module in function.modules()
@@ -109,6 +117,31 @@ def checkpoint(
 
     with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
         return torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
+
+
+def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:
+    """Keyword arguments of the function, and those of torch's checkpoint."""
+    torchs = () if use_reentrant else ("context_fn", "determinism_check", "debug")
+    own = {name: value for name, value in kwargs.items() if name not in torchs}
+    return own, {name: kwargs[name] for name in torchs if name in kwargs}
+
+
+def _check_compiled(distributes: bool, tracked: bool) -> None:
+    """Refuse what no graph can do.
+
+    Raises:
+        NotImplementedError: one of them.
+    """
+    if distributes:
+        raise NotImplementedError(
+            "[checkpoint] expected distribute_saved_activations=False under torch.compile, got "
+            "True: what a graph keeps is the compiler's to choose; shard the arguments instead"
+        )
+    if tracked:
+        raise NotImplementedError(
+            "[checkpoint] expected get_rng_state_tracker=None under torch.compile, got a tracker: "
+            "its states are Python's; torch's own random numbers are repeated without one"
+        )
 
 
 def _is_positional(args: tuple[Any, ...]) -> bool:

@@ -9,17 +9,18 @@ import torch
 from transformer_engine.pytorch.autocast import autocast_stack
 
 
-def warn(text: str, stacklevel: int = 1) -> None:
+def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) -> None:
     """`warnings.warn`; while code is compiled, once for a text.
 
     Args:
         text: for the user.
         stacklevel: as in `warnings.warn`, seen from the caller.
+        category: likewise.
     """
     if torch.compiler.is_compiling():
-        _warn_while_tracing(text, text)
+        _warn_while_tracing(text, text, category)
     else:
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
 
 
 def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
@@ -36,13 +37,13 @@ def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
         _warn_of(about or text, text, stacklevel + 1)
 
 
-def _warn_of(about: str, text: str, stacklevel: int) -> None:
+def _warn_of(about: str, text: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
     announced = autocast_stack().announced
     if about not in announced:
         announced.add(about)
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
 
 
 @torch.compiler.assume_constant_result
-def _warn_while_tracing(text: str, about: str) -> None:
-    _warn_of(about, text, 2)
+def _warn_while_tracing(text: str, about: str, category: type[Warning] = UserWarning) -> None:
+    _warn_of(about, text, 2, category)

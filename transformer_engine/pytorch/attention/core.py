@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention.call import Call
 from transformer_engine.pytorch.attention.choice import choose
 from transformer_engine.pytorch.attention.recompute import recomputed
 from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.graph_checkpoint import checkpoint_in_graph
 
 
 def attention(
@@ -25,6 +26,9 @@ def attention(
         return backend.attend(query, key, value, call)
     if not (call.checkpoint and backend.keeps_scores and torch.is_grad_enabled()):
         return _attend_randomly(backend.attend, call, query, key, value)
+    if torch.compiler.is_compiling():  # what casts need is of this call alone
+        run = partial(_attend_randomly, backend.attend, call, query, key, value)
+        return checkpoint_in_graph(run)
     first = again = call
     if call.casts is not None:  # by the backward, scales have moved on
         kept = call.casts.repeatable()

@@ -2,7 +2,7 @@
 
 Compiled code keeps no record of a first forward (see `regions`): it takes the scope that is open
 and the scales that it finds. Within a graph, `te.checkpoint` lets the scales of the first forward
-be kept (see `recomputed`). Where those of now are not those of then, that is an error.
+be kept (see `graph_checkpoint`). Where those of now are not those of then, that is an error.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         micro_batch_size: likewise.
         name: for messages, reports and the debugger; the GEMMs are `<name>.fc1`, `<name>.fc2`.
         checkpoint: keep nothing but the input for the backward, which computes the rest again:
-            gradients are the same, bit for bit. It may be set at any time. Under `torch.compile` it
-            breaks the graph.
+            gradients are the same, bit for bit. It may be set at any time.
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
@@ -181,7 +180,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         Raises:
             ValueError: a last size other than `hidden_size`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
-            NotImplementedError: `checkpoint` under `torch.compile(fullgraph=True)`.
         """
         if self.checkpoint and torch.is_grad_enabled() and not exporting():
             return checkpoint(

@@ -63,12 +63,15 @@ class Norm(Stage):
     ) -> None:
         self.kind = KINDS[kind]
         self.epsilon = epsilon
+        # Floats are inputs of graphs under dynamic shapes; this one is a constant of all of them.
+        self._constant_epsilon = repr(epsilon)
         self.zero_centered = zero_centered
         self.tap = tap
 
     def prepare(self, run: Run) -> _Plan:
         """What a call reads; torch.compile wants numbers to be read before autograd is entered."""
-        return _Plan(run.dtype, run.recording, self.epsilon)
+        epsilon = float(self._constant_epsilon) if run.compiling else self.epsilon
+        return _Plan(run.dtype, run.recording, epsilon)
 
     def replayable(self, plan: _Plan) -> bool:
         """Always."""

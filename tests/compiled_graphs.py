@@ -1,0 +1,54 @@
+"""What tests ask of compiled graphs: what they call, and what they keep."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from precisions import scope
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.autograd.graph import saved_tensors_hooks
+
+Wrap = Callable[..., Any]
+
+
+def compiled(backend: str = "aot_eager") -> Wrap:
+    return partial(torch.compile, backend=backend, fullgraph=True)
+
+
+def operators(part: str, found: Counter[str]) -> Wrap:
+    """A compiler that counts what a part of the graph calls."""
+
+    def compile(graph: torch.fx.GraphModule, _: Any) -> Wrap:
+        for node in graph.graph.nodes:
+            found[f"{part} {getattr(node.target, '_opname', '')}"] += node.op == "call_function"
+        return make_boxed_func(graph.forward)
+
+    return compile
+
+
+def kept_and_run(call: Wrap, x: torch.Tensor, recipe: str) -> tuple[int, Counter[str]]:
+    """Bytes that a compiled step keeps, and the operators of its two graphs."""
+    torch._dynamo.reset()
+    found: Counter[str] = Counter()
+    backend = aot_autograd(
+        fw_compiler=operators("forward", found),
+        bw_compiler=operators("backward", found),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    graph = torch.compile(call, backend=backend, fullgraph=True)
+    seen = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = graph(x)
+    y.sum().backward()
+    return sum(seen.values()), found
