@@ -171,6 +171,7 @@ class TreeBuilder : public YAML::EventHandler {
           if (style == '\'' && text.substr(i + 1).starts_with('\'')) {
             ++i;
           } else {
+            reject_blank_end(begin, i);
             return i + 1;
           }
         }
@@ -178,6 +179,16 @@ class TreeBuilder : public YAML::EventHandler {
       throw TextError(source_.mark(begin), "expected a closing quote, got the end of the file");
     }
     return style == '|' || style == '>' ? end_of_block(i) : i;
+  }
+
+  // Blank lines before the closing quote, of which yaml-cpp keeps one, or none if there is no text.
+  void reject_blank_end(size_t begin, size_t quote) const {
+    const std::string_view inner = source_.text().substr(begin + 1, quote - begin - 1);
+    const size_t text = inner.find_last_not_of(" \t\r\n") + 1;  // npos + 1 is 0
+    if (std::ranges::count(inner.substr(text), '\n') > (text == 0 ? 1 : 2)) {
+      throw TextError(source_.mark(begin),
+                      "expected a closing quote below its text, got blank lines between");
+    }
   }
 
   size_t end_of_block(size_t i) const {

@@ -72,6 +72,8 @@ void SourceText::check_characters() const {
       throw TextError(mark(i), "expected text without a byte order mark, got U+FEFF");
     if (!is_printable(character.code))
       throw TextError(mark(i), concat("expected text, got control character ", character.code));
+    if (character.code == '\r' && !text_.substr(i + 1).starts_with('\n'))
+      throw TextError(mark(i), "expected a line feed at a line's end, got a carriage return alone");
     i += character.length;
   }
 }

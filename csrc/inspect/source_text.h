@@ -21,8 +21,8 @@ class SourceText {
  public:
   static constexpr size_t kMaxBytes = size_t{1} << 20;
 
-  // Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8 and control
-  // characters. Keeps the view.
+  // Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8, control characters
+  // and carriage returns alone. Keeps the view.
   explicit SourceText(std::string_view text);
 
   std::string_view text() const { return text_; }
