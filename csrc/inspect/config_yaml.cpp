@@ -178,7 +178,11 @@ class TreeBuilder : public YAML::EventHandler {
       }
       throw TextError(source_.mark(begin), "expected a closing quote, got the end of the file");
     }
-    return style == '|' || style == '>' ? end_of_block(i) : i;
+    if (style != '|' && style != '>') return i;
+    const std::string_view header = text.substr(begin, text.find_first_of(" \r\n#", begin) - begin);
+    if (style == '>' && header.find('+') != header.npos)  // yaml-cpp keeps a line feed more
+      throw TextError(source_.mark(begin), concat("expected > or >-, got ", header));
+    return end_of_block(i);
   }
 
   // Blank lines before the closing quote, of which yaml-cpp keeps one, or none if there is no text.
@@ -202,6 +206,10 @@ class TreeBuilder : public YAML::EventHandler {
       if (!empty) {
         if (!indent) indent = first - line;
         if (first - line < *indent || (*indent == 0 && frames_.size() > 0)) return line;
+      }
+      if (first == text.size() && indent && first - line > *indent) {
+        throw TextError(source_.mark(line),
+                        "expected a line feed at the end of the file, got spaces of a block");
       }
       i = std::min(text.find('\n', line), text.size());
     }
@@ -350,11 +358,13 @@ void explain(const SourceText& source, const YAML::Exception& thrown) {
 
 Node parse_yaml(std::string_view text) {
   const SourceText source(text);
-  std::string padded(text);
-  if (text.size() < 4)
-    padded +=
-        "\n\n\n\n";  // yaml-cpp loses the bytes of shorter streams while it looks for an encoding
-  std::istringstream stream(padded);
+  // A last line of spaces makes yaml-cpp end a folded block with one.
+  const size_t last = text.find_last_of('\n') + 1;  // npos + 1 is 0
+  const bool blank = text.find_first_not_of(' ', last) == text.npos;
+  std::string read(text.substr(0, blank ? last : text.size()));
+  // It loses the bytes of shorter streams while it looks for an encoding.
+  if (read.size() < 4) read += "\n\n\n\n";
+  std::istringstream stream(read);
   TreeBuilder builder(source);
   try {
     YAML::Parser parser(stream);

@@ -103,6 +103,8 @@ REFUSED = {
     '"': "1:1: expected a closing quote",
     "a: '\n\n'": "1:4: expected a closing quote below its text, got blank lines",
     'a: "x\n\n\n"': "1:4: expected a closing quote below its text, got blank lines",
+    "a: >+\n  x\n\n": "1:4: expected > or >-, got >+",
+    "a: |\n  x\n   ": "3:1: expected a line feed at the end of the file",
     "a: 1\rb: 2": "1:5: expected a line feed at a line's end, got a carriage return alone",
     "{,}": "expected a key, got nothing",
     "~: x": "1:1: expected a key, got nothing",
@@ -179,6 +181,13 @@ def test_dates_stay_strings() -> None:
 def test_tabs_are_text_in_quotes_blocks_and_comments() -> None:
     document = "a: 'x\ty' #\tc\nb: \"x\n  \ty\"\nc: |\n  p\tq\n   \tr\n# \t\nd: >\n  s\tt\ne: 1"
     assert same(ours(document), yaml.safe_load(document))
+
+
+@pytest.mark.parametrize("style", [">", ">-", "|", "|-", "|+"])
+@pytest.mark.parametrize("end", ["", "\n", "\n ", "\n  ", "\n\n", "\n\n  "])
+def test_ends_of_blocks_are_those_of_pyyaml(style: str, end: str) -> None:
+    text = f"a: {style}\n  x{end}"
+    assert ours(text) == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("text", REFUSED)
