@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.export import exporting
-from transformer_engine.pytorch.functions import apply_of, once_differentiable
+from transformer_engine.pytorch.functions import (
+    apply_of,
+    once_differentiable,
+    transforms_active,
+)
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.modules.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.modules.parameters import default_device
@@ -142,8 +146,8 @@ def apply_rotary_pos_emb(
         raise NotImplementedError(
             f"[apply_rotary_pos_emb] cp_size={cp_size}: context parallelism is not implemented yet"
         )
-    freqs = _checked_freqs(t, freqs, tensor_format)
-    turned_size = freqs.shape[-1]
+    _check_dimensions(t, freqs, tensor_format)
+    positions, turned_size = freqs.shape[0], freqs.shape[-1]
     if turned_size > t.shape[-1] or turned_size % 2:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected freqs of at most {t.shape[-1]} elements, an even"
@@ -153,8 +157,14 @@ def apply_rotary_pos_emb(
     if fused and not exporting():
         packed = cu_seqlens if tensor_format == "thd" else None
         batch_first = tensor_format == "bshd"
-        table = freqs.reshape(freqs.shape[0], turned_size).to(torch.float32).contiguous()
-        return _apply(t, table, start_positions, packed, batch_first, interleaved)
+        plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
+        table = freqs if plain else freqs.to(torch.float32).contiguous()
+        arguments = (table.view(positions, turned_size), start_positions, packed)
+        recorded = t.requires_grad and torch.is_grad_enabled()
+        if recorded or transforms_active():
+            return _apply(t, *arguments, batch_first, interleaved)
+        return rope(_with_whole_heads(t), *arguments, batch_first, interleaved, False)
+    freqs = freqs.view(positions, 1, 1, turned_size)
     angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
     if fused:
         return _turned(t.float(), angle, interleaved).to(t.dtype)
@@ -211,8 +221,7 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def _checked_freqs(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> torch.Tensor:
-    """Angles as `[positions, 1, 1, elements]`, for a tensor of the format's dimensions."""
+def _check_dimensions(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
     for name, given in (("t", t), ("freqs", freqs)):
         if not isinstance(given, torch.Tensor):
             raise TypeError(
@@ -230,7 +239,6 @@ def _checked_freqs(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> 
             "[apply_rotary_pos_emb] expected freqs of shape (positions, 1, 1, elements), got"
             f" {tuple(freqs.shape)}"
         )
-    return freqs.view(freqs.shape[0], 1, 1, freqs.shape[-1])
 
 
 def _check_format(
