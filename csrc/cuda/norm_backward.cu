@@ -59,9 +59,7 @@ int64_t launch(const Problem& p, const Launch& how) {
   static std::array<std::atomic<int>, kMaxCluster + 1> known{};
   const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
   once(how.device, [&] { allow_shared_memory(kernel, kBackwardSharedBytes, kOp); });
-  std::array attributes{dependent_attribute(), cudaLaunchAttribute{}};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+  auto attributes = dependent_cluster_attributes(p.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(how.max_clusters * p.cluster));
   config.blockDim = how.block;

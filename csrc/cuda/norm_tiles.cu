@@ -64,9 +64,7 @@ void launch(const Problem& p, int64_t tiles, Device device, cudaStream_t stream)
   const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
   once(device, [&] { allow_shared_memory(kernel, kMostBytes, kOp); });
-  std::array attributes{dependent_attribute(), cudaLaunchAttribute{}};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+  auto attributes = dependent_cluster_attributes(p.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(tiles * p.cluster));
   config.blockDim = dim3(kThreads);

@@ -1,9 +1,10 @@
 // Programmatic dependent launch: a kernel that follows another one in its stream is brought up
 // while that one drains, instead of after it.
 //
-// Every kernel is started by launch_dependent (those in clusters: with dependent_attribute), and
-// all of its threads call follow_previous_kernel before they read or write anything. As none ends
-// before the one before it has, whoever comes later, of ours or not, finds all memory written.
+// Every kernel is started by launch_dependent (those in clusters: with
+// dependent_cluster_attributes), and all of its threads call follow_previous_kernel before they
+// read or write anything. As none ends before the one before it has, whoever comes later, of ours
+// or not, finds all memory written.
 #pragma once
 
 #include "cuda/launch.h"
@@ -22,6 +23,14 @@ inline cudaLaunchAttribute dependent_attribute() {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return attribute;
+}
+
+// Of a kernel whose blocks come in clusters of so many.
+inline std::array<cudaLaunchAttribute, 2> dependent_cluster_attributes(int cluster) {
+  cudaLaunchAttribute clusters{};
+  clusters.id = cudaLaunchAttributeClusterDimension;
+  clusters.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  return {dependent_attribute(), clusters};
 }
 
 // Arguments in the order of a plain launch, then those of the kernel.
