@@ -163,7 +163,7 @@ def apply_rotary_pos_emb(
         recorded = t.requires_grad and torch.is_grad_enabled()
         if recorded or transforms_active():
             return _apply(t, *arguments, batch_first, interleaved)
-        return rope(_with_whole_heads(t), *arguments, batch_first, interleaved, False)
+        return _by_kernel(t, *arguments, batch_first, interleaved, False)
     freqs = freqs.view(positions, 1, 1, turned_size)
     angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
     if fused:
@@ -193,25 +193,23 @@ class _Turn(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(table, starts, cu_seqlens)
         ctx.how = (batch_first, interleaved)
-        return rope(
-            _with_whole_heads(t), table, starts, cu_seqlens, batch_first, interleaved, False
-        )
+        return _by_kernel(t, table, starts, cu_seqlens, batch_first, interleaved, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         table, starts, cu_seqlens = ctx.saved_tensors
         batch_first, interleaved = ctx.how
-        grad = _with_whole_heads(grad)
-        return rope(grad, table, starts, cu_seqlens, batch_first, interleaved, True), *[None] * 5
+        turned = _by_kernel(grad, table, starts, cu_seqlens, batch_first, interleaved, True)
+        return turned, *[None] * 5
 
 
 _apply = apply_of(_Turn)
 
 
-def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a head must lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _by_kernel(x: torch.Tensor, *how: Any) -> torch.Tensor:
+    """`kernels.rope.rope`, which wants the elements of a head side by side."""
+    return rope(x if x.stride(-1) == 1 else x.contiguous(), *how)
 
 
 def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
