@@ -17,7 +17,6 @@ MODES = {
     "torch": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=True),
     "torch not reentrant": lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False),
 }
-NONE = lambda f, *a: f(*a)  # noqa: E731
 Wrap = Callable[..., Any]
 
 
@@ -33,7 +32,7 @@ def build(device: str, dropout: float = 0.0) -> nn.ModuleDict:
     return nn.ModuleDict(modules)
 
 
-def plain(function: Wrap, *args: Any, **kwargs: Any) -> Any:
+def uncheckpointed(function: Wrap, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 

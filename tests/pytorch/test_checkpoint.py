@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, NONE, Wrap
+from checkpoint_helpers import MODES, Wrap, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch import nn
@@ -72,7 +72,7 @@ def train(recipe: str, wrap: Wrap, device: str = "cpu", dropout: float = 0.0, st
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_to_a_run_without(recipe: str, mode: str, device: str) -> None:
-    assert_equal(train(recipe, MODES[mode], device), train(recipe, NONE, device))
+    assert_equal(train(recipe, MODES[mode], device), train(recipe, uncheckpointed, device))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,7 +81,7 @@ def test_weights_kept_in_fp8(mode: str, recipe: str, device: str) -> None:
     with te.quantized_model_init(recipe=RECIPES[recipe]):
         layer = te.LayerNormMLP(32, 64, device=device, params_dtype=torch.float32)
     found = []
-    for wrap in (NONE, MODES[mode]):
+    for wrap in (uncheckpointed, MODES[mode]):
         autocast_stack().reset()
         layer.scaling.clear()
         layer.name = "layer"  # forgets its runs
@@ -107,12 +107,12 @@ def test_grouped_linear(mode: str) -> None:
             y.square().sum().backward()
         return [y.detach(), x.grad, *everything(layer)]
 
-    assert_equal(run(MODES[mode]), run(NONE))
+    assert_equal(run(MODES[mode]), run(uncheckpointed))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_random_numbers_are_drawn_again(mode: str, device: str) -> None:
-    expected = train("delayed", NONE, device, dropout=0.5)
+    expected = train("delayed", uncheckpointed, device, dropout=0.5)
     assert_equal(train("delayed", MODES[mode], device, dropout=0.5), expected)
 
 
@@ -155,7 +155,7 @@ def test_micro_batches(mode: str, fuse: bool) -> None:
                     p.mul_(0.9)
         return found
 
-    assert_equal(run(MODES[mode]), run(NONE))
+    assert_equal(run(MODES[mode]), run(uncheckpointed))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -186,7 +186,7 @@ def test_scope_within_the_region(mode: str) -> None:
         return Counter({k[1:]: n for k, n in counts if k[1] != "fprop"})
 
     te.gemm_report(reset=True)
-    expected = run(NONE)
+    expected = run(uncheckpointed)
     kinds = backward_gemms()
     assert_equal(run(MODES[mode]), expected)
     assert backward_gemms() == kinds
@@ -206,7 +206,7 @@ def test_calibration(mode: str) -> None:
             found += everything(model)
         return found
 
-    assert_equal(run(MODES[mode]), run(NONE))
+    assert_equal(run(MODES[mode]), run(uncheckpointed))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -238,4 +238,4 @@ def test_a_frozen_layer_comes_first(mode: str) -> None:
             out.sum().backward()
         return [trained.scaling["backward"].scale, y.grad]
 
-    assert_equal(run(MODES[mode]), run(NONE))
+    assert_equal(run(MODES[mode]), run(uncheckpointed))

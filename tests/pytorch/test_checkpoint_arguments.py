@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, NONE, Wrap
+from checkpoint_helpers import MODES, Wrap, uncheckpointed
 from precisions import scope
 from rulers import assert_equal
 from torch import nn
@@ -35,7 +35,7 @@ def test_keyword_arguments(reentrant: bool) -> None:
 def test_twice_over_one_graph() -> None:
     layer = te.Linear(32, 32, device="cpu", params_dtype=torch.float32)
     found = []
-    for wrap in (NONE, MODES["te not reentrant"], MODES["torch not reentrant"]):
+    for wrap in (uncheckpointed, MODES["te not reentrant"], MODES["torch not reentrant"]):
         autocast_stack().reset()
         layer.scaling.clear()
         layer.to(torch.float32)  # forgets its runs
@@ -103,7 +103,7 @@ def test_transformer_layer(device: str, monkeypatch) -> None:
         64, 128, 4, hidden_dropout=0.1, attention_dropout=0.1, device=device
     )
     found = []
-    for wrap in (NONE, *MODES.values()):
+    for wrap in (uncheckpointed, *MODES.values()):
         torch.manual_seed(3)
         x = torch.randn(16, 2, 64, device=device, requires_grad=True)
         layer.zero_grad()
@@ -118,7 +118,7 @@ def test_transformer_layer(device: str, monkeypatch) -> None:
 def test_torch_autocast() -> None:
     layer = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.float32)
     found = []
-    for wrap in (NONE, *MODES.values()):
+    for wrap in (uncheckpointed, *MODES.values()):
         x = torch.linspace(-1, 1, 512).view(16, 32).requires_grad_()
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16), scope("current"):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_helpers import HIDDEN, build, plain, states
+from checkpoint_helpers import HIDDEN, build, states, uncheckpointed
 from compiled_graphs import compiled, kept_and_run
 from precisions import RECIPES, scope
 from rulers import assert_equal
@@ -33,18 +33,20 @@ def core_attention(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
 
 def one_after_another(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
     """One of them several times, in its region and in another."""
-    wrap = wrap or plain
+    wrap = wrap or uncheckpointed
     y = wrap(lambda x, *, scale: m["linear"](m["mlp"](x)) * scale["by"][0], x, scale={"by": [2.0]})
     return wrap(lambda x: m["mlp"](m["mlp"](x)), m["linear"](y))
 
 
 def nested(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
-    wrap = wrap or plain
+    wrap = wrap or uncheckpointed
     return wrap(lambda x: m["linear"](wrap(m["mlp"], m["linear"](x))), x)
 
 
 def a_layer(m: Any, x: torch.Tensor, wrap: Call | None) -> torch.Tensor:
-    y: torch.Tensor = (wrap or plain)(m["layer"], x, checkpoint_core_attention=wrap is not None)
+    y: torch.Tensor = (wrap or uncheckpointed)(
+        m["layer"], x, checkpoint_core_attention=wrap is not None
+    )
     return y
 
 
@@ -202,7 +204,7 @@ def test_gradients_belong_to_the_mask(drop: Call, backend: str, device: str) -> 
 def test_dropout_of_a_layer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     found = []
-    for wrap in (plain, te.checkpoint):
+    for wrap in (uncheckpointed, te.checkpoint):
         torch._dynamo.reset()
         layer = build(device, dropout=0.2)["layer"]
         call = compiled()(lambda x, layer=layer, wrap=wrap: wrap(layer, x))
@@ -222,13 +224,13 @@ def test_dropout_of_a_layer(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_micro_batches(device: str) -> None:
     """Weights that are cached in a region are cached for the next."""
     found = []
-    for wrap in (plain, te.checkpoint):
+    for wrap in (uncheckpointed, te.checkpoint):
         autocast_stack().reset()
         torch._dynamo.reset()
         modules = build(device)
         layer = modules["mlp"]
         call = lambda x, first, layer=layer: layer(x, is_first_microbatch=first)  # noqa: E731
-        if wrap is not plain:
+        if wrap is not uncheckpointed:
             call = compiled()(
                 lambda x, first, layer=layer: te.checkpoint(layer, x, is_first_microbatch=first)
             )
@@ -276,12 +278,12 @@ def test_inference_runs_once(grad: Call, device: str) -> None:
 def test_calibration_counts_once() -> None:
     """High precision that notes amaxes, before the scales of FP8 are needed."""
     found = []
-    for wrap in (plain, te.checkpoint):
+    for wrap in (uncheckpointed, te.checkpoint):
         autocast_stack().reset()
         torch._dynamo.reset()
         modules = build("cpu")
         call = lambda x, m=modules, wrap=wrap: wrap(m["mlp"], x)  # noqa: E731
-        call = call if wrap is plain else compiled()(call)
+        call = call if wrap is uncheckpointed else compiled()(call)
         for size in (3.0, 2.0):
             x = torch.full((16, HIDDEN), size).cumsum(1).requires_grad_()
             with te.fp8_autocast(False, calibrating=True, fp8_recipe=RECIPES["delayed"]):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checkpoint_helpers import MODES, NONE
+from checkpoint_helpers import MODES, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +31,7 @@ def pair(device="cpu", **settings):
     return plain, again
 
 
-def train(layer, recipe, device="cpu", wrap=NONE, firsts=(None, None, None)):
+def train(layer, recipe, device="cpu", wrap=uncheckpointed, firsts=(None, None, None)):
     """Results, gradients and FP8 state of some steps."""
     autocast_stack().reset()
     generator = torch.Generator().manual_seed(0)
