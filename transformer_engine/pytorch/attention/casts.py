@@ -112,12 +112,15 @@ class Casts(NamedTuple):
         return self._replace(qkv=qkv, softmax=softmax, out=out)
 
 
-def casts_of(module: ScaledModule, tensors: Sequence[torch.Tensor]) -> Casts | None:
+def casts_of(
+    module: ScaledModule, tensors: Sequence[torch.Tensor], checkpointed: bool
+) -> Casts | None:
     """The casts of a call of attention in the scope that is open; None where it asks for none.
 
     Args:
         module: DotProductAttention, with `GEMMS` GEMMs.
         tensors: query, key and value.
+        checkpointed: the call may be computed again for its own sake.
 
     Raises:
         NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
@@ -133,7 +136,7 @@ def casts_of(module: ScaledModule, tensors: Sequence[torch.Tensor]) -> Casts | N
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
     ):
         return _in_region(module, recording, device)
-    casts = _casts(module, recording, device)
+    casts = _casts(module, recording, device, runs_again=checkpointed or stack.runs_again)
     ends = stack.first_pending and recording and module.updates(stack.scope)
     if ends:
         stack.first_pending = False
@@ -196,6 +199,7 @@ def _casts(
     counts: bool,
     device: torch.device,
     scales: torch.Tensor | None = None,
+    runs_again: bool = False,
 ) -> Casts:
     """Slots of a call in the scope that is open.
 
@@ -204,6 +208,7 @@ def _casts(
         counts: amaxes are taken down.
         device: of the tensors.
         scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
+        runs_again: see `columns_of`.
     """
     stack = autocast_stack()
     scope, recipe = stack.scope, stack.scope.recipe
@@ -217,7 +222,7 @@ def _casts(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
     elif scope.enabled:
-        columns = columns_of(forward, indices, counts, runs_again=True)
+        columns = columns_of(forward, indices, counts, runs_again)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]

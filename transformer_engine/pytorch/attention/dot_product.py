@@ -257,7 +257,7 @@ class DotProductAttention(ScaledModule):
         of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
         if fp8_output or exporting():
             refuse_rare(self, fp8_output, qkv_format, inference_params)
-        casts = casts_of(self, (query, key, value))
+        casts = casts_of(self, (query, key, value), checkpoint_core_attention)
         window = self.window_size if window_size is None else as_window(window_size)
         step = None
         if inference_params is not None:
