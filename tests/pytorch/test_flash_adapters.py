@@ -1,5 +1,7 @@
 """How calls reach flash-attn 2, 3 and 4: with stand-ins that have the documented signatures."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pytorch.cases import fake_flash_attn
@@ -19,6 +21,7 @@ VERSIONS = {
     "flash3": (flash3, "3.0.0b1"),
     "flash4": (flash4, "4.0.0b36"),
 }
+SIZE = 64  # of heads, which all versions take
 PLAIN = {
     **FACTORS,
     "mask_type": [name for name in MASK_TYPES if name != "arbitrary"],
@@ -26,10 +29,18 @@ PLAIN = {
     "bias": ["no_bias"],
     "bias_shape": [(3, HEADS)],
     "dropout": [0.0],
-    "sizes": [(16, 16)],
+    "sizes": [(SIZE, SIZE)],
 }
 ONLY_VERSION_2 = {**PLAIN, "bias": ["alibi", "slopes"], "dropout": [0.0, 0.25]}
 CASES = [*HAND_PICKED, *pairwise(PLAIN), *pairwise(ONLY_VERSION_2)]
+
+
+def small_module(**changes):
+    return make_module(kv_channels=SIZE, **changes)
+
+
+def small_qkv(device="cpu"):
+    return make_qkv(device, torch.bfloat16, shape=(5, 2, 4, SIZE))
 
 
 @pytest.fixture(params=VERSIONS)
@@ -53,6 +64,8 @@ def version(request, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_definition(version, case):
+    if version == "flash4":
+        case = replace(case, size=SIZE, value_size=SIZE)
     check(case, "cpu")
 
 
@@ -68,22 +81,27 @@ def test_dropout_and_determinism_reach_the_kernel(version, monkeypatch):
     monkeypatch.setattr(module.KERNELS.module, "flash_attn_func", record)
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     p = 0.5 if version == "flash2" else 0.0
-    make_module(attention_dropout=p)(*make_qkv(dtype=torch.bfloat16))
+    small_module(attention_dropout=p)(*small_qkv())
     assert said["deterministic"] is True
     assert said.get("dropout_p", 0.0) == p
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
-    make_module()(*make_qkv(dtype=torch.bfloat16))
+    small_module()(*small_qkv())
     assert said["deterministic"] is False
 
 
+@pytest.mark.filterwarnings("ignore:Argument .* cannot be converted to a JitArgument")
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_sinks_reach_version_4(monkeypatch, kind):
-    monkeypatch.setattr(flash4.KERNELS, "_module", fake_flash_attn.module("flash4"))
-    inputs = make_qkv(dtype=torch.bfloat16)
+def test_sinks_reach_version_4(monkeypatch, device, kind):
+    """On a GPU the package itself; `policy.py` waits for that before it prefers it here."""
+    if device == "cpu":
+        monkeypatch.setattr(flash4.KERNELS, "_module", fake_flash_attn.module("flash4"))
+    elif reason := attention_backends(device=device)["flash4"]:
+        pytest.skip(f"flash4 {reason}")
+    inputs = small_qkv(device)
     results = []
     for backend in (flash4.BACKEND, unfused.BACKEND):
         monkeypatch.setattr(core, "choose", lambda *call, backend=backend: backend)
-        module = make_module(softmax_type=kind)
+        module = small_module(softmax_type=kind).to(device)
         wanted = list(inputs)
         if kind == "learnable":
             torch.nn.init.constant_(module.softmax_offset, 0.7)
@@ -91,7 +109,7 @@ def test_sinks_reach_version_4(monkeypatch, kind):
         out = module(*inputs)
         results.append((out, *torch.autograd.grad(out.sum(), wanted)))
     for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
@@ -100,7 +118,7 @@ def test_padding_may_be_anywhere_in_a_mask(version, monkeypatch, mask_type, real
     """As where prompts are padded in front; the unfused path goes by the mask itself."""
     hidden = {"last": [1, 1, 0, 0, 0], "scattered": [0, 1, 0, 1, 0]}[real]
     hidden = torch.tensor([hidden, [0, 0, 0, 0, 1]], dtype=torch.bool).view(2, 1, 1, 5)
-    module, inputs = make_module(attn_mask_type=mask_type), make_qkv(dtype=torch.bfloat16)
+    module, inputs = small_module(attn_mask_type=mask_type), small_qkv()
     out = module(*inputs, hidden)
     gradients = torch.autograd.grad(out.sum(), inputs)
     monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)

@@ -1,43 +1,71 @@
 """Stand-ins for flash-attn 2, 3 and 4 with their documented signatures, in plain torch.
 
+Of version 4 also what is not public, but writes gradients where it is told to.
+
 Rows of no sequence are NaN in results and gradients, as they may be in those of the kernels.
 """
 
+import inspect
 from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 
 
-def _attend(q, k, v, **said):
-    """One sequence: `[tokens, heads, size]`; the diagonal ends bottom-right, -1 is no limit."""
+def _scores(q, k, **said):
+    """fp32 `[heads, queries, keys]` of one sequence, and which of them do not count."""
     assert q.dtype in (torch.float16, torch.bfloat16)
-    scale, causal, window = said["scale"], said["causal"], said["window"]
-    slopes, sink, dropout = said.get("slopes"), said.get("sink"), said.get("dropout", 0.0)
-    queries, keys, dtype = q.shape[0], k.shape[0], q.dtype
-    per_group = q.shape[1] // k.shape[1]
-    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(per_group, dim=0) for x in (k, v))
+    causal, slopes = said["causal"], said.get("slopes")
+    queries, keys = q.shape[0], k.shape[0]
+    k = _for_each_query_head(k, q)
     centre = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)
-    left, right = (-1 if side is None else side for side in window)
+    left, right = (-1 if side is None else side for side in said["window"])
     right = 0 if causal else right
     hidden = torch.zeros(queries, keys, dtype=torch.bool)
     if left >= 0:
         hidden = hidden | (key < centre - left)
     if right >= 0:
         hidden = hidden | (key > centre + right)
-    scores = q @ k.mT * scale
+    scores = _heads_first(q) @ k.mT * said["scale"]
     if slopes is not None:
         scores = scores - slopes.view(-1, 1, 1) * (centre - key).abs()
-    scores = scores.masked_fill(hidden, -1e30)
+    return scores.masked_fill(hidden, -1e30), hidden
+
+
+def _heads_first(x):
+    return x.float().transpose(0, 1)
+
+
+def _for_each_query_head(x, q):
+    return _heads_first(x).repeat_interleave(q.shape[1] // x.shape[1], dim=0)
+
+
+def _attend(q, k, v, **said):
+    """One sequence: `[tokens, heads, size]`; the diagonal ends bottom-right, -1 is no limit."""
+    scores, hidden = _scores(q, k, **said)
+    sink, dropout = said.get("sink"), said.get("dropout", 0.0)
     if sink is not None:
-        column = sink.float().view(-1, 1, 1).expand(-1, queries, 1)
+        column = sink.float().view(-1, 1, 1).expand(-1, q.shape[0], 1)
         scores = torch.cat((scores, column), -1)
-    weights = scores.softmax(-1)[..., :keys].masked_fill(hidden, 0.0)
+    weights = scores.softmax(-1)[..., : k.shape[0]].masked_fill(hidden, 0.0)
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)
-    return (weights @ v).transpose(0, 1).to(dtype)
+    return (weights @ _for_each_query_head(v, q)).transpose(0, 1).to(q.dtype)
+
+
+def _gradients(q, k, v, out, dout, lse, **said):
+    """Of one sequence, from what the forward left."""
+    scores, hidden = _scores(q, k, **said)
+    weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0.0)
+    upstream = _heads_first(dout)
+    of_weights = upstream @ _for_each_query_head(v, q).mT
+    of_scores = weights * (of_weights - (upstream * _heads_first(out)).sum(-1, keepdim=True))
+    dq = of_scores @ _for_each_query_head(k, q) * said["scale"]
+    dk = of_scores.mT @ _heads_first(q) * said["scale"]
+    dv = weights.mT @ upstream
+    dk, dv = (x.unflatten(0, (k.shape[1], -1)).sum(1) for x in (dk, dv))
+    return [x.transpose(0, 1) for x in (dq, dk, dv)]
 
 
 class _Tail(torch.autograd.Function):
@@ -70,10 +98,6 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, options):
     return torch.cat((*parts, tail))
 
 
-def _dense(q, k, v, options):
-    return torch.stack([_attend(*rows, **options) for rows in zip(q, k, v, strict=True)])
-
-
 # Documented keywords of flash_attn_func beside q, k and v; and those of flash_attn_varlen_func.
 KEYWORDS = {
     "flash2": "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
@@ -91,6 +115,35 @@ VARLEN_KEYWORDS = {
 }
 
 
+# Of `_flash_attn_bwd`, beside q, k, v, out, dout and lse.
+BACKWARD_KEYWORDS = (
+    "softmax_scale causal softcap window_size_left window_size_right deterministic dq dk dv"
+)
+
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, **keywords):
+    assert set(keywords) <= set(BACKWARD_KEYWORDS.split())
+    window = keywords["window_size_left"], keywords["window_size_right"]
+    assert -1 not in window, "None is no limit"
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype is torch.float32
+    said = {
+        "scale": keywords["softmax_scale"],
+        "causal": keywords["causal"],
+        "window": window,
+    }
+    for i, rows in enumerate(zip(q, k, v, out, dout, lse, strict=True)):
+        for name, gradient in zip(("dq", "dk", "dv"), _gradients(*rows, **said), strict=True):
+            keywords[name][i] = gradient
+
+
+_flash_attn_bwd.__signature__ = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ["q", "k", "v", "out", "dout", "lse", *BACKWARD_KEYWORDS.split()]
+    ]
+)
+
+
 SIDES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -98,14 +151,17 @@ def module(version):
     """The functions of a version; 3 and 4 return statistics beside the result."""
     known = set(KEYWORDS[version].split())
     of_varlen = known | set(VARLEN_KEYWORDS[version].split())
-    alone = version == "flash2"
+    alone, newest = version == "flash2", version == "flash4"
 
-    def flash_attn_func(q, k, v, **keywords):
+    def flash_attn_func(q, k, v, *, return_lse=False, **keywords):
         assert set(keywords) <= known
-        out = torch.stack(
-            [_attend(*rows, **_options(keywords)) for rows in zip(q, k, v, strict=True)]
-        )
-        return out if alone else (out, None)
+        said = _options(keywords)
+        out = torch.stack([_attend(*rows, **said) for rows in zip(q, k, v, strict=True)])
+        if not return_lse:
+            return out if alone else (out, None)
+        assert newest
+        pairs = zip(q, k, strict=True)
+        return out, torch.stack([_scores(*pair, **said)[0].logsumexp(-1) for pair in pairs])
 
     def flash_attn_varlen_func(q, k, v, **keywords):
         assert set(keywords) <= of_varlen
@@ -115,7 +171,7 @@ def module(version):
 
     def _options(keywords):
         window = keywords["window_size"]
-        assert version != "flash4" or -1 not in window, "None is no limit"
+        assert not newest or -1 not in window, "None is no limit"
         renamed = {
             "window_size": "window",
             "softmax_scale": "scale",
@@ -127,5 +183,7 @@ def module(version):
         return {renamed[name]: said for name, said in keywords.items() if name in renamed}
 
     return SimpleNamespace(
-        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        interface=SimpleNamespace(**({"_flash_attn_bwd": _flash_attn_bwd} if newest else {})),
     )

@@ -96,12 +96,26 @@ class Kernels:
         """See `backends/__init__.py`."""
         if call.shape.rule.type.padding:
             return self._attend_packed(query, key, value, call)
-        first = call.shape.qkv_format == "sbhd"
-        if first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         keywords = self.keywords(options(call), call, query.device)
-        out = only_result(self.module.flash_attn_func(query, key, value, **keywords))
-        return (out.transpose(0, 1) if first else out).flatten(2)
+        batch_second = call.shape.qkv_format == "sbhd"
+        out = self.attend_whole((query, key, value), keywords, batch_second)
+        return (out.transpose(0, 1) if batch_second else out).flatten(2)
+
+    def attend_whole(
+        self, inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any], batch_second: bool
+    ) -> torch.Tensor:
+        """Attend to whole sequences, sbhd or bshd.
+
+        Args:
+            inputs: queries, keys and values in the format of the call.
+            keywords: what `keywords` returns.
+            batch_second: the format is sbhd.
+
+        Returns:
+            `[batch, sequence, heads, size]`.
+        """
+        tensors = batch_first(batch_second, *inputs)
+        return only_result(self.module.flash_attn_func(*tensors, **keywords))
 
     def _packed(
         self,
@@ -135,6 +149,11 @@ class Kernels:
     def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
         """Arguments of the version's functions; a version that has more adds them."""
         return said._asdict()
+
+
+def batch_first(batch_second: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views `[batch, sequence, ...]` of tensors that may have their batch second."""
+    return tuple([x.transpose(0, 1) for x in tensors]) if batch_second else tensors
 
 
 def only_result(out: Any) -> torch.Tensor:
