@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -193,43 +193,83 @@ def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, .
     return tensors
 
 
+class Forward(NamedTuple):
+    """A forward that has run, without autograd.
+
+    Attributes:
+        result: what the chain returns.
+        tensors: that its backward reads.
+        replay: by which it ran; None by stages.
+        facts: of the stages: how many of the tensors are whose, and what else each one keeps.
+    """
+
+    result: Any
+    tensors: Sequence[torch.Tensor | None]
+    replay: Replay | None
+    facts: Sequence[tuple[int, Any]]
+
+
+def run_forward(run: Run, inputs: tuple[torch.Tensor | None, ...]) -> Forward:
+    """Run the forward of a run's chain on its input and parameters, for a backward."""
+    chain = run.chain
+    replayed = chain.replayed(inputs, run)
+    run.replayed = replayed is not None
+    if replayed is not None:
+        replay, memory = replayed
+        return Forward(replay.result(memory), replay.kept(memory), replay, ())
+    result, record = chain.forward_by_stages(inputs[0], inputs[1:], run)
+    tensors = [tensor for saved in record for tensor in saved.tensors]
+    return Forward(result, tensors, None, [(len(saved.tensors), saved.facts) for saved in record])
+
+
+def run_backward(
+    run: Run,
+    replay: Replay | None,
+    facts: Sequence[tuple[int, Any]],
+    tensors: Sequence[torch.Tensor | None],
+    grad: torch.Tensor | None,
+    tap_grad: torch.Tensor | None,
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of the input and of every parameter.
+
+    Args:
+        run: of the forward.
+        replay: see `Forward`.
+        facts: see `Forward`.
+        tensors: see `Forward`.
+        grad: of the result, contiguous.
+        tap_grad: of the tap, contiguous.
+    """
+    if replay is not None:
+        return replay.backward(run, (grad, tap_grad), tensors)
+    start, record = 0, []
+    for count, fact in facts:
+        record.append(Saved(tuple(tensors[start : start + count]), fact, tap_grad))
+        start += count
+        tap_grad = None  # the first stage's alone
+    grads: list[torch.Tensor | None] = run.chain.backward_by_stages(grad, record, run)
+    return grads
+
+
 class _ChainFunction(torch.autograd.Function):
     """Forward and backward of a chain. The tensors that stages save go through autograd."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: Any) -> Any:
-        chain = run.chain
         ctx.run = run
         ctx.set_materialize_grads(False)
-        replayed = chain.replayed(inputs, run)
-        run.replayed = replayed is not None
-        if replayed is not None:
-            replay, memory = replayed
-            ctx.replay = replay
-            ctx.save_for_backward(*replay.kept(memory))
-            return replay.result(memory)
-        ctx.replay = None
-        result, record = chain.forward_by_stages(inputs[0], inputs[1:], run)
-        ctx.save_for_backward(*(tensor for saved in record for tensor in saved.tensors))
-        ctx.facts = [(len(saved.tensors), saved.facts) for saved in record]
+        result, tensors, ctx.replay, ctx.facts = run_forward(run, inputs)
+        ctx.save_for_backward(*tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, tap_grad: torch.Tensor | None = None) -> Any:
-        tensors, run = ctx.saved_tensors, ctx.run
         if grad is not None and not grad.is_contiguous():
             grad = grad.contiguous()
         if tap_grad is not None and not tap_grad.is_contiguous():
             tap_grad = tap_grad.contiguous()
-        if ctx.replay is not None:
-            grads = ctx.replay.backward(run, (grad, tap_grad), tensors)
-        else:
-            start, record = 0, []
-            for count, facts in ctx.facts:
-                record.append(Saved(tensors[start : start + count], facts, tap_grad))
-                start += count
-                tap_grad = None  # the first stage's alone
-            grads = run.chain.backward_by_stages(grad, record, run)
+        run = ctx.run
+        grads = run_backward(run, ctx.replay, ctx.facts, ctx.saved_tensors, grad, tap_grad)
         if run.ends_backward:
             autocast_stack().end_backward()
         return (None, *grads)

@@ -37,24 +37,31 @@ class HeadLayout(NamedTuple):
 
 
 class _Split(torch.autograd.Function):
-    """Not for queries of several groups, which `_views` copies."""
+    """Not for queries of several groups, which `views` copies."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
         ctx.shape, ctx.layout = x.shape, layout
-        return _views(x, layout)
+        return views(x, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = whole_of(gradients, by_head=ctx.layout.interleaved)
-        if whole is not None:
-            return whole, None
-        join = torch.stack if ctx.layout.interleaved else torch.cat
-        return join(gradients, -2).view(ctx.shape), None
+        return join_gradients(gradients, ctx.shape, ctx.layout), None
 
 
 _apply = apply_of(_Split)
+
+
+def join_gradients(
+    gradients: tuple[Any, ...], shape: torch.Size, layout: HeadLayout
+) -> torch.Tensor:
+    """The gradient, of this shape, of the tensor whose parts have these gradients."""
+    whole = whole_of(gradients, by_head=layout.interleaved)
+    if whole is not None:
+        return whole
+    join = torch.stack if layout.interleaved else torch.cat
+    return join(gradients, -2).view(shape)
 
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
@@ -62,12 +69,13 @@ def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     split = layout.heads == layout.groups or not layout.interleaved
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
     if not (split and recorded) or torch.compiler.is_compiling():
-        return _views(x, layout)
+        return views(x, layout)
     parts: tuple[torch.Tensor, ...] = _apply(x, layout)
     return parts
 
 
-def _views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """The same without what autograd gains from `split_qkv`."""
     heads, groups, size, interleaved = layout
     lead = x.shape[:-1]
     if heads == groups:  # one view and one op, whose backward is one op, too

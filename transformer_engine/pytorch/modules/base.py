@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch import extra_state
-from transformer_engine.pytorch.autocast import AutocastStack, Scope, autocast_stack
+from transformer_engine.pytorch.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.chain import Chain
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.kernels.repetition import note_scope
@@ -52,13 +52,19 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-def _may_repeat(stack: AutocastStack) -> bool:
+def may_repeat() -> bool:
     """Whether a call may be the first or the second of a region."""
+    stack = _STACK
     if (stack.scope.number or stack.inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
     ):
         return True
     return stack.noted and graph_task() != -1
+
+
+def needs_of(input_needs: bool, parameters: Parameters) -> tuple[bool, ...]:
+    """See `Run`, where autograd records."""
+    return (input_needs, *[p is not None and p.requires_grad for p in parameters])
 
 
 class TransformerEngineBaseModule(ScaledModule):
@@ -117,6 +123,10 @@ class TransformerEngineBaseModule(ScaledModule):
         if not defer_init:
             self._parameter_set.reset(self)
 
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """The parameters of the chain, and the last bias of the module, applied or not."""
+        raise NotImplementedError
+
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
         """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""
         raise NotImplementedError
@@ -160,23 +170,31 @@ class TransformerEngineBaseModule(ScaledModule):
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
         check_features(self, x, features)
-        stack, chain = _STACK, self.chain
-        if not _is_compiling() and _may_repeat(stack):
+        chain = self.chain
+        if not _is_compiling() and may_repeat():
             run = begin_in_region(self, x, parameters, first_microbatch)
         else:
-            needs: tuple[bool, ...] = ()
-            if _is_grad_enabled():
-                wanted = [p is not None and p.requires_grad for p in parameters]
-                needs = (x.requires_grad, *wanted)
-            run = self.run_of(x, parameters, needs, first_microbatch)
-            if stack.first_pending and run.recording and self.updates(stack.scope):
-                run = self._first_run(run)
+            needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
+            run = self.run_outside(x, parameters, needs, first_microbatch)
         out = chain(x.contiguous(), parameters, run)
         if not (self.return_bias or chain.has_tap):
             return out
         out, *tap = out if chain.has_tap else (out,)
         extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
         return (out, *extra, *tap)
+
+    def run_outside(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        first_microbatch: bool | None,
+    ) -> Run:
+        """The run of a call outside of all regions; arguments as of `run_of`."""
+        run = self.run_of(x, parameters, needs, first_microbatch)
+        if _STACK.first_pending and run.recording and self.updates(_STACK.scope):
+            return self._first_run(run)
+        return run
 
     def run_of(
         self,

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.modules.parameters import (
     split_sizes,
 )
 from transformer_engine.pytorch.stages import Matmul, Norm
+from transformer_engine.pytorch.stages.base import Parameters
 from transformer_engine.pytorch.stages.norm import tap_of
 
 
@@ -137,6 +138,12 @@ class LayerNormLinear(OneWeight):
             ]
         )
 
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
+        weight, bias = self._split.of(self)
+        applied, own = None if self.return_bias else bias, self._parameters
+        return (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied), bias
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the linear transformation.
 
@@ -151,8 +158,5 @@ class LayerNormLinear(OneWeight):
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
-        weight, bias = self._split.of(self)
-        applied = None if self.return_bias else bias
-        own = self._parameters
-        parameters = (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied)
+        parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

@@ -27,6 +27,7 @@ from transformer_engine.pytorch.modules.parameters import (
     params_dtype_of,
 )
 from transformer_engine.pytorch.stages import Activation, Matmul, Norm
+from transformer_engine.pytorch.stages.base import Parameters
 from transformer_engine.pytorch.stages.norm import tap_of
 
 
@@ -191,7 +192,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             )
         return self._forward(inp, is_first_microbatch)
 
-    def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
         own = self._parameters
         bias = own.get("fc2_bias")
         parameters = (
@@ -202,4 +204,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             own["fc2_weight"],
             None if self.return_bias else bias,
         )
+        return parameters, bias
+
+    def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
+        parameters, bias = self.chain_parameters()
         return self._call(inp, self.hidden_size, parameters, bias, is_first_microbatch)

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.modules.parameters import (
     split_sizes,
 )
 from transformer_engine.pytorch.stages import Matmul
+from transformer_engine.pytorch.stages.base import Parameters
 
 PARALLEL_MODES = (None, "column", "row")
 
@@ -151,6 +152,11 @@ class Linear(OneWeight):
         self._matmul.save_original_input = value
         self._runs.clear()
 
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
+        weight, bias = self._split.of(self)
+        return (weight, None if self.return_bias else bias), bias
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the linear transformation.
 
@@ -166,7 +172,5 @@ class Linear(OneWeight):
             ValueError: a last size other than `in_features`; an input on another device.
             TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
         """
-        weight, bias = self._split.of(self)
-        applied = None if self.return_bias else bias
-        parameters = (weight, applied)
+        parameters, bias = self.chain_parameters()
         return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

@@ -35,6 +35,7 @@ from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.names import layer_name
 from transformer_engine.pytorch.modules.parameters import InitMethod
 from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from transformer_engine.pytorch.modules.whole_layer import whole_layer
 
 
 class TransformerLayer(nn.Module):
@@ -334,6 +335,8 @@ class TransformerLayer(nn.Module):
             alibi_slopes=alibi_slopes,
             **sequences,
         )
+        if (whole := whole_layer(self, hidden_states, attention_mask, core)) is not None:
+            return whole
         modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
         block: Any = modules["self_attention"](hidden_states, attention_mask, **core)
         of_tokens = _packed_sequences(self.attn_input_format, sequences)

@@ -45,8 +45,8 @@ from transformer_engine.pytorch.kernels.attention import (
 from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
-_WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)
-_NOTHING = (None, None, None, *_WHOLE)
+WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # no sequences are said
+_NOTHING = (None, None, None, *WHOLE)
 
 
 class _Attention(torch.autograd.Function):
@@ -105,7 +105,7 @@ _apply = apply_of(_Attention)
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """See `backends/__init__.py`."""
     shape, bias, sink, seed = call.shape, call.bias.tensor, call.sink.offset, None
-    sequences, longest, same = _WHOLE, (0, 0), False
+    sequences, longest, same = WHOLE, (0, 0), False
     if shape.band is None:
         same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
         sequences, longest = _sequences(call)
@@ -199,6 +199,11 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
         x if as_it_lies else x.clone(memory_format=torch.contiguous_format)
         for x, as_it_lies in zip(inputs, read, strict=True)
     )
+
+
+def readable(*inputs: torch.Tensor) -> bool:
+    """Whether cuDNN can read tensors as they lie."""
+    return all(_read(tuple([(x.shape, x.stride()) for x in inputs])))
 
 
 @remembered

@@ -1,0 +1,219 @@
+"""A transformer layer as one autograd function: the same kernels, and a third of the host's work.
+
+Between the parts of an ordinary layer (norm and projection, attention, projection, residual, MLP,
+residual) nobody needs to look. Then their chains run one after the other without modules, and
+autograd records one function instead of seven. Results and gradients are the same, bit for bit.
+
+Whatever might look runs part by part: hooks on a part, parts of other classes, activation
+checkpointing and offloading, dropout, masks of tensors, rotation, a cache, FP8 attention. So does
+input so large that the GPU takes longer than the host: there parts give memory back earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.call import AttentionMask
+from transformer_engine.pytorch.attention.casts import wants_fp8
+from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
+from transformer_engine.pytorch.attention.plain import PlainAttention, plain_attention
+from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.chain import run_backward, run_forward
+from transformer_engine.pytorch.export import exporting
+from transformer_engine.pytorch.functions import bare_apply, transforms_active
+from transformer_engine.pytorch.modules.base import (
+    TransformerEngineBaseModule,
+    may_repeat,
+    needs_of,
+)
+from transformer_engine.pytorch.modules.inputs import autocast_dtype
+from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.modules.linear import Linear
+from transformer_engine.pytorch.regions import top_hooks
+from transformer_engine.pytorch.stages.base import Run
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
+
+_KNOWN = {"is_first_microbatch"}
+_MOST_BYTES = 32 * 1024 * 1024  # of the input
+_STACK = autocast_stack()
+
+# Found once: this is on the hot path.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_has_global_hooks = torch.nn.modules.module._has_any_global_hook
+
+_Chains = tuple[
+    TransformerEngineBaseModule, TransformerEngineBaseModule, TransformerEngineBaseModule
+]
+
+
+class _Parts(NamedTuple):
+    """What a layer is made of, where all of it is as this project made it."""
+
+    attention: MultiheadAttention
+    core: DotProductAttention
+    chains: _Chains  # norm and projection, projection, MLP
+
+
+class _Plan(NamedTuple):
+    """What one call does.
+
+    Attributes:
+        attention: between the first two chains.
+        runs: of the three chains.
+        ends: how many parameters belong to the first, and to the first two.
+    """
+
+    attention: PlainAttention
+    runs: Sequence[Run]
+    ends: tuple[int, int]
+
+
+def whole_layer(
+    layer: TransformerLayer,
+    x: torch.Tensor,
+    attention_mask: AttentionMask | None,
+    given: dict[str, Any],
+) -> torch.Tensor | None:
+    """The result of a layer; None where it must run part by part.
+
+    Args:
+        layer: any.
+        x: its input, checked and contiguous.
+        attention_mask: what the caller gave.
+        given: what else the caller gave that attention has to know.
+    """
+    if _is_compiling() or attention_mask is not None or given.keys() - _KNOWN:
+        return None
+    parts = _parts(layer)
+    if parts is None or not _is_quiet(x):
+        return None
+    recording = _is_grad_enabled()
+    first, second, third = [module.chain_parameters()[0] for module in parts.chains]
+    needs: tuple[tuple[bool, ...], ...] = ((), (), ())
+    if recording:
+        needs = (needs_of(x.requires_grad, first), needs_of(True, second), needs_of(True, third))
+        if True not in needs[0]:
+            return None
+    attention = plain_attention(parts.core, parts.attention.layout, x, recording)
+    if attention is None:
+        return None
+    microbatch = given.get("is_first_microbatch")
+    runs = [
+        module.run_outside(x, own, wanted, microbatch)
+        for module, own, wanted in zip(parts.chains, (first, second, third), needs, strict=True)
+    ]
+    plan = _Plan(attention, runs, (len(first), len(first) + len(second)))
+    if recording:
+        result: torch.Tensor = _apply(plan, x, *first, *second, *third)
+        return result
+    return _forward(plan, x, (*first, *second, *third), None)
+
+
+def _parts(layer: TransformerLayer) -> _Parts | None:
+    if layer.training and (layer.hidden_dropout or layer.drop_path_rate):
+        return None
+    if layer.layer_type != "encoder" or layer.parallel_attention_mlp or layer.output_layernorm:
+        return None
+    modules: dict[str, Any] = layer._modules
+    attention, mlp = modules["self_attention"], modules["layernorm_mlp"]
+    if type(attention) is not MultiheadAttention or type(mlp) is not LayerNormMLP:
+        return None
+    own: dict[str, Any] = attention._modules
+    qkv: Any = own.get("layernorm_qkv")
+    core, proj = own["core_attention"], own["proj"]
+    kinds = (type(qkv), type(core), type(proj))
+    if kinds != (LayerNormLinear, DotProductAttention, Linear) or own.get("q_norm") is not None:
+        return None
+    for module in (attention, qkv, core, proj, mlp):
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            return None
+    if mlp.checkpoint or mlp.return_bias or proj.return_bias:
+        return None
+    return _Parts(attention, core, (qkv, proj, mlp))
+
+
+def _is_quiet(x: torch.Tensor) -> bool:
+    """Whether nothing around the call might look into it."""
+    scope = _STACK.scope
+    return not (
+        x.nbytes > _MOST_BYTES
+        or not x.numel()
+        or transforms_active()
+        or may_repeat()
+        or top_hooks(True) is not None
+        or _has_global_hooks()
+        or ((scope.enabled or scope.calibrating) and wants_fp8(scope.recipe))
+        or autocast_dtype(x) is not None
+        or exporting()
+    )
+
+
+def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any) -> torch.Tensor:
+    """The layer; `ctx` keeps what its backward needs, None where there will be none."""
+    attention, runs, (one, two) = plan
+    kept: list[Any] = []
+    replays: list[Any] = []
+
+    def chain(i: int, value: torch.Tensor, own: tuple[Any, ...]) -> Any:
+        if ctx is None:
+            return runs[i].chain(value, own, runs[i])
+        result, tensors, replay, facts = run_forward(runs[i], (value, *own))
+        replays.append((replay, facts, len(tensors)))
+        kept.extend(tensors)
+        return result
+
+    projection, residual = chain(0, x, parameters[:one])
+    context, statistics = attention.forward(projection, ctx is not None)
+    x = residual + chain(1, context, parameters[one:two])
+    out, residual = chain(2, x, parameters[two:])
+    if ctx is not None:
+        ctx.plan, ctx.replays = plan, replays
+        ctx.save_for_backward(projection, context, statistics, *kept)
+    return residual + out
+
+
+class _LayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, x: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return _forward(plan, x, parameters, ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        attention, runs, _ = ctx.plan
+        projection, context, statistics, *kept = ctx.saved_tensors
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if not grad.is_contiguous():
+            grad = grad.contiguous()
+
+        def chain(i: int, grad: torch.Tensor, residual: torch.Tensor | None) -> Any:
+            replay, facts, count = ctx.replays[i]
+            tensors = kept[len(kept) - count :]
+            del kept[len(kept) - count :]
+            return run_backward(runs[i], replay, facts, tensors, grad, residual)
+
+        of_middle, *of_mlp = chain(2, grad, grad)
+        of_context, *of_second = chain(1, of_middle, None)
+        of_projection = attention.backward(of_context, projection, context, statistics)
+        of_input, *of_first = chain(0, of_projection, of_middle)
+        if runs[0].ends_backward:
+            _STACK.end_backward()
+        return (None, of_input, *of_first, *of_second, *of_mlp)
+
+
+_apply = bare_apply(_LayerFunction)
