@@ -27,6 +27,7 @@ KINDS = {
     "RMSNorm, swiglu": {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
     "residual after norm": {"apply_residual_connection_post_layernorm": True},
     "window": {"window_size": (5, 0), "layer_number": 3},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "no mask": {"self_attn_mask_type": "no_mask", "zero_centered_gamma": True},
 }
 pairs = pytest.mark.parametrize(
@@ -146,6 +147,30 @@ def test_what_needs_no_gradient_gets_none(device, frozen, recipe, by_parts):
         assert not is_whole(layer(x))  # nothing before attention needs a gradient
 
 
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kind", ["bshd", "groups", "sbhd, own weights"])
+def test_rotation(device, kind, pair, by_parts):
+    angles = te.RotaryPositionEmbedding(16, 0.5)(40).to(device)
+    if pair:
+        angles = (angles, angles.bfloat16() * 0.5)
+    arguments = {**KINDS[kind], "rotary_pos_interleaved": pair}
+    assert_same(
+        lambda: build(device, **arguments), "delayed", device, by_parts, rotary_pos_emb=angles
+    )
+
+
+def test_angles_are_checked_and_kept(device):
+    layer, x = build(device), batch(device)
+    angles = te.RotaryPositionEmbedding(16)(16).to(device)
+    with pytest.raises(ValueError, match=r"expected freqs for at least 16 .* \(layer layer\)"):
+        layer(x, rotary_pos_emb=angles[:9])
+    y = layer(x, rotary_pos_emb=angles)
+    assert is_whole(y)
+    angles.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_microbatches(device, first, by_parts):
     def make():
@@ -197,6 +222,12 @@ def test_statistics(device, by_parts, tmp_path):
         assert_bitwise(ours, other)
 
 
+def tracker():
+    states = te.CudaRNGStatesTracker()
+    states.add("model-parallel-rng", 1)
+    return states
+
+
 def hook(module):
     module.register_forward_hook(lambda *_: None)
 
@@ -222,9 +253,8 @@ LOOKS = {
         layer.layernorm_mlp, "__class__", type("Mine", (te.LayerNormMLP,), {})
     ),
     "checkpointed MLP": lambda layer: setattr(layer.layernorm_mlp, "checkpoint", True),
-    "dropout": lambda layer: setattr(layer, "hidden_dropout", 0.1),
-    "attention dropout": lambda layer: setattr(
-        layer.self_attention.core_attention, "attention_dropout", 0.1
+    "dropout of a tracker": lambda layer: layer.self_attention.core_attention.__dict__.update(
+        attention_dropout=0.1, get_rng_state_tracker=tracker
     ),
 }
 
@@ -241,7 +271,6 @@ ARGUMENTS = {
     "mask type": {"self_attn_mask_type": "no_mask"},
     "window": {"window_size": (3, 0)},
     "mask": {"attention_mask": torch.zeros(2, 1, 16, 16, dtype=torch.bool)},
-    "angles": {"rotary_pos_emb": te.RotaryPositionEmbedding(16)(16)},
     "checkpoint": {"checkpoint_core_attention": True},
     "slopes": {"core_attention_bias_type": "alibi"},
 }

@@ -157,9 +157,7 @@ def apply_rotary_pos_emb(
     if fused and not exporting():
         packed = cu_seqlens if tensor_format == "thd" else None
         batch_first = tensor_format == "bshd"
-        plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
-        table = freqs if plain else freqs.to(torch.float32).contiguous()
-        arguments = (table.view(positions, turned_size), start_positions, packed)
+        arguments = (_table(freqs), start_positions, packed)
         recorded = t.requires_grad and torch.is_grad_enabled()
         if recorded or transforms_active():
             return _apply(t, *arguments, batch_first, interleaved)
@@ -169,6 +167,27 @@ def apply_rotary_pos_emb(
     if fused:
         return _turned(t.float(), angle, interleaved).to(t.dtype)
     return _turned(t, angle, interleaved)
+
+
+def turn_back(
+    grad: torch.Tensor, freqs: torch.Tensor, tensor_format: str, interleaved: bool
+) -> torch.Tensor:
+    """The gradient of what was turned `fused`, sequences from position 0, from that of the result.
+
+    Args:
+        grad: of the result, as `tensor_format` says; not `thd`.
+        freqs: see `apply_rotary_pos_emb`.
+        tensor_format: see `apply_rotary_pos_emb`.
+        interleaved: see `apply_rotary_pos_emb`.
+    """
+    return _by_kernel(grad, _table(freqs), None, None, tensor_format == "bshd", interleaved, True)
+
+
+def _table(freqs: torch.Tensor) -> torch.Tensor:
+    """Angles as the kernel reads them, `[positions, elements]`."""
+    plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
+    table = freqs if plain else freqs.to(torch.float32).contiguous()
+    return table.view(freqs.shape[0], freqs.shape[-1])
 
 
 def _turned(t: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention between two projections without autograd: plain causal or full attention by cuDNN.
+"""Attention between two projections without autograd: causal or full, by cuDNN, also with rotation.
 
 What it computes, and every bit of it, is what `DotProductAttention` does with the same tensors.
 """
@@ -6,7 +6,7 @@ What it computes, and every bit of it, is what `DotProductAttention` does with t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,8 @@ from transformer_engine.pytorch.attention.backend import Backend
 from transformer_engine.pytorch.attention.backends import cudnn
 from transformer_engine.pytorch.attention.call import (
     NO_BIAS,
-    NO_DROPOUT,
     Call,
+    Dropout,
     Sequences,
     call_shape,
 )
@@ -25,10 +25,45 @@ from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, join_gradients, views
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.kernels.attention import attention_backward, attention_forward
+from transformer_engine.pytorch.rope import apply_rotary_pos_emb, turn_back
 
 if TYPE_CHECKING:
     from transformer_engine._env import AttentionVariables
     from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+
+
+Kept = tuple[torch.Tensor | None, ...]  # turned query and key, statistics, seed
+
+
+class Rotation(NamedTuple):
+    """Rotary position embedding of queries and keys, each sequence from position 0.
+
+    Attributes:
+        of_query: angles, see `apply_rotary_pos_emb`.
+        of_key: angles.
+        interleaved: which elements are a pair.
+    """
+
+    of_query: torch.Tensor
+    of_key: torch.Tensor
+    interleaved: bool
+
+    def turn(
+        self, query: torch.Tensor, key: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, turned."""
+        how: dict[str, Any] = {"fused": True, "interleaved": self.interleaved}
+        return (
+            apply_rotary_pos_emb(query, self.of_query, qkv_format, **how),
+            apply_rotary_pos_emb(key, self.of_key, qkv_format, **how),
+        )
+
+    def turn_back(self, query: Any, key: Any, qkv_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of both, from those of what `turn` returned."""
+        return (
+            turn_back(query, self.of_query, qkv_format, self.interleaved),
+            turn_back(key, self.of_key, qkv_format, self.interleaved),
+        )
 
 
 class PlainAttention(NamedTuple):
@@ -36,43 +71,57 @@ class PlainAttention(NamedTuple):
 
     Attributes:
         layout: of the projection.
+        qkv_format: of the projection, `sbhd` or `bshd`.
         settings: see `kernels/attention.py`.
         scale: factor on the scores.
+        dropout: probability of dropping a weight.
     """
 
     layout: HeadLayout
+    qkv_format: str
     settings: tuple[int, ...]
     scale: float
+    dropout: float
 
     def forward(
-        self, projection: torch.Tensor, recording: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The result `[..., heads * size]`, and statistics where a backward follows."""
+        self, projection: torch.Tensor, rotation: Rotation | None, recording: bool
+    ) -> tuple[torch.Tensor, Kept]:
+        """The result `[..., heads * size]`, and what backward reads if it is `recording`."""
         query, key, value = views(projection, self.layout)
-        return attention_forward(
+        turned: tuple[torch.Tensor | None, ...] = (None, None)
+        if rotation is not None:
+            turned = query, key = rotation.turn(query, key, self.qkv_format)
+        seed = cudnn.new_seed(query.device) if self.dropout else None
+        out, statistics = attention_forward(
             query,
             key,
             value,
             self.settings,
             self.scale,
-            0.0,
+            self.dropout,
             cudnn.WHOLE,
             None,
             None,
-            None,
+            seed,
             recording,
         )
+        return out, (*turned, statistics, seed)
 
     def backward(
         self,
         grad: torch.Tensor,
         projection: torch.Tensor,
         out: torch.Tensor,
-        statistics: torch.Tensor,
+        kept: Kept,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         """The gradient of the projection; `grad` is contiguous."""
         query, key, value = views(projection, self.layout)
-        gradients = attention_backward(
+        turned_query, turned_key, statistics, seed = kept
+        assert statistics is not None
+        if turned_query is not None and turned_key is not None:
+            query, key = turned_query, turned_key
+        of_query, of_key, of_value, *_ = attention_backward(
             grad,
             query,
             key,
@@ -81,16 +130,18 @@ class PlainAttention(NamedTuple):
             statistics,
             self.settings,
             self.scale,
-            0.0,
+            self.dropout,
             cudnn.WHOLE,
             None,
             None,
-            None,
+            seed,
             False,
             False,
             True,
         )
-        return join_gradients(gradients[:3], projection.shape, self.layout)
+        if rotation is not None:
+            of_query, of_key = rotation.turn_back(of_query, of_key, self.qkv_format)
+        return join_gradients((of_query, of_key, of_value), projection.shape, self.layout)
 
 
 def plain_attention(
@@ -104,14 +155,16 @@ def plain_attention(
         x: `[..., any]`, with the tokens, dtype and device of the projection.
         recording: a backward follows.
     """
-    if module.softmax_type != "vanilla" or (module.training and module.attention_dropout):
+    dropout = module.attention_dropout if module.training else 0.0
+    tracked = dropout and module.get_rng_state_tracker is not None
+    if module.softmax_type != "vanilla" or tracked:
         return None
     allowed = environment()
     return _found(
         choose,
         module.qkv_format,
         (module.attn_mask_type, module.window_size, module.bottom_right_diagonal),
-        module.softmax_scale,
+        (module.softmax_scale, dropout),
         layout,
         (x.shape[:-1], x.dtype, x.device),
         (recording, module.training, repeatable(allowed)),
@@ -124,7 +177,7 @@ def _found(
     chosen_by: Callable[..., Backend],
     qkv_format: str,
     mask: tuple[str, Window | None, bool | None],
-    scale: float,
+    factors: tuple[float, float],
     layout: HeadLayout,
     like: tuple[torch.Size, torch.dtype, torch.device],
     modes: tuple[bool, bool, bool],
@@ -133,6 +186,7 @@ def _found(
     heads, groups, size, interleaved = layout
     lead, dtype, device = like
     recording, training, repeats = modes
+    scale, dropout = factors
     if qkv_format == "thd" or (interleaved and heads != groups):
         return None  # sequences have lengths; parts are no views
     projection = torch.empty((*lead, (heads + 2 * groups) * size), dtype=dtype, device=device)
@@ -142,9 +196,17 @@ def _found(
     if shape.band is None:
         return None
     call = Call(
-        shape, None, Sequences(), Sequences(), NO_BIAS, scale, NO_DROPOUT, False, training=training
+        shape,
+        None,
+        Sequences(),
+        Sequences(),
+        NO_BIAS,
+        scale,
+        Dropout(dropout),
+        False,
+        training=training,
     )
     if chosen_by(query, key, value, call) is not cudnn.BACKEND or not cudnn.readable(*parts):
         return None
     settings = cudnn.settings_for(shape, False, False, recording and repeats, (0, 0))
-    return PlainAttention(layout, settings, scale)
+    return PlainAttention(layout, qkv_format, settings, scale, dropout)

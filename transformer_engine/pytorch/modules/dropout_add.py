@@ -14,6 +14,11 @@ from transformer_engine.pytorch.kernels.dropout_add import (
 )
 
 
+def new_seed(device: torch.device) -> torch.Tensor:
+    """Drawn on the device by torch's generator: a captured graph draws anew at each replay."""
+    return torch.randint(2**63 - 1, (1,), device=device)
+
+
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -23,8 +28,7 @@ class _DropoutAdd(torch.autograd.Function):
         residual: torch.Tensor | None,
         p: float,
     ) -> torch.Tensor:
-        # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
-        seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0.0 else None
+        seed = new_seed(x.device) if p > 0.0 else None
         ctx.save_for_backward(seed)
         ctx.p = p
         ctx.dtype = x.dtype

@@ -5,8 +5,8 @@ residual) nobody needs to look. Then their chains run one after the other withou
 autograd records one function instead of seven. Results and gradients are the same, bit for bit.
 
 Whatever might look runs part by part: hooks on a part, parts of other classes, activation
-checkpointing and offloading, dropout, masks of tensors, rotation, a cache, FP8 attention. So does
-input so large that the GPU takes longer than the host: there parts give memory back earlier.
+checkpointing and offloading, masks of tensors, biases, a cache, FP8 attention. So does input so
+large that the GPU takes longer than the host: there parts give memory back earlier.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from transformer_engine.pytorch.attention.call import AttentionMask
 from transformer_engine.pytorch.attention.casts import wants_fp8
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
-from transformer_engine.pytorch.attention.plain import PlainAttention, plain_attention
+from transformer_engine.pytorch.attention.plain import PlainAttention, Rotation, plain_attention
+from transformer_engine.pytorch.attention.query_key import RotaryAngles
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.chain import run_backward, run_forward
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.functions import bare_apply, transforms_active
+from transformer_engine.pytorch.kernels.dropout_add import (
+    dropout_add_backward,
+    dropout_add_forward,
+)
 from transformer_engine.pytorch.modules.base import (
     TransformerEngineBaseModule,
     may_repeat,
     needs_of,
 )
+from transformer_engine.pytorch.modules.dropout_add import new_seed
 from transformer_engine.pytorch.modules.inputs import autocast_dtype
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
@@ -40,7 +46,7 @@ from transformer_engine.pytorch.stages.base import Run
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
 
-_KNOWN = {"is_first_microbatch"}
+_KNOWN = {"is_first_microbatch", "rotary_pos_emb"}
 _MOST_BYTES = 32 * 1024 * 1024  # of the input
 _STACK = autocast_stack()
 
@@ -66,14 +72,18 @@ class _Plan(NamedTuple):
     """What one call does.
 
     Attributes:
-        attention: between the first two chains.
         runs: of the three chains.
         ends: how many parameters belong to the first, and to the first two.
+        attention: between the first two chains.
+        rotation: in front of it.
+        dropout: at the end of each block.
     """
 
-    attention: PlainAttention
     runs: Sequence[Run]
     ends: tuple[int, int]
+    attention: PlainAttention
+    rotation: Rotation | None
+    dropout: float
 
 
 def whole_layer(
@@ -110,15 +120,25 @@ def whole_layer(
         module.run_outside(x, own, wanted, microbatch)
         for module, own, wanted in zip(parts.chains, (first, second, third), needs, strict=True)
     ]
-    plan = _Plan(attention, runs, (len(first), len(first) + len(second)))
+    ends = (len(first), len(first) + len(second))
+    dropout = layer.hidden_dropout if layer.training else 0.0
+    plan = _Plan(runs, ends, attention, _rotation(parts.attention, given), dropout)
     if recording:
         result: torch.Tensor = _apply(plan, x, *first, *second, *third)
         return result
     return _forward(plan, x, (*first, *second, *third), None)
 
 
+def _rotation(attention: MultiheadAttention, given: dict[str, Any]) -> Rotation | None:
+    angles: RotaryAngles | None = given.get("rotary_pos_emb")
+    if angles is None:
+        return None
+    pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+    return Rotation(*pair, attention.rotary_pos_interleaved)
+
+
 def _parts(layer: TransformerLayer) -> _Parts | None:
-    if layer.training and (layer.hidden_dropout or layer.drop_path_rate):
+    if layer.training and layer.drop_path_rate:
         return None
     if layer.layer_type != "encoder" or layer.parallel_attention_mlp or layer.output_layernorm:
         return None
@@ -164,7 +184,7 @@ def _is_quiet(x: torch.Tensor) -> bool:
 
 def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any) -> torch.Tensor:
     """The layer; `ctx` keeps what its backward needs, None where there will be none."""
-    attention, runs, (one, two) = plan
+    runs, (one, two), attention, rotation, dropout = plan
     kept: list[Any] = []
     replays: list[Any] = []
 
@@ -177,13 +197,30 @@ def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any
         return result
 
     projection, residual = chain(0, x, parameters[:one])
-    context, statistics = attention.forward(projection, ctx is not None)
-    x = residual + chain(1, context, parameters[one:two])
+    context, attended = attention.forward(projection, rotation, ctx is not None)
+    x, seed = _join(chain(1, context, parameters[one:two]), residual, dropout)
     out, residual = chain(2, x, parameters[two:])
+    out, last_seed = _join(out, residual, dropout)
     if ctx is not None:
         ctx.plan, ctx.replays = plan, replays
-        ctx.save_for_backward(projection, context, statistics, *kept)
-    return residual + out
+        angles = (None, None) if rotation is None else rotation[:2]  # nobody may change them
+        ctx.save_for_backward(projection, context, *attended, seed, last_seed, *angles, *kept)
+    return out
+
+
+def _join(
+    branch: torch.Tensor, residual: torch.Tensor, dropout: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`residual + dropout(branch)`, and the seed of the dropout."""
+    if dropout == 0.0:
+        return residual + branch, None
+    seed = new_seed(branch.device)
+    return dropout_add_forward(branch, None, residual, seed, dropout), seed
+
+
+def _of_branch(grad: torch.Tensor, seed: torch.Tensor | None, dropout: float) -> Any:
+    """The gradient of the branch of `_join`; that of the residual is `grad`."""
+    return grad if seed is None else dropout_add_backward(grad, seed, dropout, grad.dtype, None)[0]
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -194,8 +231,9 @@ class _LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        attention, runs, _ = ctx.plan
-        projection, context, statistics, *kept = ctx.saved_tensors
+        runs, _, attention, rotation, dropout = ctx.plan
+        projection, context, *kept = ctx.saved_tensors
+        attended, (seed, last_seed), kept = kept[:4], kept[4:6], kept[8:]
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         if not grad.is_contiguous():
@@ -207,9 +245,9 @@ class _LayerFunction(torch.autograd.Function):
             del kept[len(kept) - count :]
             return run_backward(runs[i], replay, facts, tensors, grad, residual)
 
-        of_middle, *of_mlp = chain(2, grad, grad)
-        of_context, *of_second = chain(1, of_middle, None)
-        of_projection = attention.backward(of_context, projection, context, statistics)
+        of_middle, *of_mlp = chain(2, _of_branch(grad, last_seed, dropout), grad)
+        of_context, *of_second = chain(1, _of_branch(of_middle, seed, dropout), None)
+        of_projection = attention.backward(of_context, projection, context, attended, rotation)
         of_input, *of_first = chain(0, of_projection, of_middle)
         if runs[0].ends_backward:
             _STACK.end_backward()

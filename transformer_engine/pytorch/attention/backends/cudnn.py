@@ -102,6 +102,11 @@ class _Attention(torch.autograd.Function):
 _apply = apply_of(_Attention)
 
 
+def new_seed(device: torch.device) -> torch.Tensor:
+    """Drawn on the device by torch's generator: a captured graph draws anew at each replay."""
+    return torch.randint(2**31, (2,), device=device)
+
+
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """See `backends/__init__.py`."""
     shape, bias, sink, seed = call.shape, call.bias.tensor, call.sink.offset, None
@@ -115,8 +120,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     how = settings_for(shape, same, alibi, deterministic, longest)
     dropout = call.dropout.p
     if dropout > 0.0:
-        # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
-        seed = torch.randint(2**31, (2,), device=query.device)
+        seed = new_seed(query.device)
     if sink is not None and sink.dtype is not torch.float32:
         sink = sink.float()
     if bias is not None:
