@@ -9,6 +9,7 @@ from typing import Any
 
 import contenders
 import torch
+from attention_cases import has_flash_attn_4, only
 from contenders import PlainLayer, PlainMLP, Size, our_layer, our_mlp, random, step
 from harness import Report, Timing, require_gpu, time_gpu_each
 
@@ -21,7 +22,9 @@ PEERS = {
     MEDIUM: {"torch": 5.44, "bf16": 4.84, "fp8 delayed": 3.68, "fp8 current": 4.00},
     LONG: {"torch": 32.31, "bf16": 29.37, "fp8 delayed": 18.77, "fp8 current": 19.82},
 }
+BY_CUDNN = "fp8 delayed, attention by cuDNN"
 LAYER_BARS = {LARGE: {"bf16": 34.5, "fp8 delayed": 21.6}}
+WITH_FLASH_ATTN_4 = {LARGE: {"bf16": 34.5, "fp8 delayed": 21.1, BY_CUDNN: 21.6}}
 MLP_TOKENS, MLP_HIDDEN, MLP_FFN = 8192, 4096, 16384
 MLP_PEERS = {"bf16": 10.19, "fp8 delayed": 5.96, "fp8 current": 6.35}
 GATED_PEERS = {"bf16": 15.09, "fp8 delayed": 8.85, "fp8 current": 9.29}
@@ -53,9 +56,18 @@ def measure_layer(report: Report, size: Size) -> None:
     plain, ours = PlainLayer(size), our_layer(size)
     steps = {"torch": step(plain, x, "torch")}
     steps |= {name: step(ours, x, name) for name in contenders.RECIPES}
+    bars, op = LAYER_BARS, f"TransformerLayer {size}"
+    if has_flash_attn_4():
+        bars, op = WITH_FLASH_ATTN_4, f"{op}, flash-attn 4 installed"
+        delayed = steps["fp8 delayed"]
+
+        def by_cudnn() -> None:
+            with only("cudnn"):
+                delayed()
+
+        steps[BY_CUDNN] = by_cudnn
     times = time_gpu_each(steps, repeats=20, warmup=5)
-    op = f"TransformerLayer {size}"
-    report_times(report, op, times, PEERS[size], LAYER_BARS.get(size, {}))
+    report_times(report, op, times, PEERS[size], bars.get(size, {}))
 
 
 def measure_mlp(report: Report) -> None:
