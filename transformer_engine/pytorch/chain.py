@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -193,39 +193,32 @@ def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, .
     return tensors
 
 
-class Forward(NamedTuple):
-    """A forward that has run, without autograd.
-
-    Attributes:
-        result: what the chain returns.
-        tensors: that its backward reads.
-        replay: by which it ran; None by stages.
-        facts: of the stages: how many of the tensors are whose, and what else each one keeps.
-    """
-
-    result: Any
-    tensors: Sequence[torch.Tensor | None]
-    replay: Replay | None
-    facts: Sequence[tuple[int, Any]]
+Facts = Sequence[tuple[int, Any]]  # of stages: how many tensors are whose, and what else each keeps
+Forward = tuple[Any, Sequence[torch.Tensor | None], Replay | None, Facts]
 
 
 def run_forward(run: Run, inputs: tuple[torch.Tensor | None, ...]) -> Forward:
-    """Run the forward of a run's chain on its input and parameters, for a backward."""
+    """Run the forward of a run's chain on its input and parameters, for a backward.
+
+    Returns:
+        What the chain returns; the tensors that its backward reads; the replay by which it ran,
+        None by stages; the facts of the stages.
+    """
     chain = run.chain
     replayed = chain.replayed(inputs, run)
     run.replayed = replayed is not None
     if replayed is not None:
         replay, memory = replayed
-        return Forward(replay.result(memory), replay.kept(memory), replay, ())
+        return replay.result(memory), replay.kept(memory), replay, ()
     result, record = chain.forward_by_stages(inputs[0], inputs[1:], run)
     tensors = [tensor for saved in record for tensor in saved.tensors]
-    return Forward(result, tensors, None, [(len(saved.tensors), saved.facts) for saved in record])
+    return result, tensors, None, [(len(saved.tensors), saved.facts) for saved in record]
 
 
 def run_backward(
     run: Run,
     replay: Replay | None,
-    facts: Sequence[tuple[int, Any]],
+    facts: Facts,
     tensors: Sequence[torch.Tensor | None],
     grad: torch.Tensor | None,
     tap_grad: torch.Tensor | None,
@@ -234,9 +227,9 @@ def run_backward(
 
     Args:
         run: of the forward.
-        replay: see `Forward`.
-        facts: see `Forward`.
-        tensors: see `Forward`.
+        replay: see `run_forward`.
+        facts: see `run_forward`.
+        tensors: see `run_forward`.
         grad: of the result, contiguous.
         tap_grad: of the tap, contiguous.
     """

@@ -5,7 +5,7 @@ What it computes, and every bit of it, is what `DotProductAttention` does with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 
 
-Kept = tuple[torch.Tensor | None, ...]  # turned query and key, statistics, seed
+Sizes = tuple[int, ...]
+Kept = tuple[
+    torch.Tensor | None, ...
+]  # query and key as they are multiplied, value, statistics, seed
 
 
 class Rotation(NamedTuple):
@@ -71,6 +74,7 @@ class PlainAttention(NamedTuple):
 
     Attributes:
         layout: of the projection.
+        places: sizes, strides and first element of queries, keys and values in it.
         qkv_format: of the projection, `sbhd` or `bshd`.
         settings: see `kernels/attention.py`.
         scale: factor on the scores.
@@ -78,6 +82,7 @@ class PlainAttention(NamedTuple):
     """
 
     layout: HeadLayout
+    places: tuple[tuple[Sizes, Sizes, int], ...]
     qkv_format: str
     settings: tuple[int, ...]
     scale: float
@@ -86,11 +91,13 @@ class PlainAttention(NamedTuple):
     def forward(
         self, projection: torch.Tensor, rotation: Rotation | None, recording: bool
     ) -> tuple[torch.Tensor, Kept]:
-        """The result `[..., heads * size]`, and what backward reads if it is `recording`."""
-        query, key, value = views(projection, self.layout)
-        turned: tuple[torch.Tensor | None, ...] = (None, None)
+        """The result `[..., heads * size]`, and what backward reads if it is `recording`.
+
+        The projection is contiguous and a tensor of its own.
+        """
+        query, key, value = [projection.as_strided(*place) for place in self.places]
         if rotation is not None:
-            turned = query, key = rotation.turn(query, key, self.qkv_format)
+            query, key = rotation.turn(query, key, self.qkv_format)
         seed = cudnn.new_seed(query.device) if self.dropout else None
         out, statistics = attention_forward(
             query,
@@ -105,22 +112,17 @@ class PlainAttention(NamedTuple):
             seed,
             recording,
         )
-        return out, (*turned, statistics, seed)
+        return out, (query, key, value, statistics, seed)
 
     def backward(
         self,
         grad: torch.Tensor,
-        projection: torch.Tensor,
         out: torch.Tensor,
-        kept: Kept,
+        kept: Sequence[Any],
         rotation: Rotation | None,
     ) -> torch.Tensor:
         """The gradient of the projection; `grad` is contiguous."""
-        query, key, value = views(projection, self.layout)
-        turned_query, turned_key, statistics, seed = kept
-        assert statistics is not None
-        if turned_query is not None and turned_key is not None:
-            query, key = turned_query, turned_key
+        query, key, value, statistics, seed = kept
         of_query, of_key, of_value, *_ = attention_backward(
             grad,
             query,
@@ -141,7 +143,9 @@ class PlainAttention(NamedTuple):
         )
         if rotation is not None:
             of_query, of_key = rotation.turn_back(of_query, of_key, self.qkv_format)
-        return join_gradients((of_query, of_key, of_value), projection.shape, self.layout)
+        features = self.layout.query_features + 2 * self.layout.key_features
+        shape = torch.Size((*grad.shape[:-1], features))
+        return join_gradients((of_query, of_key, of_value), shape, self.layout)
 
 
 def plain_attention(
@@ -209,4 +213,5 @@ def _found(
     if chosen_by(query, key, value, call) is not cudnn.BACKEND or not cudnn.readable(*parts):
         return None
     settings = cudnn.settings_for(shape, False, False, recording and repeats, (0, 0))
-    return PlainAttention(layout, qkv_format, settings, scale, dropout)
+    places = tuple([(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in parts])
+    return PlainAttention(layout, places, qkv_format, settings, scale, dropout)

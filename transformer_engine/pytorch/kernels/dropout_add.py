@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 
 
 @library_op(
@@ -30,7 +31,7 @@ def dropout_add_forward(
             elements, on every device.
         p: probability of dropping an element, `0 <= p < 1`.
     """
-    out = torch.empty_like(x, dtype=x.dtype if residual is None else residual.dtype)
+    out = new_empty(x, x.shape, x.dtype if residual is None else residual.dtype)
     if launch:
         _C.dropout_add_forward(x, bias, residual, seed, p, out)
     return out
@@ -59,7 +60,7 @@ def dropout_add_backward(
         dbias: dtype of the bias; None for no bias gradient.
     """
     cols = dout.shape[-1]
-    data_grad = None if dx is None else torch.empty_like(dout, dtype=dx)
+    data_grad = None if dx is None else new_empty(dout, dout.shape, dx)
     bias_grad = None if dbias is None else dout.new_empty(cols, dtype=dbias)
     if launch and (data_grad is not None or bias_grad is not None):
         _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad)

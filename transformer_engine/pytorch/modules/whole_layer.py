@@ -204,7 +204,7 @@ def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any
     if ctx is not None:
         ctx.plan, ctx.replays = plan, replays
         angles = (None, None) if rotation is None else rotation[:2]  # nobody may change them
-        ctx.save_for_backward(projection, context, *attended, seed, last_seed, *angles, *kept)
+        ctx.save_for_backward(context, *attended, seed, last_seed, *angles, *kept)
     return out
 
 
@@ -212,9 +212,7 @@ def _join(
     branch: torch.Tensor, residual: torch.Tensor, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`residual + dropout(branch)`, and the seed of the dropout."""
-    if dropout == 0.0:
-        return residual + branch, None
-    seed = new_seed(branch.device)
+    seed = None if dropout == 0.0 else new_seed(branch.device)
     return dropout_add_forward(branch, None, residual, seed, dropout), seed
 
 
@@ -232,8 +230,8 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         runs, _, attention, rotation, dropout = ctx.plan
-        projection, context, *kept = ctx.saved_tensors
-        attended, (seed, last_seed), kept = kept[:4], kept[4:6], kept[8:]
+        context, *kept = ctx.saved_tensors
+        attended, (seed, last_seed), kept = kept[:5], kept[5:7], kept[9:]
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         if not grad.is_contiguous():
@@ -247,7 +245,7 @@ class _LayerFunction(torch.autograd.Function):
 
         of_middle, *of_mlp = chain(2, _of_branch(grad, last_seed, dropout), grad)
         of_context, *of_second = chain(1, _of_branch(of_middle, seed, dropout), None)
-        of_projection = attention.backward(of_context, projection, context, attended, rotation)
+        of_projection = attention.backward(of_context, context, attended, rotation)
         of_input, *of_first = chain(0, of_projection, of_middle)
         if runs[0].ends_backward:
             _STACK.end_backward()
