@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 
 Sizes = tuple[int, ...]
-Kept = tuple[
-    torch.Tensor | None, ...
-]  # query and key as they are multiplied, value, statistics, seed
+Kept = tuple[torch.Tensor | None, ...]  # turned query and key, value, statistics, seed
 
 
 class Rotation(NamedTuple):
