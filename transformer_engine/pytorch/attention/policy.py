@@ -27,8 +27,8 @@ FP8 (recipes with fp8_dpa; casts included; one run, whose equal FP8 forwards dif
 
 flash-attn 4 is the fastest where the GPU has more to do than the host needs to ask for it, but not
 of sequences with padding (b8 h32 s4096 d128 causal, half of the tokens: thd 885 and 3875, cuDNN 694
-and 2850); with sinks, and with gradients that repeat, it has not been timed. Our own graphs of cuDNN
-take the time of torch's forward and 0.92-1.01 of that with backward, and copy nothing.
+and 2850); with sinks, and with gradients that repeat, it has not been timed. Our own graphs of
+cuDNN take the time of torch's forward and 0.92-1.01 of that with backward, and copy nothing.
 """
 
 from __future__ import annotations
