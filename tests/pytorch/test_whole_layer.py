@@ -24,6 +24,7 @@ KINDS = {
     "bshd": {},
     "sbhd, own weights": {"attn_input_format": "sbhd", "fuse_qkv_params": False},
     "groups": {"num_gqa_groups": 2, "qkv_weight_interleaved": False},
+    "interleaved groups": {"num_gqa_groups": 2, "kv_channels": 24},
     "RMSNorm, swiglu": {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
     "residual after norm": {"apply_residual_connection_post_layernorm": True},
     "window": {"window_size": (5, 0), "layer_number": 3},
@@ -148,9 +149,9 @@ def test_what_needs_no_gradient_gets_none(device, frozen, recipe, by_parts):
 
 
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("kind", ["bshd", "groups", "sbhd, own weights"])
+@pytest.mark.parametrize("kind", ["bshd", "groups", "interleaved groups", "sbhd, own weights"])
 def test_rotation(device, kind, pair, by_parts):
-    angles = te.RotaryPositionEmbedding(16, 0.5)(40).to(device)
+    angles = te.RotaryPositionEmbedding(8)(40).to(device)
     if pair:
         angles = (angles, angles.bfloat16() * 0.5)
     arguments = {**KINDS[kind], "rotary_pos_interleaved": pair}
@@ -287,7 +288,6 @@ OTHERS = {
     "dropped paths": {"drop_path_rate": 0.2},
     "norms of heads": {"qk_norm_type": "RMSNorm"},
     "sink": {"softmax_type": "learnable"},
-    "interleaved groups": {"num_gqa_groups": 2},
     "padding": {"self_attn_mask_type": "padding"},
 }
 

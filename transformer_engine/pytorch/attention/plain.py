@@ -72,7 +72,8 @@ class PlainAttention(NamedTuple):
 
     Attributes:
         layout: of the projection.
-        places: sizes, strides and first element of queries, keys and values in it.
+        places: sizes, strides and first element of queries, keys and values in it; none where not
+            all of them are views.
         qkv_format: of the projection, `sbhd` or `bshd`.
         settings: see `kernels/attention.py`.
         scale: factor on the scores.
@@ -93,7 +94,9 @@ class PlainAttention(NamedTuple):
 
         The projection is contiguous and a tensor of its own.
         """
-        query, key, value = [projection.as_strided(*place) for place in self.places]
+        query, key, value = [projection.as_strided(*place) for place in self.places] or views(
+            projection, self.layout
+        )
         if rotation is not None:
             query, key = rotation.turn(query, key, self.qkv_format)
         seed = cudnn.new_seed(query.device) if self.dropout else None
@@ -185,12 +188,12 @@ def _found(
     modes: tuple[bool, bool, bool],
     allowed: AttentionVariables,
 ) -> PlainAttention | None:
-    heads, groups, size, interleaved = layout
+    heads, groups, size, _ = layout
     lead, dtype, device = like
     recording, training, repeats = modes
     scale, dropout = factors
-    if qkv_format == "thd" or (interleaved and heads != groups):
-        return None  # sequences have lengths; parts are no views
+    if qkv_format == "thd":
+        return None  # its sequences have lengths
     projection = torch.empty((*lead, (heads + 2 * groups) * size), dtype=dtype, device=device)
     query, key, value = parts = views(projection.requires_grad_(recording), layout)
     shapes = (query.shape, key.shape, value.shape)
@@ -212,4 +215,5 @@ def _found(
         return None
     settings = cudnn.settings_for(shape, False, False, recording and repeats, (0, 0))
     places = tuple([(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in parts])
+    places = places if layout.all_views else ()
     return PlainAttention(layout, places, qkv_format, settings, scale, dropout)

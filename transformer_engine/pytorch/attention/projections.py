@@ -31,6 +31,11 @@ class HeadLayout(NamedTuple):
         return self.heads * self.size
 
     @property
+    def all_views(self) -> bool:
+        """Whether queries, too, are a view: interleaved ones of several groups have no stride."""
+        return self.heads == self.groups or not self.interleaved
+
+    @property
     def key_features(self) -> int:
         """Features of all keys, which is also those of all values."""
         return self.groups * self.size
@@ -57,6 +62,10 @@ def join_gradients(
     gradients: tuple[Any, ...], shape: torch.Size, layout: HeadLayout
 ) -> torch.Tensor:
     """The gradient, of this shape, of the tensor whose parts have these gradients."""
+    if not layout.all_views:
+        query, key, value = gradients
+        query = query.unflatten(-2, (layout.groups, -1))
+        return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).view(shape)
     whole = whole_of(gradients, by_head=layout.interleaved)
     if whole is not None:
         return whole
@@ -66,9 +75,8 @@ def join_gradients(
 
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
-    split = layout.heads == layout.groups or not layout.interleaved
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
-    if not (split and recorded) or torch.compiler.is_compiling():
+    if not (layout.all_views and recorded) or torch.compiler.is_compiling():
         return views(x, layout)
     parts: tuple[torch.Tensor, ...] = _apply(x, layout)
     return parts
