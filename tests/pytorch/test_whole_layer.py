@@ -41,16 +41,9 @@ pairs = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _with_cudnn(request, monkeypatch):
     """cuDNN attends: itself where there is a GPU."""
-    device = (
-        request.node.callspec.params.get("device", "cpu")
-        if hasattr(request.node, "callspec")
-        else "cpu"
-    )
-    if device == "cuda":
-        reason = te.attention_backends(num_attention_heads=4, kv_channels=16, device="cuda")[
-            "cudnn"
-        ]
-        if reason is not None:
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
+        problem = {"num_attention_heads": 4, "kv_channels": 16, "device": "cuda"}
+        if reason := te.attention_backends(**problem)["cudnn"]:
             pytest.skip(reason)
         return
     for module in (cudnn, plain):
@@ -69,13 +62,8 @@ def by_parts(monkeypatch):
 def build(device, **more):
     torch.manual_seed(0)
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd"}
-    options |= {
-        "fuse_qkv_params": True,
-        "params_dtype": torch.bfloat16,
-        "device": device,
-        "name": "layer",
-    }
-    return te.TransformerLayer(64, 128, 4, **{**options, **more})
+    options |= {"fuse_qkv_params": True, "params_dtype": torch.bfloat16, "name": "layer"}
+    return te.TransformerLayer(64, 128, 4, device=device, **{**options, **more})
 
 
 def batch(device, seed=1):
