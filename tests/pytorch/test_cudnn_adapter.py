@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from pytorch.cases import fake_cudnn
 from pytorch.cases.attention_factors import FACTORS, HAND_PICKED
 from pytorch.cases.attention_matrix import check, pairwise
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
@@ -152,13 +154,78 @@ def test_shapes_without_a_kernel(format):
         options = (settings, 0.25, 0.0, sequences, bias, None, None)
         out, statistics = torch.ops.te.attention_forward(query, key, value, *options, True)
         grads = torch.ops.te.attention_backward(
-            torch.empty_like(out), query, key, value, out, statistics, *options, True, False, False
+            torch.empty_like(out), query, key, value, out, statistics, *options, True, False, 0
         )
     assert out.shape == (*lead, 4 * 24)
     counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2), kernels.THD: (10, 4)}
     assert statistics.shape == counts[format] and statistics.dtype is torch.float32
     assert [g.shape for g in grads[:4]] == [x.shape for x in (query, key, value, bias)]
     assert grads[4].dtype is torch.bool, "an absent result travels as an empty bool tensor"
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
+    """In the graphs of compilers, where no operator returns parts of one tensor."""
+    seen = []
+    monkeypatch.setattr(kernels._C, "attention_backward", lambda *given: seen.append(given))
+    heads = torch.empty(5, 2, 4, 3, 16) if by_head else torch.empty(5, 2, 3, 4, 16)
+    parts = heads.unbind(-2 if by_head else -3)
+    out, statistics = torch.empty(5, 2, 64), torch.empty(2, 4, 5)
+    given = (out, *parts, out, statistics, kernels.settings_of(kernels.SBHD), 1.0, 0.0)
+    together = kernels.PACKED_BY_HEAD if by_head else kernels.PACKED
+    absent = (None,) * 4, None, None, None, False, False
+    whole, *others = kernels.attention_backward(*given, *absent, together)
+    assert whole.shape == (5, 2, 192) and others == [None] * 4
+    written = seen[0][7][1:4]
+    for part, wanted in zip(
+        written, whole.view(heads.shape).unbind(-2 if by_head else -3), strict=True
+    ):
+        assert (part.data_ptr(), part.stride()) == (wanted.data_ptr(), wanted.stride())
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in given[:6]]
+        results = torch.ops.te.attention_backward(*fakes, *given[6:], *absent, together)
+    assert results[0].shape == whole.shape
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("groups", "interleaved"), [(4, True), (4, False), (2, False)])
+def test_compiled_gradients_of_a_projection_are_not_copied(
+    monkeypatch, groups, interleaved, dynamic
+):
+    """As in eager mode; the whole of the joint graph is looked at, not its results alone."""
+    fake_cudnn.serve(monkeypatch)
+    layer = te.MultiheadAttention(
+        64,
+        4,
+        num_gqa_groups=groups,
+        qkv_format="bshd",
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=interleaved,
+        attention_dropout=0.0,
+        device="cpu",
+        params_dtype=torch.bfloat16,
+    )
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        layer, fullgraph=True, dynamic=dynamic, backend=aot_autograd(fw_compiler=keep)
+    )
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn_like(x)
+    results = []
+    for run in (layer, compiled):
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], upstream)])
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert "te.attention_backward.default" in names
+    assert names.isdisjoint({"aten.stack.default", "aten.cat.default", "aten.clone.default"})
 
 
 def test_asked_for_by_its_number(monkeypatch):

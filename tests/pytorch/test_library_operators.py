@@ -77,6 +77,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "show_to_inspector": lambda: (plain(), codes(), PAIR, fp8.E4M3, None, None, -1, "a tensor"),
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5),
+    "split_qkv": lambda: (plain(5, 2, 96), 4, 4, 8, True),
     "spread": lambda: (plain(), 4),
     "transpose": lambda: (codes(),),
     "transpose_blocks": lambda: (codes(), torch.ones(1, 4)),

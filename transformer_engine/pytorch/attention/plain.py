@@ -24,7 +24,11 @@ from transformer_engine.pytorch.attention.environment import environment, repeat
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, join_gradients, views
 from transformer_engine.pytorch.attention.remember import remembered
-from transformer_engine.pytorch.kernels.attention import attention_backward, attention_forward
+from transformer_engine.pytorch.kernels.attention import (
+    AS_INPUTS,
+    attention_backward,
+    attention_forward,
+)
 from transformer_engine.pytorch.rope import apply_rotary_pos_emb, turn_back
 
 if TYPE_CHECKING:
@@ -140,7 +144,7 @@ class PlainAttention(NamedTuple):
             seed,
             False,
             False,
-            True,
+            AS_INPUTS,
         )
         if rotation is not None:
             of_query, of_key = rotation.turn_back(of_query, of_key, self.qkv_format)

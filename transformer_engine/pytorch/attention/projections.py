@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.functions import apply_of, once_differentiable
+from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import whole_of
 
 
@@ -55,6 +57,22 @@ class _Split(torch.autograd.Function):
         return join_gradients(gradients, ctx.shape, ctx.layout), None
 
 
+def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
+    """`whole_of` while a graph is made: tensors have no memory, and sizes may be symbols."""
+    whole: Any = gradients[0]._base
+    if whole is None or any([x._base is not whole for x in gradients]):
+        return None
+    layout = layout_of(*gradients)
+    if layout is None or layout.interleaved is not by_head or whole.dim() != gradients[0].dim() - 1:
+        return None
+    parts = views(whole, layout)
+    lie = all(
+        x.stride() == part.stride() and x.storage_offset() == part.storage_offset()
+        for x, part in zip(gradients, parts, strict=True)
+    )
+    return whole if lie and whole.is_contiguous() else None
+
+
 _apply = apply_of(_Split)
 
 
@@ -66,24 +84,37 @@ def join_gradients(
         query, key, value = gradients
         query = query.unflatten(-2, (layout.groups, -1))
         return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).view(shape)
-    whole = whole_of(gradients, by_head=layout.interleaved)
+    find = whole_of if type(gradients[0]) is torch.Tensor else _whole_in_graph
+    whole = find(gradients, by_head=layout.interleaved)
     if whole is not None:
         return whole
     join = torch.stack if layout.interleaved else torch.cat
     return join(gradients, -2).view(shape)
 
 
+@composite_op(
+    "split_qkv(Tensor(a) x, int heads, int groups, int size, bool interleaved)"
+    " -> (Tensor(a), Tensor(a), Tensor(a))"
+)
+def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
+    """In an operator, so that `_Split` is not traced but called, and sees whose parts come back."""
+    parts: tuple[torch.Tensor, ...] = _apply(x, HeadLayout(*layout))
+    return parts
+
+
 def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
     recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
-    if not (layout.all_views and recorded) or torch.compiler.is_compiling():
+    if not (layout.all_views and recorded) or exporting():
         return views(x, layout)
+    if torch.compiler.is_compiling():
+        return _split_in_graph(x, *layout)
     parts: tuple[torch.Tensor, ...] = _apply(x, layout)
     return parts
 
 
 def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-    """The same without what autograd gains from `split_qkv`."""
+    """What `split_qkv` returns, for autograd as torch's own views."""
     heads, groups, size, interleaved = layout
     lead = x.shape[:-1]
     if heads == groups:  # one view and one op, whose backward is one op, too
@@ -98,6 +129,20 @@ def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     query, key, value = x.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
     # The heads of several groups of queries have no single stride: this copies the queries.
     return query.reshape(*lead, heads, size), key.squeeze(-2), value.squeeze(-2)
+
+
+def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> HeadLayout | None:
+    """The layout in which these would be parts of one tensor, by their strides; None of others."""
+    heads, size = query.shape[-2:]
+    groups = key.shape[-2]
+    if key.shape != value.shape or key.shape[-1] != size:
+        return None
+    features = (heads + 2 * groups) * size
+    for interleaved in (False, True) if heads == groups else (False,):
+        inner = (features, 3 * size if interleaved else size, 1)
+        if all([x.stride()[-3:] == inner for x in (query, key, value)]):
+            return HeadLayout(heads, groups, size, interleaved)
+    return None
 
 
 def split_kv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:

@@ -17,9 +17,14 @@ from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.memory import new_empty
-from transformer_engine.pytorch.kernels.packed import empty_like_parts
+from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_whole
 
 SBHD, BSHD, THD = 0, 1, 2
+
+# Where gradients of query, key and value lie: apart; as parts of one tensor, if the inputs do; or
+# that tensor itself, `[..., features]`, stands in the place of the query's, alone. In it the heads
+# of each part are together, or the parts of each head.
+APART, AS_INPUTS, PACKED, PACKED_BY_HEAD = range(4)
 
 
 def settings_of(
@@ -129,7 +134,7 @@ def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
 @library_op(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out,"
     " Tensor statistics, int[] settings, float scale, float dropout, Tensor?[] sequences,"
-    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink, bool packed)"
+    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink, int together)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def attention_backward(
@@ -148,7 +153,7 @@ def attention_backward(
     seed: torch.Tensor | None,
     needs_bias: bool,
     needs_sink: bool,
-    packed: bool,
+    together: int,
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -164,21 +169,15 @@ def attention_backward(
         settings: the forward's; `deterministic` is read here alone.
         needs_bias: whether to make the bias gradient.
         needs_sink: whether to make the sink's gradient.
-        packed: gradients of inputs that are parts of one tensor are parts of one, too.
+        together: where the first three lie, see above; an operator's are never parts.
         launch: False gives the shapes alone.
     """
     if launch:  # first, because gradients of thd lie as what cuDNN reads does
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
     inputs = (query, key, value)
-    gradients = (
-        *(
-            empty_like_parts(*inputs)
-            if packed and launch
-            else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-        ),
-        torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None,
-        torch.empty_like(sink) if sink is not None and needs_sink else None,
-    )
+    results, written = _gradients_of(inputs, together, launch)
+    of_bias = torch.empty_like(bias, dtype=query.dtype) if bias is not None and needs_bias else None
+    of_sink = torch.empty_like(sink) if sink is not None and needs_sink else None
     if launch:
         _C.attention_backward(
             inputs,
@@ -188,13 +187,29 @@ def attention_backward(
             sequences,
             (bias, sink, seed),
             (out, statistics),
-            (grad, *gradients),
+            (grad, *written, of_bias, of_sink),
             allocator(query.device),
         )
-    *of_inputs, of_bias, of_sink = gradients
     if bias is not None and of_bias is not None:
         of_bias = of_bias.to(bias.dtype)
-    return *of_inputs, of_bias, of_sink
+    return *results, of_bias, of_sink
+
+
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+def _gradients_of(
+    inputs: tuple[torch.Tensor, ...], together: int, launch: bool
+) -> tuple[_Gradients, _Gradients]:
+    """Memory of gradients: what is returned, and what is written."""
+    if together >= PACKED:
+        whole, parts = empty_whole(inputs, together == PACKED_BY_HEAD, launch)
+        return (whole, None, None), parts
+    if together == AS_INPUTS and launch:
+        parts = empty_like_parts(*inputs)
+    else:
+        parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    return parts, parts
 
 
 def attention_refusal(

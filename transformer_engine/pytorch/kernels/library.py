@@ -49,6 +49,24 @@ def _exports_to_onnx() -> bool:
     return onnx is not None and onnx.is_in_onnx_export()
 
 
+def composite_op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as `torch.ops.te.<name>`, and return that operator.
+
+    Dynamo takes it as one operator and does not look inside. Where autograd is traced after that
+    (and in eager mode) the function itself is called: it must be made of torch's operators and
+    ours. Results may be views of arguments, as the schema says.
+    """
+    name = schema[: schema.index("(")]
+
+    def register(body: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, body, "CompositeImplicitAutograd")
+        operator: Callable[..., Any] = getattr(torch.ops.te, name)
+        return operator
+
+    return register
+
+
 def _has_no_memory(first: Any) -> bool:
     return type(first) is FakeTensor or (isinstance(first, torch.Tensor) and first.is_meta)
 

@@ -42,6 +42,27 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple([whole.as_strided(*place) for place in places.parts])
 
 
+def empty_whole(
+    parts: tuple[torch.Tensor, ...], by_head: bool, with_parts: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """An uninitialised tensor `[..., features]` for such parts, and the parts of it.
+
+    Args:
+        parts: `[..., heads, size]` each, of one dtype.
+        by_head: the parts of each head are to be together.
+        with_parts: make them; sizes may be symbols without.
+    """
+    first, features = parts[0], sum([x.shape[-2] * x.shape[-1] for x in parts])
+    whole = new_empty(first, (*first.shape[:-2], features))
+    if not with_parts:
+        return whole, ()
+    size = sum([x.shape[-1] for x in parts]) if by_head else first.shape[-1]
+    strides = (*whole.stride()[:-1], size, 1)
+    places = _places(tuple([x.shape for x in parts]), strides, first.element_size())
+    assert places is not None and places.by_head is by_head
+    return whole, tuple([whole.as_strided(*place) for place in places.parts])
+
+
 def whole_of(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
     """The tensor `[..., features]` of which these are the parts, lying in this way; else None."""
     whole: Any = parts[0]._base

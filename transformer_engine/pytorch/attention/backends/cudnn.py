@@ -21,6 +21,7 @@ from transformer_engine.pytorch.attention.backend import (
 from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.dense import check_bias_shape
 from transformer_engine.pytorch.attention.environment import environment, repeatable
+from transformer_engine.pytorch.attention.projections import layout_of, views
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.attention.requirements import (
     ASKABLE,
@@ -34,7 +35,11 @@ from transformer_engine.pytorch.attention.requirements import (
 from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.functions import apply_of, once_differentiable
 from transformer_engine.pytorch.kernels.attention import (
+    APART,
+    AS_INPUTS,
     BSHD,
+    PACKED,
+    PACKED_BY_HEAD,
     SBHD,
     THD,
     attention_backward,
@@ -76,6 +81,10 @@ class _Attention(torch.autograd.Function):
         bias, sink, seed, *sequences = extras or _NOTHING
         settings, scale, dropout = ctx.options
         needs_bias, needs_sink = ctx.needs_input_grad[4:6] if extras else (False, False)
+        together, layout = AS_INPUTS, None
+        if torch.compiler.is_compiling():  # operators return no parts of one tensor
+            layout = layout_of(query, key, value)
+            together = APART if layout is None else PACKED_BY_HEAD if layout.interleaved else PACKED
         of_query, of_key, of_value, *of_extras = attention_backward(
             grad.contiguous(),
             query,
@@ -92,8 +101,11 @@ class _Attention(torch.autograd.Function):
             seed,
             needs_bias,
             needs_sink,
-            not torch.compiler.is_compiling(),  # where strides must be known beforehand
+            together,
         )
+        if layout is not None:
+            assert of_query is not None
+            of_query, of_key, of_value = views(of_query, layout)
         if not extras:
             return None, of_query, of_key, of_value
         return None, of_query, of_key, of_value, *of_extras, None, None, None, None, None

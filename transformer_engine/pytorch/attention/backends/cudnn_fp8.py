@@ -39,7 +39,11 @@ from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.functions import once_differentiable
-from transformer_engine.pytorch.kernels.attention import attention_backward, attention_refusal
+from transformer_engine.pytorch.kernels.attention import (
+    APART,
+    attention_backward,
+    attention_refusal,
+)
 from transformer_engine.pytorch.kernels.attention_fp8 import (
     fp8_attention_backward,
     fp8_attention_forward,
@@ -122,7 +126,7 @@ def _gradients_in_16_bit(
     )
     grad = grad.contiguous().to(dtype)
     given = (grad, query, key, value, out, statistics, settings, scale)
-    results = attention_backward(*given, 0.0, (None,) * 4, None, None, None, False, False, False)
+    results = attention_backward(*given, 0.0, (None,) * 4, None, None, None, False, False, APART)
     return [
         x.to(ctx.dtype) if x is not None and needed else None
         for x, needed in zip(results[:3], needs, strict=True)
