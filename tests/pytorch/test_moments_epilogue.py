@@ -192,6 +192,6 @@ def test_graph_follows_the_schedule_on_the_device(op):
 def test_as_library_operators(device):
     t = inputs(device, (32, 48))
     row = empty_moments(device)
-    args = (t.x, E4M3, t.scale, None, None, True, False, None, row)
+    args = (t.x, E4M3, t.scale, None, None, True, False, None, row, None)
     torch.ops.te.quantize(*args)
     assert_row(row, t.x)

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.kernels import gemm as kernel
 from transformer_engine.pytorch.operands import Fp8Matrix, Side
 
 _STACK = autocast_stack()
+_NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -105,9 +106,13 @@ def _product(
         b_scales,
         a_format,
         b_format,
-        b_transposed=b_transposed,
-        fast_accumulation=fast_accumulation,
-        bias=bias,
+        False,
+        b_transposed,
+        fast_accumulation,
+        bias,
+        *_NO_EPILOGUE,
+        None,
+        True,
     )[0]
 
 
@@ -174,10 +179,13 @@ def wgrad(
         b_scales,
         a_format,
         b_format,
-        a_transposed=not fp8,
-        b_transposed=not fp8,
-        fast_accumulation=fast_accumulation,
-        bias_grad=bias_grad,
+        not fp8,
+        not fp8,
+        fast_accumulation,
+        None,
+        *_NO_EPILOGUE,
+        bias_grad,
+        True,
     )
     return d, grad
 
