@@ -24,6 +24,7 @@ from transformer_engine.pytorch.attention.environment import environment, repeat
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, join_gradients, views
 from transformer_engine.pytorch.attention.remember import remembered
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.kernels.attention import (
     AS_INPUTS,
     attention_backward,
@@ -196,8 +197,8 @@ def _found(
     lead, dtype, device = like
     recording, training, repeats = modes
     scale, dropout = factors
-    if qkv_format == "thd":
-        return None  # its sequences have lengths
+    if qkv_format == "thd" or dtype not in HIGH_PRECISION:
+        return None  # sequences of thd have lengths; other dtypes are an error of the projection
     projection = torch.empty((*lead, (heads + 2 * groups) * size), dtype=dtype, device=device)
     query, key, value = parts = views(projection.requires_grad_(recording), layout)
     shapes = (query.shape, key.shape, value.shape)
