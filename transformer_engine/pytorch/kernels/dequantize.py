@@ -6,6 +6,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 
 
 @library_op("dequantize(Tensor codes, int format, Tensor scales, ScalarType dtype) -> Tensor")
@@ -29,7 +30,7 @@ def dequantize(
     Returns:
         A tensor of the shape of `codes`.
     """
-    x = torch.empty_like(codes, dtype=dtype)
+    x = new_empty(codes, codes.shape, dtype)
     if launch:
         _C.dequantize(codes, format, scales, x)
     return x
