@@ -19,6 +19,9 @@ _GUARDS: Any = getattr(torch._C._dynamo, "guards", None)
 _on_gpu: Allocator | None = getattr(_GUARDS, "_empty_strided_cuda", None)
 _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _Tensor = torch.Tensor
+_View = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
+# `as_strided` in half of its time; autograd does not learn whose view it is.
+part_of: _View = getattr(_GUARDS, "_reinterpret_tensor", torch.as_strided)
 
 
 def allocators(device: torch.device) -> list[Allocator]:

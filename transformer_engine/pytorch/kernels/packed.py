@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.kernels.memory import new_empty
+from transformer_engine.pytorch.kernels.memory import new_empty, part_of
 
 Sizes = tuple[int, ...]
 
@@ -52,15 +52,24 @@ def empty_whole(
         by_head: the parts of each head are to be together.
         with_parts: make them; sizes may be symbols without.
     """
-    first, features = parts[0], sum([x.shape[-2] * x.shape[-1] for x in parts])
-    whole = new_empty(first, (*first.shape[:-2], features))
+    first = parts[0]
     if not with_parts:
-        return whole, ()
-    size = sum([x.shape[-1] for x in parts]) if by_head else first.shape[-1]
-    strides = (*whole.stride()[:-1], size, 1)
-    places = _places(tuple([x.shape for x in parts]), strides, first.element_size())
+        features = sum([x.shape[-2] * x.shape[-1] for x in parts])
+        return new_empty(first, (*first.shape[:-2], features)), ()
+    places = _together(tuple([x.shape for x in parts]), by_head)
+    whole = new_empty(first, places.shape)
+    return whole, tuple([part_of(whole, *place) for place in places.parts])
+
+
+@lru_cache(maxsize=1024)
+def _together(shapes: tuple[torch.Size, ...], by_head: bool) -> Places:
+    """Where parts of these shapes lie in a tensor of their own."""
+    lead, features = shapes[0][:-2], sum([shape[-2:].numel() for shape in shapes])
+    size = sum([shape[-1] for shape in shapes]) if by_head else shapes[0][-1]
+    outer = torch.empty((*lead, features), device="meta").stride()
+    places = _places(shapes, (*outer[:-1], size, 1), 1)
     assert places is not None and places.by_head is by_head
-    return whole, tuple([whole.as_strided(*place) for place in places.parts])
+    return places
 
 
 def whole_of(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:

@@ -43,7 +43,7 @@ def scales_of_call(
         )
     if launch and settles:
         autocast_stack().flush()
-    copies = torch.cat(scales)[None]
+    copies = torch.cat(scales).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
