@@ -9,7 +9,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 # Names of the documented `activation` argument. An odd number is a gated kind: act(x1) * x2.
@@ -63,10 +62,10 @@ def _outputs(
     shape = (*like.shape[:-1], cols)
     rows = rows_of(like)
     return (
-        new_empty(like, shape) if plain else None,
-        new_empty(like, shape, torch.uint8) if rowwise else None,
-        new_empty(like, (cols, rows), torch.uint8) if columnwise else None,
-        new_empty(like, (2,), torch.float32) if scales else None,
+        like.new_empty(shape) if plain else None,
+        like.new_empty(shape, dtype=torch.uint8) if rowwise else None,
+        like.new_empty((cols, rows), dtype=torch.uint8) if columnwise else None,
+        like.new_empty(2, dtype=torch.float32) if scales else None,
     )
 
 
@@ -200,7 +199,7 @@ def activation_backward(
         launch and moments is not None and not _C.activation_takes_moments(x, dy)
     )
     results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
-    bias_grad = new_empty(x, (cols,), dbias) if dbias is not None else None
+    bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         dx, codes, transposed, scales = results
         _C.activation_backward(

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 
 _ANY_FORMAT = 5  # where no scale is computed, the format plays no part
 
@@ -18,7 +17,7 @@ def amax(x: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     Args:
         x: fp32, fp16 or bf16, contiguous, any shape.
     """
-    result = new_empty(x, (1,), torch.float32)
+    result = x.new_empty(1, dtype=torch.float32)
     if launch:
         _C.amax(x, result, None, _ANY_FORMAT, False, 0.0)
     return result
@@ -36,7 +35,7 @@ def current_scales(
         power_of_2: round the scale down to a power of two.
         epsilon: lower bound of the amax. An amax of 0 or Inf gives scale 1.
     """
-    scales = new_empty(x, (2,), torch.float32)
+    scales = x.new_empty(2, dtype=torch.float32)
     if launch:
         _C.amax(x, None, scales, format, power_of_2, epsilon)
     return scales

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.memory import new_empty
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -24,6 +23,6 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x
     if _is_compiling() or type(x) not in _PLAIN_TYPES or x.is_meta or not x.is_contiguous():
         return x.to(dtype)
-    y = new_empty(x, x.shape, dtype)
+    y = torch.empty_like(x, dtype=dtype)
     _C.cast(x, y)
     return y

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 
 
 @library_op("dequantize(Tensor codes, int format, Tensor scales, ScalarType dtype) -> Tensor")
@@ -30,7 +29,7 @@ def dequantize(
     Returns:
         A tensor of the shape of `codes`.
     """
-    x = new_empty(codes, codes.shape, dtype)
+    x = torch.empty_like(codes, dtype=dtype)
     if launch:
         _C.dequantize(codes, format, scales, x)
     return x

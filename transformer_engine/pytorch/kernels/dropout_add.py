@@ -61,7 +61,7 @@ def dropout_add_backward(
     """
     cols = dout.shape[-1]
     data_grad = None if dx is None else new_empty(dout, dout.shape, dx)
-    bias_grad = None if dbias is None else new_empty(dout, (cols,), dbias)
+    bias_grad = None if dbias is None else dout.new_empty(cols, dtype=dbias)
     if launch and (data_grad is not None or bias_grad is not None):
         _C.dropout_add_backward(dout, seed, p, data_grad, bias_grad)
     return data_grad, bias_grad

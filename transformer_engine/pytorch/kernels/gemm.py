@@ -29,7 +29,6 @@ from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.recorded import tensor_at
 
 PLAIN = -1
@@ -93,14 +92,14 @@ def gemm(
         shape = (sizes[-1], n)
     else:
         shape = (sizes[0], n) if len(sizes) == 2 else (*sizes[:-1], n)  # a slice costs 0.3 us
-    d = new_empty(a, shape, dtype)
+    d = a.new_empty(shape, dtype=dtype)
     if activation == GELU:
-        aux = new_empty(a, shape, dtype)
+        aux = torch.empty_like(d)
     if bias is not None:
         bias = bias_for(dtype, bias, a_format)
     grad = None
     if bias_grad is not None:
-        grad = new_empty(a, (_bias_grad_size(a, a_transposed, n, activation),), dtype)
+        grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=dtype)
     if launch:
         arguments = (
             d,
@@ -156,7 +155,7 @@ def gemm_into(
     """
     grad = bias_grad
     if bias_grad is not None and bias_grad.dtype is not d.dtype:
-        grad = new_empty(a, bias_grad.shape, d.dtype)
+        grad = torch.empty_like(bias_grad, dtype=d.dtype)
     if launch:
         arguments = (
             d,

@@ -6,7 +6,6 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 LAYER_NORM = 0
@@ -19,9 +18,9 @@ def _fp8_outputs(
     """Fresh (codes, transposed codes, scales) of a value like `x`, where asked for."""
     scaled = rowwise or columnwise or current
     return (
-        new_empty(x, x.shape, torch.uint8) if rowwise else None,
-        new_empty(x, (x.shape[-1], rows_of(x)), torch.uint8) if columnwise else None,
-        new_empty(x, (2,), torch.float32) if scaled else None,
+        torch.empty_like(x, dtype=torch.uint8) if rowwise else None,
+        x.new_empty((x.shape[-1], rows_of(x)), dtype=torch.uint8) if columnwise else None,
+        x.new_empty(2, dtype=torch.float32) if scaled else None,
     )
 
 
@@ -90,11 +89,11 @@ def norm_forward(
     plain = out_dtype
     if launch and plain is None and moments is not None and not alone:
         plain = None if _C.norm_takes_moments(x, gamma, beta) else x.dtype
-    y = None if plain is None else new_empty(x, x.shape, plain)
+    y = None if plain is None else torch.empty_like(x, dtype=plain)
     codes, transposed, scales = _fp8_outputs(x, rowwise, columnwise, current)
     rows = rows_of(x)
-    mean = new_empty(x, (rows,), torch.float32) if kind == LAYER_NORM else None
-    rstd = new_empty(x, (rows,), torch.float32)
+    mean = x.new_empty(rows, dtype=torch.float32) if kind == LAYER_NORM else None
+    rstd = x.new_empty(rows, dtype=torch.float32)
     if launch:
         same = (x, gamma, beta, kind, epsilon, zero_centered)
         _C.norm_forward(
@@ -151,9 +150,9 @@ def norm_backward(
         `(dx, dgamma, dbeta)`: `dx` in the dtype of `x`, the others in that of `gamma`; `dbeta` is
         None for RMSNorm.
     """
-    dx = new_empty(x, x.shape)
-    dgamma = new_empty(x, gamma.shape, gamma.dtype)
-    dbeta = new_empty(x, gamma.shape, gamma.dtype) if kind == LAYER_NORM else None
+    dx = torch.empty_like(x)
+    dgamma = torch.empty_like(gamma)
+    dbeta = torch.empty_like(gamma) if kind == LAYER_NORM else None
     if launch:
         _C.norm_backward(
             dy,

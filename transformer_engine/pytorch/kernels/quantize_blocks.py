@@ -7,7 +7,6 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import SCALE_BLOCK, block_dimensions
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
@@ -74,12 +73,12 @@ def quantize_blocks(
     rows, cols, dimensions = rows_of(x), x.shape[-1], block_dimensions(format)
     codes = scales = transposed = column_scales = None
     if rowwise:
-        codes = new_empty(x, x.shape, torch.uint8)
-        scales = new_empty(x, block_scale_shape(rows, cols, dimensions), torch.float32)
+        codes = torch.empty_like(x, dtype=torch.uint8)
+        scales = x.new_empty(block_scale_shape(rows, cols, dimensions), dtype=torch.float32)
     if columnwise:
-        transposed = new_empty(x, (cols, rows), torch.uint8)
-        column_scales = new_empty(x, block_scale_shape(cols, rows, dimensions), torch.float32)
-    bias_grad = new_empty(x, (cols,), dbias) if dbias is not None else None
+        transposed = x.new_empty((cols, rows), dtype=torch.uint8)
+        column_scales = x.new_empty(block_scale_shape(cols, rows, dimensions), dtype=torch.float32)
+    bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         _C.quantize_blocks(
             x,
