@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.kernels import memory
@@ -36,6 +37,22 @@ def test_new_empty(device, monkeypatch, short, shape):
         made, expected = memory.new_empty(like, shape, dtype), like.new_empty(shape, dtype=dtype)
         assert (made.shape, made.stride()) == (expected.shape, expected.stride())
         assert (made.dtype, made.device) == (expected.dtype, expected.device)
+
+
+def test_modes_see_what_is_allocated(device):
+    """Or a tape would miss memory that Python asks for while it is recorded."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            seen.append(result.data_ptr())
+            return result
+
+    like = torch.empty(3, device=device)
+    with Watch():
+        made = memory.new_empty(like, (4, 5))
+    assert seen == [made.data_ptr()]
 
 
 def test_fake_tensors_have_no_memory():
