@@ -23,21 +23,24 @@ from transformer_engine.pytorch.attention.choice import choose
 from transformer_engine.pytorch.attention.environment import environment, repeatable
 from transformer_engine.pytorch.attention.masks import Window
 from transformer_engine.pytorch.attention.projections import HeadLayout, join_gradients, views
+from transformer_engine.pytorch.attention.query_key import turned
 from transformer_engine.pytorch.attention.remember import remembered
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.kernels.attention import (
     AS_INPUTS,
+    NO_SEQUENCES,
     attention_backward,
     attention_forward,
 )
-from transformer_engine.pytorch.rope import apply_rotary_pos_emb, turn_back
+from transformer_engine.pytorch.kernels.packed import Sizes, places_of
+from transformer_engine.pytorch.rope import turn_back
 
 if TYPE_CHECKING:
     from transformer_engine._env import AttentionVariables
     from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 
 
-Sizes = tuple[int, ...]
+_Options = tuple[tuple[int, ...], float, float, tuple[None, ...], None, None, torch.Tensor | None]
 Kept = tuple[torch.Tensor | None, ...]  # turned query and key, value, statistics, seed
 
 
@@ -58,11 +61,8 @@ class Rotation(NamedTuple):
         self, query: torch.Tensor, key: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, turned."""
-        how: dict[str, Any] = {"fused": True, "interleaved": self.interleaved}
-        return (
-            apply_rotary_pos_emb(query, self.of_query, qkv_format, **how),
-            apply_rotary_pos_emb(key, self.of_key, qkv_format, **how),
-        )
+        ends, how = (None, None), (None, None, qkv_format, self.interleaved)
+        return turned((query, key), (self.of_query, self.of_key), ends, *how)
 
     def turn_back(self, query: Any, key: Any, qkv_format: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of both, from those of what `turn` returned."""
@@ -92,6 +92,10 @@ class PlainAttention(NamedTuple):
     scale: float
     dropout: float
 
+    def _options(self, seed: torch.Tensor | None) -> _Options:
+        """Settings, scale and dropout; no sequences, no bias, no sink; the seed."""
+        return self.settings, self.scale, self.dropout, NO_SEQUENCES, None, None, seed
+
     def forward(
         self, projection: torch.Tensor, rotation: Rotation | None, recording: bool
     ) -> tuple[torch.Tensor, Kept]:
@@ -105,19 +109,7 @@ class PlainAttention(NamedTuple):
         if rotation is not None:
             query, key = rotation.turn(query, key, self.qkv_format)
         seed = cudnn.new_seed(query.device) if self.dropout else None
-        out, statistics = attention_forward(
-            query,
-            key,
-            value,
-            self.settings,
-            self.scale,
-            self.dropout,
-            cudnn.WHOLE,
-            None,
-            None,
-            seed,
-            recording,
-        )
+        out, statistics = attention_forward(query, key, value, *self._options(seed), recording)
         return out, (query, key, value, statistics, seed)
 
     def backward(
@@ -130,28 +122,11 @@ class PlainAttention(NamedTuple):
         """The gradient of the projection; `grad` is contiguous."""
         query, key, value, statistics, seed = kept
         of_query, of_key, of_value, *_ = attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            statistics,
-            self.settings,
-            self.scale,
-            self.dropout,
-            cudnn.WHOLE,
-            None,
-            None,
-            seed,
-            False,
-            False,
-            AS_INPUTS,
+            grad, query, key, value, out, statistics, *self._options(seed), False, False, AS_INPUTS
         )
         if rotation is not None:
             of_query, of_key = rotation.turn_back(of_query, of_key, self.qkv_format)
-        features = self.layout.query_features + 2 * self.layout.key_features
-        shape = torch.Size((*grad.shape[:-1], features))
-        return join_gradients((of_query, of_key, of_value), shape, self.layout)
+        return join_gradients((of_query, of_key, of_value), self.layout)
 
 
 def plain_attention(
@@ -216,9 +191,9 @@ def _found(
         False,
         training=training,
     )
-    if chosen_by(query, key, value, call) is not cudnn.BACKEND or not cudnn.readable(*parts):
+    if chosen_by(query, key, value, call) is not cudnn.BACKEND or not all(cudnn.reads(*parts)):
         return None
     settings = cudnn.settings_for(shape, False, False, recording and repeats, (0, 0))
-    places = tuple([(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in parts])
-    places = places if layout.all_views else ()
-    return PlainAttention(layout, places, qkv_format, settings, scale, dropout)
+    places = places_of(*parts)
+    where = () if places is None else places.parts
+    return PlainAttention(layout, where, qkv_format, settings, scale, dropout)

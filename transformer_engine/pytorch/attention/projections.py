@@ -48,13 +48,13 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
-        ctx.shape, ctx.layout = x.shape, layout
+        ctx.layout = layout
         return views(x, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return join_gradients(gradients, ctx.shape, ctx.layout), None
+        return join_gradients(gradients, ctx.layout), None
 
 
 def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
@@ -76,20 +76,19 @@ def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch
 _apply = apply_of(_Split)
 
 
-def join_gradients(
-    gradients: tuple[Any, ...], shape: torch.Size, layout: HeadLayout
-) -> torch.Tensor:
-    """The gradient, of this shape, of the tensor whose parts have these gradients."""
+def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tensor:
+    """The gradient of the tensor whose parts have these gradients."""
     if not layout.all_views:
         query, key, value = gradients
         query = query.unflatten(-2, (layout.groups, -1))
-        return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).view(shape)
+        return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).flatten(-3)
     find = whole_of if type(gradients[0]) is torch.Tensor else _whole_in_graph
     whole = find(gradients, by_head=layout.interleaved)
     if whole is not None:
         return whole
-    join = torch.stack if layout.interleaved else torch.cat
-    return join(gradients, -2).view(shape)
+    if layout.interleaved:
+        return torch.stack(gradients, -2).flatten(-3)
+    return torch.cat(gradients, -2).flatten(-2)
 
 
 @composite_op(

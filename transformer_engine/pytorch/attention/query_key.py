@@ -40,6 +40,11 @@ def head_norm(
     return norm(size, eps, params_dtype=params_dtype, device=device, name=name)
 
 
+def pair_of(angles: RotaryAngles) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles of queries and of keys."""
+    return (angles[0], angles[1]) if isinstance(angles, tuple | list) else (angles, angles)
+
+
 def turned(
     query_key: tuple[torch.Tensor, torch.Tensor],
     angles: RotaryAngles,
@@ -62,8 +67,7 @@ def turned(
     """
     query, key = query_key
     of_query, of_key = ends
-    pair: tuple[torch.Tensor, ...]
-    pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+    pair: tuple[torch.Tensor, ...] = pair_of(angles)
     starts = None
     if inference_params is not None:
         pair, starts, new_ends = inference_params.positions(pair, query, qkv_format, layer_number)

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.kernels.memory import new_empty
 from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_whole
 
 SBHD, BSHD, THD = 0, 1, 2
+NO_SEQUENCES = (None, None, None, None)
 
 # Where gradients of query, key and value lie: apart; as parts of one tensor, if the inputs do; or
 # that tensor itself, `[..., features]`, stands in the place of the query's, alone. In it the heads

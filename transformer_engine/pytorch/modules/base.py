@@ -40,7 +40,7 @@ from transformer_engine.pytorch.quantization import (
 )
 from transformer_engine.pytorch.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
 from transformer_engine.pytorch.regions import forward_grad_enabled, graph_task, top_hooks
-from transformer_engine.pytorch.stages.base import Parameters, Run
+from transformer_engine.pytorch.stages.base import Parameters, Run, needs_of
 from transformer_engine.pytorch.stages.matmul import Matmul
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -60,11 +60,6 @@ def may_repeat() -> bool:
     ):
         return True
     return stack.noted and graph_task() != -1
-
-
-def needs_of(input_needs: bool, parameters: Parameters) -> tuple[bool, ...]:
-    """See `Run`, where autograd records."""
-    return (input_needs, *[p is not None and p.requires_grad for p in parameters])
 
 
 class TransformerEngineBaseModule(ScaledModule):

@@ -14,9 +14,13 @@ from transformer_engine.pytorch.kernels.dropout_add import (
 )
 
 
-def new_seed(device: torch.device) -> torch.Tensor:
-    """Drawn on the device by torch's generator: a captured graph draws anew at each replay."""
-    return torch.randint(2**63 - 1, (1,), device=device)
+def drawn_and_added(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `kernels.dropout_add.dropout_add_forward` returns, and the seed; None where `p == 0`."""
+    # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
+    seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0.0 else None
+    return dropout_add_forward(x, bias, residual, seed, p), seed
 
 
 class _DropoutAdd(torch.autograd.Function):
@@ -28,14 +32,14 @@ class _DropoutAdd(torch.autograd.Function):
         residual: torch.Tensor | None,
         p: float,
     ) -> torch.Tensor:
-        seed = new_seed(x.device) if p > 0.0 else None
-        ctx.save_for_backward(seed)
         ctx.p = p
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        return dropout_add_forward(x, bias, residual, seed, p)
+        out, seed = drawn_and_added(x, bias, residual, p)
+        ctx.save_for_backward(seed)
+        return out
 
     @staticmethod
     @once_differentiable

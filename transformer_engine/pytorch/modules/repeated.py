@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.autocast import OUTSIDE, Scope, autocast_stack
 from transformer_engine.pytorch.regions import Call, Place, Region, graph_task, place
 from transformer_engine.pytorch.scaling_state import FORWARD
-from transformer_engine.pytorch.stages.base import Parameters, Run
+from transformer_engine.pytorch.stages.base import Parameters, Run, needs_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
@@ -41,8 +41,7 @@ def begin_in_region(
     where = place(stack.repeated, stack.regions)
     needs: tuple[bool, ...] = ()
     if where.rehearses or torch.is_grad_enabled():
-        wanted = where.rehearses or x.requires_grad
-        needs = (wanted, *[p is not None and p.requires_grad for p in parameters])
+        needs = needs_of(where.rehearses or x.requires_grad, parameters)
     if graph_task() == -1 or not repeats(module, where.repeats):
         run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
         return _noted(module, run, where, stack.scope)

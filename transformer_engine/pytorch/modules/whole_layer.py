@@ -17,31 +17,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.call import AttentionMask
-from transformer_engine.pytorch.attention.casts import wants_fp8
+from transformer_engine.pytorch.attention.casts import asks
 from transformer_engine.pytorch.attention.dot_product import DotProductAttention
 from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
 from transformer_engine.pytorch.attention.plain import PlainAttention, Rotation, plain_attention
-from transformer_engine.pytorch.attention.query_key import RotaryAngles
+from transformer_engine.pytorch.attention.query_key import RotaryAngles, pair_of
 from transformer_engine.pytorch.autocast import autocast_stack
 from transformer_engine.pytorch.chain import run_backward, run_forward
 from transformer_engine.pytorch.export import exporting
 from transformer_engine.pytorch.functions import bare_apply, transforms_active
-from transformer_engine.pytorch.kernels.dropout_add import (
-    dropout_add_backward,
-    dropout_add_forward,
-)
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.modules.base import (
     TransformerEngineBaseModule,
     may_repeat,
-    needs_of,
 )
-from transformer_engine.pytorch.modules.dropout_add import new_seed
+from transformer_engine.pytorch.modules.dropout_add import drawn_and_added
 from transformer_engine.pytorch.modules.inputs import autocast_dtype
 from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.modules.linear import Linear
 from transformer_engine.pytorch.regions import top_hooks
-from transformer_engine.pytorch.stages.base import Run
+from transformer_engine.pytorch.stages.base import Run, needs_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
@@ -103,18 +99,18 @@ def whole_layer(
     if _is_compiling() or attention_mask is not None or given.keys() - _KNOWN:
         return None
     parts = _parts(layer)
-    if parts is None or not _is_quiet(x):
+    if parts is None or not _is_quiet(x, parts.core.name):
         return None
     recording = _is_grad_enabled()
+    attention = plain_attention(parts.core, parts.attention.layout, x, recording)
+    if attention is None:
+        return None
     first, second, third = [module.chain_parameters()[0] for module in parts.chains]
     needs: tuple[tuple[bool, ...], ...] = ((), (), ())
     if recording:
         needs = (needs_of(x.requires_grad, first), needs_of(True, second), needs_of(True, third))
         if True not in needs[0]:
             return None
-    attention = plain_attention(parts.core, parts.attention.layout, x, recording)
-    if attention is None:
-        return None
     microbatch = given.get("is_first_microbatch")
     runs = [
         module.run_outside(x, own, wanted, microbatch)
@@ -133,8 +129,8 @@ def _rotation(attention: MultiheadAttention, given: dict[str, Any]) -> Rotation 
     angles: RotaryAngles | None = given.get("rotary_pos_emb")
     if angles is None:
         return None
-    pair = angles if isinstance(angles, tuple | list) else (angles, angles)
-    return Rotation(*pair, attention.rotary_pos_interleaved)
+    of_query, of_key = pair_of(angles)
+    return Rotation(of_query, of_key, attention.rotary_pos_interleaved)
 
 
 def _parts(layer: TransformerLayer) -> _Parts | None:
@@ -166,9 +162,8 @@ def _parts(layer: TransformerLayer) -> _Parts | None:
     return _Parts(attention, core, (qkv, proj, mlp))
 
 
-def _is_quiet(x: torch.Tensor) -> bool:
-    """Whether nothing around the call might look into it."""
-    scope = _STACK.scope
+def _is_quiet(x: torch.Tensor, attention: str) -> bool:
+    """Whether nothing around the call might look into it; `attention` is a name for an error."""
     return not (
         x.nbytes > _MOST_BYTES
         or not x.numel()
@@ -176,7 +171,7 @@ def _is_quiet(x: torch.Tensor) -> bool:
         or may_repeat()
         or top_hooks(True) is not None
         or _has_global_hooks()
-        or ((scope.enabled or scope.calibrating) and wants_fp8(scope.recipe))
+        or asks(_STACK.scope, attention)
         or autocast_dtype(x) is not None
         or exporting()
     )
@@ -198,9 +193,10 @@ def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any
 
     projection, residual = chain(0, x, parameters[:one])
     context, attended = attention.forward(projection, rotation, ctx is not None)
-    x, seed = _join(chain(1, context, parameters[one:two]), residual, dropout)
+    out = chain(1, context, parameters[one:two])
+    x, seed = drawn_and_added(out, None, residual, dropout)
     out, residual = chain(2, x, parameters[two:])
-    out, last_seed = _join(out, residual, dropout)
+    out, last_seed = drawn_and_added(out, None, residual, dropout)
     if ctx is not None:
         ctx.plan, ctx.replays = plan, replays
         angles = (None, None) if rotation is None else rotation[:2]  # nobody may change them
@@ -208,16 +204,8 @@ def _forward(plan: _Plan, x: torch.Tensor, parameters: tuple[Any, ...], ctx: Any
     return out
 
 
-def _join(
-    branch: torch.Tensor, residual: torch.Tensor, dropout: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`residual + dropout(branch)`, and the seed of the dropout."""
-    seed = None if dropout == 0.0 else new_seed(branch.device)
-    return dropout_add_forward(branch, None, residual, seed, dropout), seed
-
-
 def _of_branch(grad: torch.Tensor, seed: torch.Tensor | None, dropout: float) -> Any:
-    """The gradient of the branch of `_join`; that of the residual is `grad`."""
+    """The gradient of what was dropped and added; that of the residual is `grad`."""
     return grad if seed is None else dropout_add_backward(grad, seed, dropout, grad.dtype, None)[0]
 
 

@@ -147,6 +147,11 @@ class Run:
         return own
 
 
+def needs_of(input_needs: bool, parameters: Parameters) -> tuple[bool, ...]:
+    """`Run.needs`, where autograd records."""
+    return (input_needs, *[p is not None and p.requires_grad for p in parameters])
+
+
 class Stage:
     """Base of all stages. `slot` is the index of its first parameter in the chain's list.
 

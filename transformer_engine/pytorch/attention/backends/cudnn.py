@@ -38,6 +38,7 @@ from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
     BSHD,
+    NO_SEQUENCES,
     PACKED,
     PACKED_BY_HEAD,
     SBHD,
@@ -50,8 +51,7 @@ from transformer_engine.pytorch.kernels.attention import (
 from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
-WHOLE: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # no sequences are said
-_NOTHING = (None, None, None, *WHOLE)
+_NOTHING = (None, None, None, *NO_SEQUENCES)
 
 
 class _Attention(torch.autograd.Function):
@@ -122,7 +122,8 @@ def new_seed(device: torch.device) -> torch.Tensor:
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """See `backends/__init__.py`."""
     shape, bias, sink, seed = call.shape, call.bias.tensor, call.sink.offset, None
-    sequences, longest, same = WHOLE, (0, 0), False
+    sequences: tuple[torch.Tensor | None, ...] = NO_SEQUENCES
+    longest, same = (0, 0), False
     if shape.band is None:
         same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
         sequences, longest = _sequences(call)
@@ -208,7 +209,7 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """
     if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
-    read = _read(tuple([(x.shape, x.stride()) for x in inputs]))
+    read = reads(*inputs)
     if all(read):
         return inputs
     return tuple(
@@ -217,9 +218,9 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     )
 
 
-def readable(*inputs: torch.Tensor) -> bool:
-    """Whether cuDNN can read tensors as they lie."""
-    return all(_read(tuple([(x.shape, x.stride()) for x in inputs])))
+def reads(*inputs: torch.Tensor) -> tuple[bool, ...]:
+    """Which of these tensors cuDNN can read as they lie."""
+    return _read(tuple([(x.shape, x.stride()) for x in inputs]))
 
 
 @remembered

@@ -41,6 +41,7 @@ from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.functions import once_differentiable
 from transformer_engine.pytorch.kernels.attention import (
     APART,
+    NO_SEQUENCES,
     attention_backward,
     attention_refusal,
 )
@@ -126,7 +127,7 @@ def _gradients_in_16_bit(
     )
     grad = grad.contiguous().to(dtype)
     given = (grad, query, key, value, out, statistics, settings, scale)
-    results = attention_backward(*given, 0.0, (None,) * 4, None, None, None, False, False, APART)
+    results = attention_backward(*given, 0.0, NO_SEQUENCES, None, None, None, False, False, APART)
     return [
         x.to(ctx.dtype) if x is not None and needed else None
         for x, needed in zip(results[:3], needs, strict=True)
