@@ -17,7 +17,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import core, plain
-from transformer_engine.pytorch.attention.backends import cudnn, unfused
+from transformer_engine.pytorch.attention.backends import unfused
 from transformer_engine.pytorch.modules import transformer_layer, whole_layer
 
 KINDS = {
@@ -46,11 +46,7 @@ def _with_cudnn(request, monkeypatch):
         if reason := te.attention_backends(**problem)["cudnn"]:
             pytest.skip(reason)
         return
-    for module in (cudnn, plain):
-        for name in ("attention_forward", "attention_backward"):
-            monkeypatch.setattr(module, name, getattr(fake_cudnn, name))
-    for module in (core, plain):
-        monkeypatch.setattr(module, "choose", lambda *call: cudnn.BACKEND)
+    fake_cudnn.serve(monkeypatch)
 
 
 @pytest.fixture
@@ -295,7 +291,7 @@ def test_surroundings(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_whole(layer(x))
     with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_dpa=True)):
-        plan = whole_layer._is_quiet(x)
+        plan = whole_layer._is_quiet(x, "layer")
     assert not plan
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert not is_whole(layer(x))

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch.attention import core
+from transformer_engine.pytorch.attention import core, plain
 from transformer_engine.pytorch.attention.alibi import default_slopes
 from transformer_engine.pytorch.attention.backends import cudnn
 from transformer_engine.pytorch.kernels import attention as kernels
@@ -52,7 +52,8 @@ def serve(monkeypatch):
 
     monkeypatch.setattr(kernels._C, "attention_forward", forward)
     monkeypatch.setattr(kernels._C, "attention_backward", backward)
-    monkeypatch.setattr(core, "choose", lambda *call: cudnn.BACKEND)
+    for module in (core, plain):
+        monkeypatch.setattr(module, "choose", lambda *call: cudnn.BACKEND)
 
 
 def attend(inputs, settings, scale, dropout, sequences, bias, sink, seed):
