@@ -8,8 +8,8 @@ from harness import Report, of_copy, require_gpu, time_gpu_each
 
 from transformer_engine.pytorch.kernels import activation as op
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from pytorch.cases import activation as cases
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from cases import activation as cases
 
 BARS = {"forward": 0.90, "forward fp8": 0.85, "backward": 0.90, "backward dbias fp8": 0.84}
 

@@ -10,8 +10,8 @@ from harness import Report, of_copy, require_gpu, time_gpu_each
 
 from transformer_engine.pytorch.kernels.norm import LAYER_NORM, RMS_NORM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from pytorch.cases import norm as cases
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from cases import norm as cases
 
 NAMES = {LAYER_NORM: "layernorm", RMS_NORM: "rmsnorm"}
 BARS = {

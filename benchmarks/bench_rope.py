@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from harness import Report, of_copy, require_gpu, time_gpu_each
 
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from transformer_engine.pytorch.kernels.rope import rope
-from transformer_engine.pytorch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 BAR = 0.85
 LARGE = 2**24  # elements from which the bar holds

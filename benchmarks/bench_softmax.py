@@ -18,9 +18,9 @@ from transformer_engine.pytorch.kernels.dropout_add import (
 )
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from pytorch.cases import dropout_add as dropout_cases
-from pytorch.cases import softmax as cases
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from cases import dropout_add as dropout_cases
+from cases import softmax as cases
 
 SCALE = 0.125
 SOFTMAX_BAR, DROPOUT_BAR = 0.85, 0.90

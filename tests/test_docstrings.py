@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PACKAGES = {
-    "transformer_engine.pytorch.export": ("onnx", "onnxscript"),
+    "transformer_engine.pytorch.export.onnx": ("onnx", "onnxscript"),
     "nvdlfw_inspect.report.table": ("rich",),
     "nvdlfw_inspect.report.advice": ("jinja2",),
 }

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug.fake_manager import session
+from fake_manager import session
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.__main__ import main as check_config
-from transformer_engine.pytorch import gemm
+from transformer_engine.pytorch.chain import gemm
 
 ROOT = Path(__file__).parents[1]
 LISTING = re.compile(r"^```(python|yaml)\n(.*?)^```", re.M | re.S)

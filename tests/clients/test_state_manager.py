@@ -7,7 +7,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
 from transformer_engine.pytorch.fp8 import fp8_model_init
-from transformer_engine.pytorch.quantization import quantized_model_init
+from transformer_engine.pytorch.fp8.recipe_quantizers import quantized_model_init
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from debug.fake_manager import session
-from debug.hook_cases import HighPrecision, Modifier, build
+from fake_manager import session
+from hook_cases import HighPrecision, Modifier, build
 from precisions import scope
 
 from transformer_engine.debug import inspector

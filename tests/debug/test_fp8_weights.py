@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug.fake_manager import session
-from debug.hook_cases import MODULES, HighPrecision, Modifier, Recorder, train
 from debug_session import debugging, logged, section
+from fake_manager import session
 from fp8_kinds import codes, scales
+from hook_cases import MODULES, HighPrecision, Modifier, Recorder, train
 from rulers import assert_equal
 
 import nvdlfw_inspect.api as debug_api

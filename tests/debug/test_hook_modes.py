@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from debug.fake_manager import session
-from debug.hook_cases import HighPrecision, Modifier, Recorder, build, train
+from fake_manager import session
+from hook_cases import HighPrecision, Modifier, Recorder, build, train
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantizers import IdentityQuantizer
+from transformer_engine.pytorch.fp8.quantizers import IdentityQuantizer
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from debug.fake_manager import session
-from debug.hook_cases import MODULES, HighPrecision, Modifier, Recorder, build, train
+from fake_manager import session
+from hook_cases import MODULES, HighPrecision, Modifier, Recorder, build, train
 from precisions import RECIPES, scope
 from rulers import assert_equal
 

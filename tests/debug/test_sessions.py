@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug.hook_cases import build, train
+from hook_cases import build, train
 from precisions import RECIPES
 from rulers import assert_equal
 
@@ -12,7 +12,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.debug.features import _test_dummy_feature
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 FEATURES = Path(te.__file__).parents[1] / "debug" / "features"
 USER_FEATURE = '''

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_session import debugging, logged, section
+from debug_session import SIX, debugging, logged, section
 from precisions import RECIPES, scope
 
 import nvdlfw_inspect.api as debug_api
@@ -14,7 +14,6 @@ MOMENTS = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynam
 CASTS = ["underflows%", "overflows%", "mse", "scale_inv_min", "fp8_current_scaling_underflows%"]
 CASTS += ["mse_columnwise", "fp8_block_scaling_mse", "fp8_block_scaling_mse_columnwise"]
 CASTS += ["mxfp8_mse"]
-SIX = ["activation", "gradient", "weight", "output", "wgrad", "dgrad"]
 STEPS, MICROBATCHES = 3, 2
 
 

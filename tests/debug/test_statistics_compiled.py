@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from debug.test_statistics_bits import SIX
-from debug_session import Config, debugging, logged, section
+from debug_session import SIX, Config, debugging, logged, section
 from precisions import scope
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint

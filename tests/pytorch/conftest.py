@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 @pytest.fixture(autouse=True)

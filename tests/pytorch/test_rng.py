@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from pytorch.cases.attention import BACKENDS
-from pytorch.cases.attention import module as make_attention
-from pytorch.cases.attention import qkv as make_qkv
+from cases.attention import BACKENDS
+from cases.attention import module as make_attention
+from cases.attention import qkv as make_qkv
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.dtypes import block_dimensions, element_of
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.operands import Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
 
 

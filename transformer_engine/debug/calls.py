@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.names import NAMESPACE, GemmTensor
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.tensor import Quantizer
 
 

@@ -20,13 +20,13 @@ from transformer_engine.debug.plans import (
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.chain.stages.base import Run
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
-from transformer_engine.pytorch.quantizers import GemmQuantizers, Quantizer
-from transformer_engine.pytorch.stages.base import Run
 
 if TYPE_CHECKING:
-    from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 _ITERATIONS = 1 << 40
 _SESSIONS = itertools.count(1)

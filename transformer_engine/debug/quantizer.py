@@ -12,12 +12,8 @@ from transformer_engine.debug.calls import FeatureCalls
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
-from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side, transposed
-from transformer_engine.pytorch.quantizers import (
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
     BlockQuantizer,
     CurrentQuantizer,
@@ -27,6 +23,10 @@ from transformer_engine.pytorch.quantizers import (
     WrappingQuantizer,
     pad,
 )
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,

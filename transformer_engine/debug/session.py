@@ -6,7 +6,7 @@ from typing import Any
 
 from nvdlfw_inspect.debug_manager import subscribe
 from transformer_engine.debug.inspector import Inspector
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 class InspectorListener:

@@ -12,6 +12,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch import (
+    _compat,
     constants,
     cpp_extensions,
     distributed,
@@ -26,12 +27,19 @@ from transformer_engine.pytorch.attention import (
     MultiheadAttention,
     attention_backends,
 )
-from transformer_engine.pytorch.autocast import (
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+from transformer_engine.pytorch.chain.gemm import gemm_report
+from transformer_engine.pytorch.convert.convert import ConversionReport, convert
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
+from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.export.onnx import onnx_export
+from transformer_engine.pytorch.fp8.autocast import (
     autocast,
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.availability import (
+from transformer_engine.pytorch.fp8.availability import (
     get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
@@ -40,32 +48,25 @@ from transformer_engine.pytorch.availability import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from transformer_engine.pytorch.checkpointing import checkpoint
-from transformer_engine.pytorch.convert import ConversionReport, convert
-from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
-from transformer_engine.pytorch.dtypes import DType
-from transformer_engine.pytorch.export import onnx_export
-from transformer_engine.pytorch.gemm import gemm_report
-from transformer_engine.pytorch.graph import make_graphed_callables
-from transformer_engine.pytorch.model_init import fp8_model_init, quantized_model_init
-from transformer_engine.pytorch.modules.fp8_padding import Fp8Padding, Fp8Unpadding
-from transformer_engine.pytorch.modules.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.modules.layernorm import LayerNorm
-from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
-from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
-from transformer_engine.pytorch.modules.linear import Linear
-from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
-from transformer_engine.pytorch.modules.transformer_layer import TransformerLayer
-from transformer_engine.pytorch.offload import get_cpu_offload_context, mark_not_offload
-from transformer_engine.pytorch.permutation import (
+from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_model_init
+from transformer_engine.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.moe.permutation import (
     moe_permute,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload
+from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
-from transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -76,6 +77,7 @@ from transformer_engine.pytorch.tensor import (
     Quantizer,
 )
 
+_compat.install()
 _C.set_num_threads(torch.get_num_threads())
 
 __all__ = [

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch._torch_private import once_differentiable
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
-from transformer_engine.pytorch.functions import once_differentiable
-from transformer_engine.pytorch.groups import check_group
+from transformer_engine.pytorch.parallel.groups import check_group
 
 __all__ = ["parallel_cross_entropy"]
 

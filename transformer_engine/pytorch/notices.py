@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) -> None:

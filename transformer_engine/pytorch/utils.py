@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from transformer_engine.pytorch.availability import (
+from transformer_engine.pytorch.fp8.availability import (
     get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
 )
-from transformer_engine.pytorch.modules.parameters import default_init_method
+from transformer_engine.pytorch.module.parameters import default_init_method
 
 __all__ = [
     "divide",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 class _Readable(type):

@@ -21,7 +21,7 @@ from transformer_engine.debug.statistics.tensor import TensorStatistics
 
 if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
-    from transformer_engine.pytorch.quantizers import Quantizer
+    from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
 _MOST_LANDINGS = 64  # steps in flight before one is waited for
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")

@@ -15,11 +15,10 @@ import torch
 
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.capture import capturing
-from transformer_engine.pytorch.kernels.inspector import show_to_inspector
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.quantizers import (
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
     Fp8Quantizer,
     GemmQuantizers,
@@ -27,7 +26,8 @@ from transformer_engine.pytorch.quantizers import (
     Scaling,
     WrappingQuantizer,
 )
-from transformer_engine.pytorch.regions import graph_task
+from transformer_engine.pytorch.kernels.inspector import show_to_inspector
+from transformer_engine.pytorch.recompute.regions import graph_task
 
 Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes, scales, format
 _OF_FORWARD = ("activation", "weight", "output")

@@ -16,17 +16,17 @@ from transformer_engine.pytorch.dtypes import (
     block_dimensions,
     element_of,
 )
-from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.moments import cast_moments
-from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, scale_pair
-from transformer_engine.pytorch.quantizers import (
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
+from transformer_engine.pytorch.fp8.quantizers import (
     BlockQuantizer,
     CurrentQuantizer,
     Fp8Quantizer,
     Scaling,
 )
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.moments import cast_moments
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 RECIPES = {

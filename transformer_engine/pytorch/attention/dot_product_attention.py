@@ -1,5 +1,334 @@
-"""The documented import path of `DotProductAttention`."""
+"""DotProductAttention: checks, masks and formats around whichever backend takes the problem."""
 
-from transformer_engine.pytorch.attention.dot_product import DotProductAttention
+from __future__ import annotations
 
-__all__ = ["DotProductAttention"]
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.attention.cache.generation import Inputs, check_params, with_cache
+from transformer_engine.pytorch.attention.core import formats
+from transformer_engine.pytorch.attention.core.arguments import (
+    check_heads,
+    check_settings,
+    checked_inputs,
+    refuse_rare,
+    refuse_unimplemented,
+)
+from transformer_engine.pytorch.attention.core.attention import attention
+from transformer_engine.pytorch.attention.core.call import (
+    NO_DROPOUT,
+    AttentionMask,
+    Call,
+    Dropout,
+    Sequences,
+    bias_of,
+    call_shape,
+)
+from transformer_engine.pytorch.attention.core.casts import GEMMS, casts_of, wants_fp8
+from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink, check_softmax_type
+from transformer_engine.pytorch.attention.masks.masks import (
+    Window,
+    as_window,
+    mask_rule,
+)
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8 import extra_state
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.module.arguments import (
+    refuse_parallel_sizes,
+    refuse_parallelism,
+)
+from transformer_engine.pytorch.module.inputs import names_layer
+from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
+
+
+class DotProductAttention(ScaledModule):
+    """softmax(query key^T / sqrt(size)) value, for each head.
+
+    Args:
+        num_attention_heads: query heads.
+        kv_channels: size of a head; a pair gives keys and values sizes of their own.
+        num_gqa_groups: key and value heads; each serves `num_attention_heads / num_gqa_groups`
+            query heads. None for as many as query heads.
+        attention_dropout: probability of dropping an attention weight in training.
+        qkv_format: `sbhd` is `[sequence, batch, heads, size]`, `bshd` is `[batch, sequence, heads,
+            size]`, and `thd` is `[tokens, heads, size]`: sequences one after the other, whose ends
+            `cu_seqlens` say.
+        attn_mask_type: `no_mask`; `causal` (query i sees keys up to i) or `causal_bottom_right`
+            (the last query sees the last key); `padding`, `padding_causal` or
+            `padding_causal_bottom_right`, which hide what lies behind the end of a sequence;
+            `arbitrary`, a mask of your own. `forward` may override it.
+        window_size: `(left, right)`: query i sees keys i - left to i + right; -1 is no limit.
+            `forward` may override it.
+        sequence_parallel: with True, dropout does not use the tracker's RNG states.
+        tp_size: tensor parallel ranks, 1 so far.
+        get_rng_state_tracker: returns the tracker whose `fork()` dropout runs in.
+        tp_group: tensor parallel group, of one rank so far.
+        layer_number: number of the layer, from 1.
+        attention_type: `self` or `cross`.
+        cp_group: context parallel group, of one rank so far.
+        cp_global_ranks: ranks of the context parallel group.
+        cp_stream: stream for context parallel work.
+        bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
+        cp_comm_type: how context parallel ranks communicate.
+        softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
+        softmax_type: `vanilla`; `off-by-one` has 1 more in the denominator; `learnable` has
+            exp(`softmax_offset`) more, a parameter `[num_attention_heads]`, zeros at first.
+        return_max_logit: not implemented.
+        name: name of the layer.
+
+    Raises:
+        ValueError: heads, formats, mask types or windows that cannot be.
+        NotImplementedError: what is not implemented; groups of several ranks.
+
+    Example:
+        >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
+        >>> q = k = v = torch.randn(16, 2, 8, 64)
+        >>> attention(q, k, v).shape
+        torch.Size([16, 2, 512])
+    """
+
+    softmax_offset: nn.Parameter
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        *,
+        bottom_right_diagonal: bool | None = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(GEMMS)
+        self.name = layer_name(name)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        if return_max_logit:
+            refuse_unimplemented("return_max_logit", return_max_logit)
+        check_settings(self.name, attention_type, attention_dropout, softmax_scale)
+        groups, sizes = check_heads(self.name, num_attention_heads, num_gqa_groups, kv_channels)
+        window = as_window(window_size)
+        mask_rule(attn_mask_type, window, bottom_right_diagonal)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.key_channels, self.value_channels = sizes
+        self.attention_dropout = attention_dropout
+        self.qkv_format = formats.check_format(qkv_format)
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_type = attention_type
+        self.layer_number = layer_number
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(self.key_channels)
+        self.softmax_scale = softmax_scale
+        self._add_sink(softmax_type)
+        self.sequence_parallel = sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.tp_group = tp_group
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _add_sink(self, softmax_type: str) -> None:
+        self.softmax_type = check_softmax_type(softmax_type)
+        self._parameter_set = ParameterSet(None)
+        if softmax_type == "learnable":
+            offset = ParameterSpec("softmax_offset", (self.num_attention_heads,), nn.init.zeros_)
+            self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Start `softmax_offset`, if there is one, at zero again; on meta it gets memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset(self)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group, of one rank so far."""
+        refuse_parallelism(self, "tp_group", tp_group)
+        self.tp_group = tp_group
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context parallel group, of one rank so far."""
+        for group in cp_group if isinstance(cp_group, list) else [cp_group]:
+            refuse_parallelism(self, "cp_group", group)
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    @names_layer
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: AttentionMask | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        *,
+        bottom_right_diagonal: bool | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        num_splits: int = 1,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query_layer: `[sequence, batch, heads, size]`, or as `qkv_format` says.
+            key_layer: the same with `num_gqa_groups` heads.
+            value_layer: the same with `num_gqa_groups` heads.
+            attention_mask: bool, True = hidden. For padding types `[batch, 1, 1, sequence]`, or a
+                pair of them for queries and keys; for `arbitrary` any shape that broadcasts to
+                `[batch, heads, queries, keys]`. Other types ignore it.
+            qkv_format: overrides the constructor's.
+            cu_seqlens_q: int32 `[batch + 1]`, where each query sequence ends; for padding types
+                instead of a mask, and for `thd`.
+            cu_seqlens_kv: the same for keys and values.
+            max_seqlen_q: longest query sequence of `thd`; without it the host waits for the GPU.
+            max_seqlen_kv: the same for keys and values.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            checkpoint_core_attention: compute attention again in the backward instead of keeping
+                its weights.
+            core_attention_bias_type: `no_bias`, `pre_scale_bias` (added to query key^T),
+                `post_scale_bias` (added after scaling) or `alibi`.
+            core_attention_bias: broadcasts to `[batch, heads, queries, keys]`.
+            alibi_slopes: fp32 `[heads]` or `[batch, heads]`; None for the usual ones.
+            fast_zero_fill: without effect: results of padding are always zero.
+            inference_params: keys and values of earlier tokens, see `InferenceParams`; queries see
+                keys up to their own.
+            bottom_right_diagonal: overrides the constructor's.
+            cu_seqlens_q_padded: where query sequences of `thd` start, if there is room between.
+            cu_seqlens_kv_padded: the same for keys and values.
+            pad_between_seqs: without effect: the two arguments above say it.
+            fp8_output: not implemented.
+            num_splits: without effect.
+
+        Returns:
+            `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
+            `[tokens, ...]`, as the format is.
+
+        Raises:
+            ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
+                no backend takes, with the reason of each.
+            TypeError: dtypes that are not supported or differ.
+        """
+        query, key, value = checked_inputs(query_layer, key_layer, value_layer)
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+        of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+        if fp8_output or exporting():
+            refuse_rare(self, fp8_output, qkv_format, inference_params)
+        casts = casts_of(self, (query, key, value), checkpoint_core_attention)
+        window = self.window_size if window_size is None else as_window(window_size)
+        step = None
+        if inference_params is not None:
+            check_params(inference_params, self.layer_number, self.name)
+            new = Inputs(query, key, value, qkv_format, mask_type, of_query, of_key)
+            kept = with_cache(new, inference_params, self.layer_number, window)
+            query, key, value, qkv_format, mask_type, of_query, of_key, step = kept
+        shape = call_shape(
+            qkv_format,
+            (self.num_attention_heads, self.num_gqa_groups),
+            (self.key_channels, self.value_channels),
+            (query.shape, key.shape, value.shape),
+            mask_type,
+            window,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
+        call = Call(
+            shape,
+            attention_mask,
+            of_query,
+            of_key,
+            bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
+            self.softmax_scale,
+            self._dropout(),
+            checkpoint_core_attention,
+            self._sink(query.device),
+            "" if inference_params is None else inference_params.kind,
+            self.training,
+            casts,
+        )
+        out = attention(query, key, value, call)
+        if casts is not None and casts.columns is not None:
+            casts.columns.note_amaxes(out)
+        return out if step is None else step.restored(out)
+
+    def _sink(self, device: torch.device) -> Sink:
+        if self.softmax_type == "vanilla":
+            return NO_SINK
+        if self.softmax_type == "learnable":
+            return Sink("learnable", self.softmax_offset)
+        return Sink(self.softmax_type, torch.zeros(self.num_attention_heads, device=device))
+
+    def _dropout(self) -> Dropout:
+        p = self.attention_dropout if self.training else 0.0
+        return NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker())
+
+    def _tracker(self) -> Any:
+        """RNG states of dropout: with sequence parallelism all ranks draw alike."""
+        if self.get_rng_state_tracker is None or self.sequence_parallel:
+            return None
+        return self.get_rng_state_tracker()
+
+    def updates(self, scope: Scope) -> bool:
+        """Whether a step of this module in this scope ends with an update of scales."""
+        return super().updates(scope) and wants_fp8(scope.recipe)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""
+        autocast_stack().flush()
+        return extra_state.pack(self.scaling)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        restored = extra_state.unpack(state, self.name)
+        check_columns(restored, self.gemm_count, self.name)
+        self.scaling = restored or self.scaling
+
+    def extra_repr(self) -> str:
+        """Heads, sizes and mask."""
+        return (
+            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups},"
+            f" channels=({self.key_channels}, {self.value_channels}),"
+            f" mask={self.attn_mask_type!r}, format={self.qkv_format!r}"
+        )

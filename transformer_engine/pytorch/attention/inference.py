@@ -32,15 +32,15 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.fixed_steps import FixedStep, FixedSteps, Geometry
-from transformer_engine.pytorch.attention.formats import check_format
-from transformer_engine.pytorch.attention.kv_cache import (
+from transformer_engine.pytorch.attention.cache.fixed_steps import FixedStep, FixedSteps, Geometry
+from transformer_engine.pytorch.attention.cache.kv_cache import (
     KVCacheManager,
     NonPagedKVCacheManager,
     PagedKVCacheManager,
     Step,
 )
-from transformer_engine.pytorch.modules.arguments import check_sizes
+from transformer_engine.pytorch.attention.core.formats import check_format
+from transformer_engine.pytorch.module.arguments import check_sizes
 
 
 class InferenceParams:

@@ -1,5 +1,381 @@
-"""The documented import path of `MultiheadAttention`."""
+"""MultiheadAttention: projections to queries, keys and values, attention, and the way back."""
 
-from transformer_engine.pytorch.attention.multi_head import MultiheadAttention
+from __future__ import annotations
 
-__all__ = ["MultiheadAttention"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.attention.core.call import AttentionMask
+from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_kv, split_qkv
+from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, head_norm, turned
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from transformer_engine.pytorch.attention.masks.masks import Window
+from transformer_engine.pytorch.module.arguments import accept_overlap_arguments, check_sizes
+from transformer_engine.pytorch.module.inputs import given, names_layer
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.module.parameters import InitMethod, default_device
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with its projections, and optionally a norm before them.
+
+    Args:
+        hidden_size: size of each input and output sample.
+        num_attention_heads: query heads.
+        kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
+        attention_dropout: probability of dropping an attention weight in training.
+        layernorm_epsilon: added to the variance.
+        init_method: of the query, key and value weights; None is a normal with deviation 0.023.
+        output_layer_init_method: of the output projection's weight; likewise.
+        layer_number: number of the layer, from 1.
+        attn_mask_type: see `DotProductAttention`.
+        window_size: see `DotProductAttention`.
+        tp_group: tensor parallel group, of one rank so far.
+        tp_size: tensor parallel ranks, 1 so far.
+        num_gqa_groups: key and value heads; None for as many as query heads.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
+            `fuse_qkv_params`.
+        get_rng_state_tracker: returns the tracker of initialisation and dropout.
+        sequence_parallel: has an effect with several ranks only.
+        params_dtype: of the parameters; None is torch's default dtype.
+        return_bias: return the output projection's bias instead of adding it.
+        return_layernorm_output: also return the output of the norm.
+        input_layernorm: normalise the input.
+        attention_type: `self`, or `cross` for keys and values of `encoder_output`.
+        set_parallel_mode: shard the projections over the tensor parallel group.
+        fuse_qkv_params: one parameter for queries, keys and values instead of three.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
+            key and value; without it, those of all queries, of all keys, of all values. False
+            without `fuse_qkv_params`.
+        bias: learn additive biases.
+        normalization: `LayerNorm` or `RMSNorm`.
+        device: of the parameters; None is cuda where there is one, else cpu.
+        qkv_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
+            `[batch, sequence, hidden_size]` or `[tokens, hidden_size]`.
+        bottom_right_diagonal: see `DotProductAttention`.
+        rotary_pos_interleaved: neighbours turn together, (0, 1), (2, 3), ..., and not (0, size /
+            2), (1, size / 2 + 1), ...
+        qk_norm_type: normalise the heads of queries and keys: `RMSNorm`, `LayerNorm` or
+            `L2Normalization` (to length 1, without parameters); None does not.
+        qk_norm_eps: added to the mean square, variance or sum of squares of a head.
+        qk_norm_before_rope: normalise before the rotation instead of after it.
+        softmax_type: see `DotProductAttention`.
+        seq_length: without effect.
+        micro_batch_size: without effect.
+        return_input: also return the input, see `LayerNormLinear`; needs `input_layernorm`.
+        name: name of the layer; its children are `<name>.layernorm_qkv`, `<name>.proj`, ...
+        others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: sizes, heads or mask types that cannot be.
+        TypeError: unknown arguments.
+        NotImplementedError: groups of several ranks.
+
+    Example:
+        >>> MultiheadAttention(64, 4, device="cpu")(torch.randn(8, 2, 64)).shape
+        torch.Size([8, 2, 64])
+    """
+
+    layernorm_qkv: LayerNormLinear
+    qkv: Linear
+    layernorm_query: LayerNormLinear
+    query_layer: Linear
+    key_value: Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = 1,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        bottom_right_diagonal: bool | None = None,
+        rotary_pos_interleaved: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        name: str | None = None,
+        return_input: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        accept_overlap_arguments(MultiheadAttention, others)
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "[MultiheadAttention] expected fuse_qkv_params=True with"
+                " fuse_wgrad_accumulation=True, got False"
+            )
+        self.name = layer_name(name)
+        self.hidden_size = hidden_size
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.attention_type = attention_type
+        self.qkv_format = qkv_format
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.has_tap = (return_layernorm_output or return_input) and input_layernorm
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.layout = self._layout(
+            num_attention_heads,
+            num_attention_heads if num_gqa_groups is None else num_gqa_groups,
+            kv_channels,
+            qkv_weight_interleaved and fuse_qkv_params,
+        )
+        linear: dict[str, Any] = {
+            "bias": bias,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "device": device,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+            "return_input": return_input,
+        }
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        self._add_input_projections(
+            fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
+        )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.layout.size,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softmax_type=softmax_type,
+            name=f"{self.name}.core_attention",
+        ).to(default_device(device))
+        self.proj = Linear(
+            self.layout.query_features,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            parallel_mode=row,
+            name=f"{self.name}.proj",
+            **linear,
+        )
+        self.q_norm, self.k_norm = (
+            head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
+            for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
+        )
+
+    def _layout(self, heads: int, groups: int, size: int | None, interleaved: bool) -> HeadLayout:
+        """The heads of the projections; sizes are checked."""
+        check_sizes("MultiheadAttention", self.name, hidden_size=self.hidden_size)
+        sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
+        check_sizes("MultiheadAttention", self.name, 1, **sizes, layer_number=self.layer_number)
+        if not size and self.hidden_size % heads:
+            raise ValueError(
+                "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
+                f" {self.hidden_size} is not divisible by {heads} (layer {self.name})"
+            )
+        return HeadLayout(heads, groups, size or self.hidden_size // heads, interleaved)
+
+    def _add_input_projections(
+        self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
+    ) -> None:
+        """Register the projections of the input, under the names that checkpoints have."""
+        query, key = self.layout.query_features, self.layout.key_features
+        parts = {"query": query, "key": key, "value": key}
+        if self.attention_type == "cross":
+            if self.input_layernorm:
+                self._add("layernorm_query", query, None if fused else ("query",), norm, linear)
+            else:
+                self._add("query_layer", query, None, None, linear)
+            self._add("key_value", 2 * key, None if fused else ("key", "value"), None, linear)
+        elif self.input_layernorm:
+            self._add("layernorm_qkv", query + 2 * key, None if fused else parts, norm, linear)
+        else:
+            self._add("qkv", query + 2 * key, None if fused else parts, None, linear)
+
+    def _add(
+        self,
+        attribute: str,
+        features: int,
+        split: Any,
+        norm: dict[str, Any] | None,
+        linear: dict[str, Any],
+    ) -> None:
+        module = Linear if norm is None else LayerNormLinear
+        arguments = {**linear, **(norm or {}), "parameters_split": split}
+        name = f"{self.name}.{attribute}"
+        setattr(self, attribute, module(self.hidden_size, features, name=name, **arguments))
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group, of one rank so far."""
+        child: Any
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context parallel group, of one rank so far."""
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
+    @names_layer
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: AttentionMask | None = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: RotaryAngles | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        **core: Any,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            hidden_states: `[sequence, batch, hidden_size]`, or as `qkv_format` says.
+            attention_mask: see `DotProductAttention.forward`.
+            encoder_output: what keys and values are made of in cross attention.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            is_first_microbatch: see `Linear.forward`.
+            checkpoint_core_attention: see `DotProductAttention.forward`.
+            inference_params: see `InferenceParams`; angles start where the sequences are.
+            rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys.
+            core_attention_bias_type: see `DotProductAttention.forward`.
+            core_attention_bias: see `DotProductAttention.forward`.
+            alibi_slopes: see `DotProductAttention.forward`.
+            fast_zero_fill: without effect.
+            cu_seqlens_q: see `DotProductAttention.forward`.
+            cu_seqlens_kv: see `DotProductAttention.forward`.
+            cu_seqlens_q_padded: see `DotProductAttention.forward`.
+            cu_seqlens_kv_padded: see `DotProductAttention.forward`.
+            core: further keywords of `DotProductAttention.forward`.
+
+        Returns:
+            `out[, bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
+            TypeError: see `DotProductAttention.forward`.
+        """
+        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
+        if self.qk_norm_before_rope:
+            query, key = self._normalised(query, key)
+        if rotary_pos_emb is not None:
+            of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            how = (self.layer_number, self.qkv_format, self.rotary_pos_interleaved)
+            ends = (of_query, of_key)
+            query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
+        if not self.qk_norm_before_rope:
+            query, key = self._normalised(query, key)
+        more = given(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+            **core,
+        )
+        context = modules["core_attention"](query, key, value, attention_mask, **more)
+        out = modules["proj"](context, is_first_microbatch)
+        if not self.has_tap:
+            return out
+        return (*out, tap) if self.return_bias else (out, tap)
+
+    def _project(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[Any, ...]:
+        """Query, key, value, and the norm's output or input (None where nobody asks)."""
+        out: Any
+        if self.attention_type == "self":
+            module: Any = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"]
+            out = module(hidden_states, is_first_microbatch)
+            out, tap = out if self.has_tap else (out, None)
+            return (*split_qkv(out, self.layout), tap)
+        if encoder_output is None:
+            raise ValueError(
+                "[MultiheadAttention] expected encoder_output with attention_type 'cross', got None"
+            )
+        module = self.layernorm_query if self.input_layernorm else self.query_layer
+        out = module(hidden_states, is_first_microbatch)
+        out, tap = out if self.has_tap else (out, None)
+        query = out.view(*out.shape[:-1], self.layout.heads, self.layout.size)
+        key_value = self.key_value(encoder_output, is_first_microbatch)
+        return (query, *split_kv(key_value, self.layout), tap)
+
+    def _normalised(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)

@@ -164,3 +164,12 @@ def _refuse(others: dict[str, Any]) -> None:
             raise TypeError(f"general_gemm() got an unexpected keyword argument {name}")
         if value not in _OTHERS[name]:
             raise NotImplementedError(f"[general_gemm] {name}={value!r}")
+
+
+def get_workspace() -> torch.Tensor:
+    """What `general_gemm` wants of its callers as workspace: no bytes, it brings its own.
+
+    >>> get_workspace().numel()
+    0
+    """
+    return torch.empty(0, dtype=torch.uint8)

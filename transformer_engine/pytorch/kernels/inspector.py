@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.kernels.library import library_op
 
 

@@ -1,20 +1,11 @@
-"""The documented import path of the modules; they are defined in `modules`."""
+"""The modules, one file each."""
 
-from transformer_engine.pytorch.module import (
-    base,
-    grouped_linear,
-    layernorm,
-    layernorm_linear,
-    layernorm_mlp,
-    linear,
-    rmsnorm,
-)
-from transformer_engine.pytorch.modules.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.modules.layernorm import LayerNorm
-from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
-from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
-from transformer_engine.pytorch.modules.linear import Linear
-from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 __all__ = [
     "GroupedLinear",
@@ -23,11 +14,4 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "RMSNorm",
-    "base",
-    "grouped_linear",
-    "layernorm",
-    "layernorm_linear",
-    "layernorm_mlp",
-    "linear",
-    "rmsnorm",
 ]

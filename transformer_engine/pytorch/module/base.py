@@ -1,18 +1,353 @@
-"""The documented import path of the modules' base class, and of what trainers take from it."""
+"""What every module with GEMMs shares: scope to quantizers, dtype rules, FP8 state, parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
 import torch
+from torch import nn
 
-from transformer_engine.pytorch.modules.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.stages.base import Parameters, Run, needs_of
+from transformer_engine.pytorch.chain.stages.matmul import Matmul
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8 import extra_state
+from transformer_engine.pytorch.fp8 import weights as fp8_weights
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.model_init import model_init
+from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipe_quantizers import (
+    FEATURE_ALIGNMENT,
+    Columns,
+    build_quantizers,
+    check_columns,
+    with_weight_scales,
+)
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.module.arguments import (
+    check_numbers,
+    check_sizes,
+    refuse_parallelism,
+)
+from transformer_engine.pytorch.module.inputs import (
+    autocast_dtype,
+    check_device,
+    check_features,
+    checked_dtype,
+)
+from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.module.parameters import ParameterSet
+from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.recompute.compiled_scales import note_scope
+from transformer_engine.pytorch.recompute.module_calls import begin_in_region
+from transformer_engine.pytorch.recompute.regions import forward_grad_enabled, graph_task, top_hooks
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
-__all__ = ["TransformerEngineBaseModule", "get_workspace"]
+_MOST_RUNS = 64
+_STACK = autocast_stack()
+
+# Found once: looking up names of torch takes a tenth of what a call has to spend.
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
-def get_workspace() -> torch.Tensor:
-    """What `general_gemm` wants of its callers as workspace: no bytes, it brings its own.
+def may_repeat() -> bool:
+    """Whether a call may be the first or the second of a region."""
+    stack = _STACK
+    if (stack.scope.number or stack.inspector is not None) and (
+        top_hooks(True) is not None or not forward_grad_enabled()
+    ):
+        return True
+    return stack.noted and graph_task() != -1
 
-    >>> get_workspace().numel()
-    0
+
+class TransformerEngineBaseModule(ScaledModule):
+    """Base of Linear, LayerNormLinear and LayerNormMLP.
+
+    Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
+    scope (quantizers, scaling state, registration) happens in `_call`, once a call.
     """
-    return torch.empty(0, dtype=torch.uint8)
+
+    chain: Chain
+    return_bias: bool
+    _parameter_set: ParameterSet
+    _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
+
+    def __init__(self, gemms: int, name: str | None, eps: float = 0.0, /, **sizes: int) -> None:
+        super().__init__(gemms)
+        self.name = layer_name(name)
+        check_sizes(type(self).__name__, self.name, **sizes)
+        check_numbers(type(self).__name__, self.name, eps=eps)
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
+        self.preserve_high_precision_init_val = model_init().preserve
+        self._runs: dict[Any, Run] = {}
+        self._announced: set[Hashable] = set()
+
+    @property
+    def name(self) -> str:
+        """The layer's name, for messages, reports and the debugger. It may be set at any time."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        if "chain" in self.__dict__:
+            self.chain.rename(name)
+            self._runs.clear()
+            fp8_weights.rename(self, name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group before the first forward.
+
+        Args:
+            tp_group: process group; only groups of one rank are supported so far.
+        """
+        refuse_parallelism(self, "tp_group", tp_group)
+        self.tp_group = tp_group
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset(self)
+
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """The parameters of the chain, and the last bias of the module, applied or not."""
+        raise NotImplementedError
+
+    def _gemm_weights(self) -> Sequence[tuple[int, int]]:
+        """Shapes `(out, in)` of the weights of this module's GEMMs, in order."""
+        raise NotImplementedError
+
+    def parts(self) -> Sequence[TransformerEngineBaseModule]:
+        """The modules that run its GEMMs: itself."""
+        return (self,)
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """Those weights, whole."""
+        raise NotImplementedError
+
+    def renew_weights(self) -> None:
+        """Cast anew, in the scope that is open, what `is_first_microbatch=False` reads."""
+        number = _STACK.scope.number
+        runs = [r for k, r in self._runs.items() if k[0] == number and r.first_microbatch is False]
+        for run in sorted(runs, key=lambda run: run.recording)[-1:]:
+            weights = self._weights()
+            for stage, plan in run.caching:
+                assert isinstance(stage, Matmul)
+                stage.renew(weights[stage.index], plan)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        features: int,
+        parameters: Parameters,
+        bias: torch.Tensor | None,
+        first_microbatch: bool | None,
+    ) -> Any:
+        """Run the chain; this is the hot path of small models.
+
+        Args:
+            x: the input.
+            features: its last size must be this.
+            parameters: of the chain.
+            bias: the last one of the module, applied or not.
+            first_microbatch: what the caller said.
+
+        Returns:
+            `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
+        """
+        check_features(self, x, features)
+        chain = self.chain
+        if not _is_compiling() and may_repeat():
+            run = begin_in_region(self, x, parameters, first_microbatch)
+        else:
+            needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
+            run = self.run_outside(x, parameters, needs, first_microbatch)
+        out = chain(x.contiguous(), parameters, run)
+        if not (self.return_bias or chain.has_tap):
+            return out
+        out, *tap = out if chain.has_tap else (out,)
+        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
+        return (out, *extra, *tap)
+
+    def run_outside(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        first_microbatch: bool | None,
+    ) -> Run:
+        """The run of a call outside of all regions; arguments as of `run_of`."""
+        run = self.run_of(x, parameters, needs, first_microbatch)
+        if _STACK.first_pending and run.recording and self.updates(_STACK.scope):
+            return self._first_run(run)
+        return run
+
+    def run_of(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        first_microbatch: bool | None,
+        rehearses: bool = False,
+    ) -> Run:
+        """The run of a call in the scope that is open. Runs are kept by what they depend on.
+
+        Args:
+            x: the input.
+            parameters: of the chain.
+            needs: see `Run`; empty where autograd does not record.
+            first_microbatch: what the caller said.
+            rehearses: see `Run`.
+        """
+        autocast = autocast_dtype(x)
+        if _is_compiling():
+            self._note_compiled()
+            return self._make_run(x, parameters, needs, autocast, first_microbatch)
+        scope = _STACK.scope.number
+        key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, rehearses)
+        found = self._runs.get(key)
+        if found is None:
+            found = self._make_run(x, parameters, needs, autocast, first_microbatch)
+            if rehearses:
+                found.recording, found.rehearses = False, True
+                self.chain.plan(found)
+            if len(self._runs) >= _MOST_RUNS:  # a recipe per step would pile them up
+                self._runs.clear()
+            self._runs[key] = found
+        inspector = _STACK.inspector
+        if inspector is not None and inspector.tick >= found.inspect_at:
+            return inspector.run_for(self, found)
+        return found
+
+    def _note_compiled(self) -> None:
+        """Compiled code knows no regions: what a checkpoint would do wrong there is an error."""
+        if not exporting():
+            # Names would be conditions of the graph: layers that are alike share one.
+            kind, weights = type(self).__name__, tuple(self._gemm_weights())
+            note_scope(kind, weights, _STACK.scope.enabled)
+
+    def _first_run(self, run: Run) -> Run:
+        """The first run recorded in its outermost scope ends the backward step."""
+        stack = autocast_stack()
+        stack.first_pending = False
+        if torch.compiler.is_compiling():
+            stack.defer_end_backward()
+            return run
+        return run.once(ends_backward=True)
+
+    def _make_run(
+        self,
+        x: torch.Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, ...],
+        autocast: torch.dtype | None,
+        first_microbatch: bool | None,
+    ) -> Run:
+        check_device(self, x, parameters)
+        dtype = autocast or checked_dtype(self, x, parameters)
+        scope = autocast_stack().scope
+        quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
+        if scope.enabled or (scope.calibrating and not exporting()):
+            quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
+        if _is_compiling() and _STACK.inspector is not None:
+            # A session is a new object, so this is traced again.
+            layers = self.chain.gemm_names
+            quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
+        run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
+        run.columns = columns
+        run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor))
+        fp8_weights.check(self, scope.recipe, scope.enabled)
+        self.chain.plan(run)
+        return run
+
+    def _quantizers_in(
+        self, scope: Scope, recording: bool, device: torch.device
+    ) -> tuple[list[GemmQuantizers], Columns | None]:
+        """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
+        quantizers, moved, columns = build_quantizers(self, scope, recording, device)
+        if moved:
+            self._runs.clear()  # they point into state that was replaced, or left another update
+        for i, shape in enumerate(self._gemm_weights()):
+            if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
+                self._announce_fallback(shape)
+                quantizers[i] = HIGH_PRECISION_GEMM
+        return quantizers, columns
+
+    def _announce_fallback(self, shape: tuple[int, ...]) -> None:
+        self.warn_once(
+            shape,
+            f"[{type(self).__name__}] expected weight sizes divisible by {FEATURE_ALIGNMENT} for "
+            f"FP8, got {shape}: this layer runs in high precision (layer {self.name})",
+        )
+
+    def warn_once(self, about: Hashable, text: str) -> None:
+        """Warn the first time that this module has to say something about a thing."""
+        if torch.compiler.is_compiling():
+            warn(text)
+        elif about not in self._announced:
+            self._announced.add(about)
+            warn(text, stacklevel=3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies make runs of their own: these point into this module's scaling state.
+        return {**self.__dict__, "_runs": {}}
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's. Another parameter may be of another kind, so runs are planned anew."""
+        super().register_parameter(name, param)
+        self._runs.clear()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._runs.clear()  # dtypes and devices may change
+        apply = super()._apply
+        fp8_weights.apply(self, fn, lambda: apply(fn, recurse))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            fp8_weights.dequantized(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        quantized = fp8_weights.quantized(self, state_dict, prefix)
+        super()._load_from_state_dict(quantized, prefix, *others)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
+        autocast_stack().flush()
+        scaling, weights = self.scaling, fp8_weights.scales_of(self)
+        if scaling and [w.numel() for w in weights] == [2] * self.gemm_count:
+            scaling = with_weight_scales(scaling, weights)
+        return extra_state.pack(scaling, weights)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore FP8 scaling state; None and empty tensors leave it as it is.
+
+        The scales of FP8 weights in it are for `load_state_dict`, which casts with them.
+
+        Raises:
+            ValueError: damaged contents, too many, or those of a layer with another number of
+                GEMMs.
+        """
+        matrices = [p for p in self._parameters.values() if p is not None and p.ndim == 2]
+        restored = extra_state.unpack(state, self.name, matrices)
+        check_columns(restored, self.gemm_count, self.name)
+        if restored:
+            self.scaling = restored
+            self._runs.clear()
+
+    def extra_repr(self) -> str:
+        """Sizes, what else tells layers apart, and the layer's name."""
+        shown = (*self._shown, "name")
+        return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)

@@ -1,5 +1,227 @@
-"""The documented import path of `GroupedLinear`."""
+"""`GroupedLinear`: several Linears of one size, each for its part of the rows."""
 
-from transformer_engine.pytorch.modules.grouped_linear import GroupedLinear
+from __future__ import annotations
 
-__all__ = ["GroupedLinear"]
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.inputs import check_features
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """Applies `y_i = x_i . A_i^T + b_i` to each part `x_i` of the rows of the input.
+
+    The layer of a mixture of experts: tokens are sorted by expert, and each expert has a weight of
+    its own. Part i is a `Linear` in everything: FP8, its statistics in the debugger (under the name
+    `<name>.gemm_<i>`), rows padded within.
+
+    Args:
+        num_gemms: number of parts.
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: learn additive biases.
+        return_bias: return `(y without biases, list of biases)`.
+        name: for messages, reports and the debugger.
+        arguments: further arguments of `Linear`, all but `parameters_split`.
+
+    Attributes:
+        weight0, weight1, ...: `[out_features, in_features]`, one of each part.
+        bias0, bias1, ...: `[out_features]`.
+
+    Raises:
+        ValueError: no parts, or what `Linear` refuses.
+        TypeError: unknown arguments.
+
+    >>> import torch
+    >>> GroupedLinear(2, 16, 32, device="cpu")(torch.ones(5, 16), [3, 2]).shape
+    torch.Size([5, 32])
+    """
+
+    _shown = ("num_gemms", "in_features", "out_features", "use_bias")
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        return_bias: bool = False,
+        name: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        # Not registered as submodules: their parameters are this module's, under its names.
+        self._parts: tuple[Linear, ...] = ()
+        super().__init__(num_gemms, name, in_features=in_features, out_features=out_features)
+        check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
+        if "parameters_split" in arguments:
+            raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self._parts = tuple(
+            Linear(
+                in_features,
+                out_features,
+                bias,
+                return_bias=return_bias,
+                name=f"{self.name}.gemm_{i}",
+                **arguments,
+            )
+            for i in range(num_gemms)
+        )
+        self._adopt()
+
+    @property
+    def name(self) -> str:
+        """The layer's name, for messages, reports and the debugger. It may be set at any time."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        for i, part in enumerate(self._parts):
+            part.name = f"{name}.gemm_{i}"
+
+    @property
+    def scaling(self) -> dict[str, ScalingState]:
+        """The scaling state of all parts, side by side; empty where there is none."""
+        if not self._parts or not all(part.scaling for part in self._parts):
+            return {}
+        return {
+            direction: _joined([part.scaling[direction] for part in self._parts])
+            for direction in (FORWARD, BACKWARD)
+        }
+
+    @scaling.setter
+    def scaling(self, scaling: dict[str, ScalingState]) -> None:
+        for i, part in enumerate(self._parts):
+            part.scaling = {
+                direction: _cut(state, i, len(self._parts)) for direction, state in scaling.items()
+            }
+            part._runs.clear()
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether inputs are kept as they came; see the argument of `Linear`."""
+        return all(part.save_original_input for part in self._parts)
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        for part in self._parts:
+            part.save_original_input = value
+
+    def parts(self) -> tuple[Linear, ...]:
+        """One Linear for each part."""
+        return self._parts
+
+    def _names(self) -> Iterable[tuple[Linear, str, str]]:
+        """Part, name of the parameter in it, and here; all weights first."""
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            for i, part in enumerate(self._parts):
+                yield part, kind, f"{kind}{i}"
+
+    def _adopt(self) -> None:
+        """Take over the parameters of the parts."""
+        for part, inside, here in self._names():
+            self.register_parameter(here, part._parameters[inside])
+
+    def _lend(self) -> None:
+        """Let the parts have the parameters that are here now."""
+        for part, inside, here in self._names():
+            own = self._parameters[here]
+            if part._parameters[inside] is not own:
+                part.register_parameter(inside, own)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._lend()
+            for part in self._parts:
+                part.reset_parameters()
+            self._adopt()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group, of one rank so far."""
+        super().set_tensor_parallel_group(tp_group)
+        for part in self._parts:
+            part.set_tensor_parallel_group(tp_group)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for part in self._parts:
+            part._runs.clear()
+        return self
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """Apply each part's transformation to its rows.
+
+        Args:
+            inp: `(..., in_features)`; its leading sizes count as rows.
+            m_splits: how many rows each part gets, in order; zero is a number too.
+            is_first_microbatch: as of `Linear`.
+
+        Returns:
+            `(..., out_features)`, and with `return_bias` the list of biases.
+
+        Raises:
+            ValueError: `m_splits` has not one number for each part, or they do not add up.
+            TypeError: an FP8 tensor as input; numbers of rows that are no ints.
+        """
+        if isinstance(inp, QuantizedTensor):
+            raise TypeError(
+                f"[GroupedLinear] expected inp in high precision, got {type(inp).__name__} "
+                f"(layer {self.name})"
+            )
+        check_features(self, inp, self.in_features)
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        rows = inp.reshape(-1, self.in_features)
+        if not all(isinstance(size, int) for size in splits):
+            raise TypeError(
+                f"[GroupedLinear] expected m_splits to be ints, got {splits} (layer {self.name})"
+            )
+        if len(splits) != self.num_gemms or sum(splits) != rows.shape[0] or min(splits) < 0:
+            raise ValueError(
+                f"[GroupedLinear] expected m_splits to be {self.num_gemms} numbers of rows that "
+                f"add up to {rows.shape[0]}, got {splits} (layer {self.name})"
+            )
+        self._lend()
+        parts = zip(self._parts, rows.split(splits), strict=True)
+        results = [part(own, is_first_microbatch) for part, own in parts]
+        outputs = [result[0] for result in results] if self.return_bias else results
+        out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
+        return (out, [bias for _, bias in results]) if self.return_bias else out
+
+
+def _joined(states: list[ScalingState]) -> ScalingState:
+    scale = torch.cat([state.scale for state in states])
+    history = torch.cat([state.amax_history for state in states], dim=1)
+    whole = ScalingState(states[0].direction, scale.numel(), history.shape[0], scale.device)
+    whole.replace(scale, history)
+    return whole
+
+
+def _cut(state: ScalingState, index: int, count: int) -> ScalingState:
+    columns = state.scale.numel() // count
+    own = slice(index * columns, (index + 1) * columns)
+    part = ScalingState(state.direction, columns, state.amax_history.shape[0], state.scale.device)
+    part.replace(state.scale[own].clone(), state.amax_history[:, own].clone())
+    return part

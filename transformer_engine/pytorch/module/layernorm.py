@@ -1,5 +1,33 @@
-"""The documented import path of `LayerNorm`."""
+"""`LayerNorm`: y = (x - mean) / sqrt(var + eps) * gamma + beta."""
 
-from transformer_engine.pytorch.modules.layernorm import LayerNorm
+from __future__ import annotations
 
-__all__ = ["LayerNorm"]
+from transformer_engine.pytorch.module.norms import NormModule
+
+
+class LayerNorm(NormModule):
+    """Layer normalisation over the last axis, with fp32 statistics.
+
+    Args:
+        hidden_size: size of the last axis.
+        eps: added to the variance.
+        sequence_parallel: noted on the parameters for data-parallel trainers.
+        params_dtype: of the parameters; None is torch's default dtype.
+        dtype: torch's spelling of `params_dtype`.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        device: of the parameters; None is cuda where there is one, else cpu.
+        normalized_shape: another name of `hidden_size`.
+        name: for messages and the debugger.
+        others: `sm_margin` has no effect; `bias` and `elementwise_affine` of torch's norms may be
+            True.
+
+    Raises:
+        ValueError: no size or two sizes.
+        NotImplementedError: sizes of several axes; a norm without parameters.
+
+    >>> import torch
+    >>> LayerNorm(8, device="cpu")(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    kind = "LayerNorm"

@@ -1,6 +1,162 @@
-"""The documented import path of `LayerNormLinear`, and of the GEMM that trainers take from it."""
+"""`LayerNormLinear`: a norm and a Linear in one chain, so that the norm emits FP8 itself."""
 
-from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
-from transformer_engine.pytorch.modules.layernorm_linear import LayerNormLinear
+from __future__ import annotations
 
-__all__ = ["LayerNormLinear", "general_gemm"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.stages import Matmul, Norm
+from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.chain.stages.norm import tap_of
+from transformer_engine.pytorch.module.arguments import (
+    accept_overlap_arguments,
+    refuse_parallel_sizes,
+)
+from transformer_engine.pytorch.module.linear import (
+    OneWeight,
+    parallel_mode_of,
+    weight_attributes,
+)
+from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.parameters import (
+    InitMethod,
+    ParameterSet,
+    Split,
+    SplitLinearParameters,
+    default_init_method,
+    params_dtype_of,
+    split_sizes,
+)
+
+
+class LayerNormLinear(OneWeight):
+    """Applies layer normalisation followed by a linear transformation.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        eps: added to the variance.
+        bias: learn an additive bias.
+        normalization: `"LayerNorm"` or `"RMSNorm"`.
+        init_method: called as `init_method(weight)`; None is a normal with deviation 0.023.
+        get_rng_state_tracker: returns the tracker under which weights are initialised.
+        return_layernorm_output: also return the output of the norm.
+        return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_input: also return the input, for a residual connection: the gradient that comes back
+            on it is added inside the norm's backward. Not with `return_layernorm_output`.
+        parameters_split: see `Linear`.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        sequence_parallel: has an effect with several ranks only.
+        tp_group: tensor parallel group, of one rank so far.
+        tp_size: tensor parallel size, 1 so far.
+        parallel_mode: None or `"column"`.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        return_bias: return the bias instead of adding it.
+        params_dtype: of the parameters; None is torch's default dtype.
+        dtype: torch's spelling of `params_dtype`.
+        name: for messages, reports and the debugger.
+        others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: sizes, splits, modes or norms that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
+        NotImplementedError: tensor parallelism over more than one rank.
+
+    >>> import torch
+    >>> LayerNormLinear(16, 32, device="cpu")(torch.ones(4, 16)).shape
+    torch.Size([4, 32])
+    """
+
+    _shown = ("in_features", "out_features", "use_bias", "normalization")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        init_method: InitMethod | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Split = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+        return_input: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
+        accept_overlap_arguments(LayerNormLinear, others)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.eps = eps
+        self.normalization = check_normalization(normalization, "LayerNormLinear")
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        tap = tap_of(return_layernorm_output, return_input)
+        self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        self.tp_group = tp_group
+
+        sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
+        self._split = SplitLinearParameters(sizes, out_features, bias)
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
+        norm = norm_parameters(
+            normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
+        )
+        init = init_method or default_init_method
+        linear = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
+        self._parameter_set.create(
+            self, norm + linear, params_dtype_of(params_dtype, dtype), device
+        )
+        if normalization == "RMSNorm":
+            self.layer_norm_bias = None
+        if not bias:
+            self.bias = None
+        self.chain = Chain(
+            [
+                Norm(normalization, eps, zero_centered_gamma, tap),
+                Matmul(0, self.name, fuse_wgrad_accumulation),
+            ]
+        )
+
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
+        weight, bias = self._split.of(self)
+        applied, own = None if self.return_bias else bias, self._parameters
+        return (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied), bias
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Normalise, then apply the linear transformation.
+
+        Args:
+            inp: `(..., in_features)`, fp32, fp16 or bf16.
+            is_first_microbatch: see `Linear.forward`.
+
+        Returns:
+            `out[, bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: a last size other than `in_features`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+        """
+        parameters, bias = self.chain_parameters()
+        return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

@@ -1,5 +1,211 @@
-"""The documented import path of `LayerNormMLP`."""
+"""`LayerNormMLP`: norm, FC1, activation and FC2 in one chain."""
 
-from transformer_engine.pytorch.modules.layernorm_mlp import LayerNormMLP
+from __future__ import annotations
 
-__all__ = ["LayerNormMLP"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.stages import Activation, Matmul, Norm
+from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.chain.stages.norm import tap_of
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.module.arguments import (
+    accept_overlap_arguments,
+    refuse_parallel_sizes,
+)
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.linear import weight_attributes
+from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.parameters import (
+    InitMethod,
+    ParameterSet,
+    ParameterSpec,
+    default_init_method,
+    params_dtype_of,
+)
+from transformer_engine.pytorch.recompute.checkpoint import checkpoint
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """Applies layer normalisation followed by a two-layer perceptron.
+
+    Args:
+        hidden_size: size of each input and output sample.
+        ffn_hidden_size: size between the two layers.
+        eps: added to the variance.
+        bias: learn additive biases.
+        normalization: `"LayerNorm"` or `"RMSNorm"`.
+        activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu (or squared_relu), sreglu, silu
+            or swiglu.
+        init_method: of FC1's weight; None is a normal with deviation 0.023.
+        output_layer_init_method: of FC2's weight; likewise.
+        get_rng_state_tracker: returns the tracker under which weights are initialised.
+        return_layernorm_output: also return the output of the norm.
+        return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_input: also return the input, for a residual connection: the gradient that comes back
+            on it is added inside the norm's backward. Not with `return_layernorm_output`.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        set_parallel_mode: FC1 column parallel, FC2 row parallel, with several ranks.
+        sequence_parallel: has an effect with several ranks only.
+        tp_group: tensor parallel group, of one rank so far.
+        tp_size: tensor parallel size, 1 so far.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        return_bias: return FC2's bias instead of adding it.
+        params_dtype: of the parameters; None is torch's default dtype.
+        dtype: torch's spelling of `params_dtype`.
+        seq_length: accepted for older scripts (nothing is compiled just in time).
+        micro_batch_size: likewise.
+        name: for messages, reports and the debugger; the GEMMs are `<name>.fc1`, `<name>.fc2`.
+        checkpoint: keep nothing but the input for the backward, which computes the rest again:
+            gradients are the same, bit for bit. It may be set at any time.
+        others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: norms or sizes that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
+        NotImplementedError: unknown activations; tensor parallelism over more than one rank.
+
+    >>> import torch
+    >>> LayerNormMLP(16, 64, device="cpu")(torch.ones(4, 16)).shape
+    torch.Size([4, 16])
+    """
+
+    _shown = ("hidden_size", "ffn_hidden_size", "use_bias", "normalization", "activation")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        name: str | None = None,
+        return_input: bool = False,
+        checkpoint: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        accept_overlap_arguments(LayerNormMLP, others)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        kind = activation_kind(activation)
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.eps = eps
+        self.normalization = check_normalization(normalization, "LayerNormMLP")
+        self.activation = activation
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
+        tap = tap_of(return_layernorm_output, return_input)
+        self.set_parallel_mode = set_parallel_mode
+        self.tp_group = tp_group
+        self.fc1_features = ffn_hidden_size * (2 if is_gated(kind) else 1)
+
+        norm = norm_parameters(
+            normalization, hidden_size, zero_centered_gamma, sequence_parallel, "layer_norm_"
+        )
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
+        first = init_method or default_init_method
+        second = output_layer_init_method or default_init_method
+        specs = norm + self._linear_specs(first, second)
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
+        if normalization == "RMSNorm":
+            self.layer_norm_bias = None
+        if not bias:
+            self.fc1_bias = self.fc2_bias = None
+        self.chain = Chain(
+            [
+                Norm(normalization, eps, zero_centered_gamma, tap),
+                Matmul(0, self.name, fuse_wgrad_accumulation, "fc1"),
+                Activation(kind),
+                Matmul(1, self.name, fuse_wgrad_accumulation, "fc2"),
+            ]
+        )
+
+    def _linear_specs(self, first: InitMethod, second: InitMethod) -> list[ParameterSpec]:
+        (out1, in1), (out2, in2) = self._gemm_weights()
+        zeros = nn.init.zeros_
+        column, row = weight_attributes("column"), weight_attributes("row")
+        specs = [ParameterSpec("fc1_weight", (out1, in1), first, column, True, True)]
+        if self.use_bias:
+            specs.append(ParameterSpec("fc1_bias", (out1,), zeros, column))
+        specs.append(ParameterSpec("fc2_weight", (out2, in2), second, row, True, True))
+        if self.use_bias:
+            specs.append(ParameterSpec("fc2_bias", (out2,), zeros))
+        return specs
+
+    def _gemm_weights(self) -> list[tuple[int, int]]:
+        return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)]
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._parameters["fc1_weight"], self._parameters["fc2_weight"]]  # type: ignore[list-item]
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Normalise, then apply the perceptron.
+
+        Args:
+            inp: `(..., hidden_size)`, fp32, fp16 or bf16.
+            is_first_microbatch: see `Linear.forward`.
+
+        Returns:
+            `out[, fc2_bias][, norm output or input]`, as the `return_` arguments say.
+
+        Raises:
+            ValueError: a last size other than `hidden_size`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+        """
+        if self.checkpoint and torch.is_grad_enabled() and not exporting():
+            return checkpoint(
+                self._forward,
+                inp,
+                is_first_microbatch,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in here draws random numbers
+            )
+        return self._forward(inp, is_first_microbatch)
+
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
+        own = self._parameters
+        bias = own.get("fc2_bias")
+        parameters = (
+            own["layer_norm_weight"],
+            own.get("layer_norm_bias"),
+            own["fc1_weight"],
+            own.get("fc1_bias"),
+            own["fc2_weight"],
+            None if self.return_bias else bias,
+        )
+        return parameters, bias
+
+    def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
+        parameters, bias = self.chain_parameters()
+        return self._call(inp, self.hidden_size, parameters, bias, is_first_microbatch)

@@ -1,6 +1,176 @@
-"""The documented import path of `Linear`, and of the GEMM that trainers take from it."""
+"""`Linear`: y = x . A^T + b, in FP8 under `fp8_autocast`."""
 
-from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
-from transformer_engine.pytorch.modules.linear import Linear
+from __future__ import annotations
 
-__all__ = ["Linear", "general_gemm"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.stages import Matmul
+from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.module.arguments import (
+    accept_overlap_arguments,
+    refuse_parallel_sizes,
+)
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.parameters import (
+    InitMethod,
+    ParameterSet,
+    Split,
+    SplitLinearParameters,
+    default_init_method,
+    params_dtype_of,
+    split_sizes,
+)
+
+PARALLEL_MODES = (None, "column", "row")
+
+
+def weight_attributes(parallel_mode: str | None) -> dict[str, Any]:
+    """What tensor-parallel trainers read off a weight."""
+    dim = 1 if parallel_mode == "row" else 0
+    return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
+
+
+def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
+    """`column`, `row` or None, whatever the case of the argument."""
+    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
+    if mode not in PARALLEL_MODES:
+        raise ValueError(
+            f"[{module}] parallel_mode {parallel_mode!r} not supported: expected None, 'column' or "
+            "'row'"
+        )
+    return mode
+
+
+class OneWeight(TransformerEngineBaseModule):
+    """A module of one GEMM, whose weight and bias may be split into several parameters."""
+
+    in_features: int
+    out_features: int
+    _split: SplitLinearParameters
+
+    def _gemm_weights(self) -> list[tuple[int, int]]:
+        return [(self.out_features, self.in_features)]
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self._split.of(self)[0]]
+
+
+class Linear(OneWeight):
+    """Applies `y = x . A^T + b`; a drop-in replacement of `torch.nn.Linear`.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: learn an additive bias.
+        init_method: called as `init_method(weight)`; None is a normal with deviation 0.023.
+        get_rng_state_tracker: returns the tracker under which weights are initialised.
+        parameters_split: names (equal parts) or name-to-size mapping that splits weight and bias
+            along dim 0 into parameters `<name>_weight`, `<name>_bias`.
+        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        sequence_parallel: has an effect with several ranks only.
+        tp_group: tensor parallel group, of one rank so far.
+        tp_size: tensor parallel size, 1 so far.
+        parallel_mode: None, `"column"` or `"row"`.
+        fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        return_bias: return `(y without bias, bias)`.
+        params_dtype: of the parameters; None is torch's default dtype.
+        dtype: torch's spelling of `params_dtype`.
+        save_original_input: for the backward, keep the input as it came and cast it again, instead
+            of keeping its FP8 copy: less memory where others keep the input too. Not with delayed
+            scaling. It may be set at any time.
+        name: for messages, reports and the debugger.
+        others: arguments that tune overlap of communication; no effect on one rank.
+
+    Raises:
+        ValueError: sizes, splits or modes that cannot be.
+        TypeError: unknown arguments; sizes or dtypes that are none.
+        RuntimeError: a GPU that torch does not see.
+        NotImplementedError: tensor parallelism over more than one rank.
+
+    >>> import torch
+    >>> Linear(16, 32, device="cpu")(torch.ones(4, 16)).shape
+    torch.Size([4, 32])
+    """
+
+    _shown = ("in_features", "out_features", "use_bias")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: InitMethod | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        parameters_split: Split = None,
+        device: torch.device | str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(1, name, in_features=in_features, out_features=out_features)
+        accept_overlap_arguments(Linear, others)
+        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
+        self.tp_group = tp_group
+
+        sizes = split_sizes(parameters_split, out_features, "Linear")
+        self._split = SplitLinearParameters(sizes, out_features, bias)
+        self._parameter_set = ParameterSet(get_rng_state_tracker)
+        init = init_method or default_init_method
+        specs = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
+        if not bias:
+            self.bias = None
+        self._matmul = Matmul(0, self.name, fuse_wgrad_accumulation)
+        self.chain = Chain([self._matmul])
+        self.save_original_input = save_original_input
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether the input is kept as it came; see the argument of this name."""
+        return self._matmul.save_original_input
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        self._matmul.save_original_input = value
+        self._runs.clear()
+
+    def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
+        """See `TransformerEngineBaseModule`."""
+        weight, bias = self._split.of(self)
+        return (weight, None if self.return_bias else bias), bias
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the linear transformation.
+
+        Args:
+            inp: `(..., in_features)`, fp32, fp16 or bf16.
+            is_first_microbatch: True casts and keeps the FP8 weight, False uses what was kept,
+                None casts it for this call only.
+
+        Returns:
+            `(..., out_features)`, and with `return_bias` the bias (or None).
+
+        Raises:
+            ValueError: a last size other than `in_features`; an input on another device.
+            TypeError: no tensor, or a dtype that GEMMs do not take or that parameters do not have.
+        """
+        parameters, bias = self.chain_parameters()
+        return self._call(inp, self.in_features, parameters, bias, is_first_microbatch)

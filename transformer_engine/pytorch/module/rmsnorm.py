@@ -1,5 +1,32 @@
-"""The documented import path of `RMSNorm`."""
+"""`RMSNorm`: y = x / sqrt(mean(x^2) + eps) * gamma."""
 
-from transformer_engine.pytorch.modules.rmsnorm import RMSNorm
+from __future__ import annotations
 
-__all__ = ["RMSNorm"]
+from transformer_engine.pytorch.module.norms import NormModule
+
+
+class RMSNorm(NormModule):
+    """Root mean square normalisation over the last axis, with fp32 statistics.
+
+    Args:
+        hidden_size: size of the last axis.
+        eps: added to the mean square.
+        sequence_parallel: noted on the parameters for data-parallel trainers.
+        params_dtype: of the parameters; None is torch's default dtype.
+        dtype: torch's spelling of `params_dtype`.
+        zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
+        device: of the parameters; None is cuda where there is one, else cpu.
+        normalized_shape: another name of `hidden_size`.
+        name: for messages and the debugger.
+        others: `sm_margin` has no effect; `elementwise_affine` of torch's norm may be True.
+
+    Raises:
+        ValueError: no size or two sizes.
+        NotImplementedError: sizes of several axes; a norm without parameters.
+
+    >>> import torch
+    >>> RMSNorm(8, device="cpu")(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    kind = "RMSNorm"

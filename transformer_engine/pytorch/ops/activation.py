@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import torch
 
+from transformer_engine.pytorch.chain.stages import Activation
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.modules.inputs import autocast_dtype, refuse_input
-from transformer_engine.pytorch.modules.planned import PlannedChain
+from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+from transformer_engine.pytorch.module.single_stage import PlannedChain
 from transformer_engine.pytorch.ops.operation import FusibleOperation
-from transformer_engine.pytorch.stages import Activation
 
 
 class _Activation(PlannedChain, FusibleOperation):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.modules.arguments import check_sizes
-from transformer_engine.pytorch.modules.inputs import refuse_input
-from transformer_engine.pytorch.modules.linear import Linear
-from transformer_engine.pytorch.modules.parameters import (
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
     params_dtype_of,

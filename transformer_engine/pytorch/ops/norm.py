@@ -1,7 +1,7 @@
 """Norms as operations."""
 
-from transformer_engine.pytorch.modules.layernorm import LayerNorm as _LayerNorm
-from transformer_engine.pytorch.modules.rmsnorm import RMSNorm as _RMSNorm
+from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm as _RMSNorm
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 

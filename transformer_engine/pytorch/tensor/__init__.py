@@ -1,6 +1,6 @@
 """Quantised tensors and the quantizers that make them."""
 
-from transformer_engine.pytorch.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor import handlers  # noqa: F401 - fills the table
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,

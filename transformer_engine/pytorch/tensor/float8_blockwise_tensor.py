@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, SCALE_BLOCK, DType, block_format
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Side
+from transformer_engine.pytorch.fp8.quantizers import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Side
-from transformer_engine.pytorch.quantizers import BlockQuantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import (
     Parts,
     QuantizedTensor,

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, scale_pair
+from transformer_engine.pytorch.fp8.quantizers import (
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Fp8Quantizer,
+)
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands, scale_pair
-from transformer_engine.pytorch.quantizers import CurrentQuantizer, DelayedQuantizer, Fp8Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import (
     Parts,
     QuantizedTensor,

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
-from transformer_engine.pytorch.operands import Fp8Matrix
-from transformer_engine.pytorch.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]

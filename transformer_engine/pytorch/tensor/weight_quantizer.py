@@ -13,10 +13,10 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.dtypes import E4M3, SCALE_BLOCK
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
-from transformer_engine.pytorch.operands import Demand, Fp8Matrix, Operands
-from transformer_engine.pytorch.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,

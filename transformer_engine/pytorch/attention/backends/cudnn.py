@@ -12,18 +12,14 @@ from typing import Any
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch.attention import formats
-from transformer_engine.pytorch.attention.backend import (
+from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
+from transformer_engine.pytorch.attention.backends.backend import (
     Backend,
     Problem,
     Requirement,
 )
-from transformer_engine.pytorch.attention.call import Call, CallShape, Sequences
-from transformer_engine.pytorch.attention.dense import check_bias_shape
-from transformer_engine.pytorch.attention.environment import environment, repeatable
-from transformer_engine.pytorch.attention.projections import layout_of, views
-from transformer_engine.pytorch.attention.remember import remembered
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
+from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FEW_QUERIES_IF_CACHED,
     FUSED,
@@ -32,8 +28,13 @@ from transformer_engine.pytorch.attention.requirements import (
     SIZES_OF_EIGHT,
     SOMETHING,
 )
-from transformer_engine.pytorch.capture import capturing
-from transformer_engine.pytorch.functions import apply_of, once_differentiable
+from transformer_engine.pytorch.attention.core import formats
+from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
+from transformer_engine.pytorch.attention.core.environment import environment, repeatable
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.packed import places_of
+from transformer_engine.pytorch.attention.core.projections import layout_of, views
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
@@ -48,7 +49,6 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
-from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NOTHING = (None, None, None, *NO_SEQUENCES)

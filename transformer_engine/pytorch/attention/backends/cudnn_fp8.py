@@ -14,18 +14,15 @@ from typing import Any
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch.attention.backend import (
+from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.attention.backends import unfused_fp8
+from transformer_engine.pytorch.attention.backends.backend import (
     Backend,
     Problem,
     Requirement,
 )
-from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
-from transformer_engine.pytorch.attention.call import Call, CallShape
-from transformer_engine.pytorch.attention.casts import Casts
-from transformer_engine.pytorch.attention.environment import environment, repeatable
-from transformer_engine.pytorch.attention.remember import remembered
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FUSED,
     GPU,
@@ -35,10 +32,13 @@ from transformer_engine.pytorch.attention.requirements import (
     NO_SINK,
     SOMETHING,
 )
-from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.attention.core.call import Call, CallShape
+from transformer_engine.pytorch.attention.core.casts import Casts
+from transformer_engine.pytorch.attention.core.environment import environment, repeatable
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.functions import once_differentiable
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     NO_SEQUENCES,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad, softmax
 
-from transformer_engine.pytorch.attention.dense import dense
-from transformer_engine.pytorch.attention.masks import Mask
+from transformer_engine.pytorch.attention.backends.dense import dense
+from transformer_engine.pytorch.attention.masks.masks import Mask
 
 
 def _attend(

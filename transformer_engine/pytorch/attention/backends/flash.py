@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.attention.backend import (
+from transformer_engine.pytorch.attention.backends.backend import (
     Problem,
     Requirement,
 )
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.dense import Attend
-from transformer_engine.pytorch.attention.environment import environment, repeatable
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.dense import Attend
+from transformer_engine.pytorch.attention.backends.requirements import (
     GPU,
     HIGH_PRECISION,
     SOMETHING,
 )
-from transformer_engine.pytorch.attention.varlen import Side, varlen
+from transformer_engine.pytorch.attention.backends.varlen import Side, varlen
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 
 
 @dataclass

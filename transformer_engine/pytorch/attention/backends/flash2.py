@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.alibi import default_slopes
-from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
     package,
     requirements,
 )
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.requirements import (
     NO_SINK,
 )
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 
 SOURCE = package("flash-attn", "flash_attn")
 

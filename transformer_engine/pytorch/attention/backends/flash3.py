@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
 from transformer_engine.pytorch.attention.backends.flash import Kernels, package, requirements
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.requirements import (
     EAGER,
     NO_BIAS,
     NO_DROPOUT,

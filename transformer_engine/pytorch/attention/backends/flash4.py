@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.backend import Backend, Requirement
+from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
+from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
@@ -17,14 +18,13 @@ from transformer_engine.pytorch.attention.backends.flash import (
     package,
     requirements,
 )
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.requirements import (
     EAGER,
     NO_BIAS,
     NO_DROPOUT,
 )
-from transformer_engine.pytorch.functions import apply_of, once_differentiable
-from transformer_engine.pytorch.kernels.packed import empty_like_parts, places_of
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.packed import empty_like_parts, places_of
 
 SOURCE = package("flash-attn-4", "flash_attn.cute")
 _SIZES = (64, 128)

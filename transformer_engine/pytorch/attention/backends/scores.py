@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from transformer_engine.pytorch.attention.masks import Mask
-from transformer_engine.pytorch.functions import once_differentiable
+from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.attention.masks.masks import Mask
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
 
 

@@ -10,17 +10,17 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.attention.backend import Backend, Requirement
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.dense import dense
-from transformer_engine.pytorch.attention.masks import Mask
-from transformer_engine.pytorch.attention.remember import remembered
-from transformer_engine.pytorch.attention.requirements import (
+from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.dense import dense
+from transformer_engine.pytorch.attention.backends.requirements import (
     HIGH_PRECISION,
     NO_BIAS,
     NO_SINK,
     SOMETHING,
 )
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.masks.masks import Mask
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value

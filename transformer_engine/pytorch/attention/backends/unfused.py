@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch.attention.backend import Backend, Problem, Requirement
 from transformer_engine.pytorch.attention.backends import unfused_fp8
+from transformer_engine.pytorch.attention.backends.backend import Backend, Problem, Requirement
+from transformer_engine.pytorch.attention.backends.dense import dense
 from transformer_engine.pytorch.attention.backends.scores import product, weighted, weights
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.dense import dense
-from transformer_engine.pytorch.attention.masks import Mask
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.masks import Mask
 
 
 def _attend(

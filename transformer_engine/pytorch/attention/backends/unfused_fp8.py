@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.attention.backends.dense import dense
 from transformer_engine.pytorch.attention.backends.scores import product, weighted, weights
-from transformer_engine.pytorch.attention.call import Call
-from transformer_engine.pytorch.attention.casts import Casts, Slot
-from transformer_engine.pytorch.attention.dense import dense
-from transformer_engine.pytorch.attention.masks import Mask
-from transformer_engine.pytorch.autocast import autocast_stack
-from transformer_engine.pytorch.functions import once_differentiable
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.core.casts import Casts, Slot
+from transformer_engine.pytorch.attention.masks.masks import Mask
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 class _CastInputs(torch.autograd.Function):

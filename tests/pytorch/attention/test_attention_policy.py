@@ -1,0 +1,119 @@
+"""The order of attention backends: speed as measured, and what waits until a GPU has run it."""
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
+from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy
+from transformer_engine.pytorch.attention.core import attention as core
+
+LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}
+LARGE |= {"max_seqlen_q": 4096, "max_seqlen_kv": 4096, "device": "cuda"}
+WINDOW = {"window_size": (1024, 0)}
+SMALL = {**LARGE, "max_seqlen_q": 128, "max_seqlen_kv": 128}
+
+
+def order(**question):
+    return list(attention_backends(**question))
+
+
+def test_unconfirmed_backends_wait_behind_all_others():
+    for question, first in ((LARGE, "flash4"), (SMALL, "cudnn"), ({"device": "cpu"}, "flash4")):
+        names = order(**question)
+        confirmed = [name in policy.CONFIRMED for name in names]
+        assert confirmed == sorted(confirmed, reverse=True)
+        assert names[0] == first
+
+
+@pytest.mark.parametrize("changes", [{"softmax_type": "learnable"}, {"deterministic": True}])
+def test_what_flash_attn_4_was_not_timed_with_is_cudnns(changes):
+    names = order(**LARGE, **changes)
+    assert names[0] == "cudnn"
+    assert names.index("flash4") < names.index("sdpa")
+
+
+# Batch, heads, groups, length, size of heads and the faster one of the two; see the table of
+# policy.py.
+MEASURED = [
+    (4, 32, 32, 4096, 128, "flash4"),
+    (4, 32, 8, 4096, 128, "flash4"),
+    (2, 32, 32, 8192, 128, "flash4"),
+    (8, 32, 32, 2048, 64, "flash4"),
+    (8, 12, 12, 1024, 64, "cudnn"),
+]
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_faster_one_of_what_was_measured_comes_first(case, mask_type, is_training):
+    batch, heads, groups, length, size, faster = case
+    names = order(
+        batch_size=batch,
+        num_attention_heads=heads,
+        num_gqa_groups=groups,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        kv_channels=size,
+        attn_mask_type=mask_type,
+        is_training=is_training,
+        device="cuda",
+    )
+    assert names[0] == faster
+
+
+def test_the_environment_asks_for_flash_attn(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert order(**LARGE)[:3] == ["flash4", "flash3", "flash2"]
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert order(**LARGE)[:2] == ["flash4", "cudnn"]  # by speed; all of them refuse
+
+
+@pytest.fixture
+def all_confirmed(monkeypatch):
+    monkeypatch.setattr(policy, "CONFIRMED", {backend.name for backend in BACKENDS})
+
+
+@pytest.mark.parametrize(
+    ("changes", "large"),
+    [
+        ({}, True),
+        ({"batch_size": None, "max_seqlen_q": None, "max_seqlen_kv": None}, True),
+        ({"max_seqlen_q": 128, "max_seqlen_kv": 128}, False),
+        ({"max_seqlen_q": 1, "attn_mask_type": "causal_bottom_right"}, False),
+        ({"batch_size": 1, "window_size": (64, 0)}, False),
+        ({"batch_size": 1, "window_size": (4000, 0)}, True),
+        ({"batch_size": 1, "max_seqlen_q": 16384, "max_seqlen_kv": 16384, **WINDOW}, True),
+    ],
+)
+def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
+    """Its host time would show in small ones."""
+    names = order(**{**LARGE, **changes})
+    assert (names.index("flash4") < names.index("sdpa")) is large
+    assert names[-1] == "unfused"
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_flash_attn_4_is_slower_on_padding(all_confirmed, qkv_format):
+    names = order(**{**LARGE, "attn_mask_type": "padding_causal"}, qkv_format=qkv_format)
+    assert names[0] == "cudnn"
+    assert names.index("flash4") < names.index("sdpa")
+
+
+def test_a_forward_without_gradient_in_training_mode_chooses_as_one_with(monkeypatch):
+    """It may be the first of a checkpoint, which the second one repeats with a gradient."""
+    problems = []
+
+    def choose(*call):
+        problems.append(choice.problem_of(*call))
+        return choice.choose(*call)
+
+    monkeypatch.setattr(core, "choose", choose)
+    module = DotProductAttention(2, 8)
+    qkv = [torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3)]
+    module(*qkv)
+    with torch.no_grad():
+        module(*qkv)
+        module.eval()(*qkv)
+    assert problems[0] == problems[1]
+    assert not problems[2].training

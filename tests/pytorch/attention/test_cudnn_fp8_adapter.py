@@ -1,0 +1,139 @@
+"""How FP8 calls reach cuDNN: with stand-ins for its kernels, on the CPU, against the definition."""
+
+import copy
+
+import pytest
+import torch
+from cases import fake_cudnn_fp8
+from cases.fp8_steps import RUNS, Case, assert_near, core_of, steps_of
+from torch._subclasses import FakeTensorMode
+
+from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
+from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
+from transformer_engine.pytorch.attention.backends.policy import preference
+from transformer_engine.pytorch.attention.backends.table import ranked
+from transformer_engine.pytorch.attention.core import attention as core
+from transformer_engine.pytorch.attention.core.environment import environment
+from transformer_engine.pytorch.attention.masks.masks import mask_rule
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD
+from transformer_engine.pytorch.kernels import attention as kernels
+
+HOPPER = {"device": "cuda", "capability": (9, 0), "fp8": True, "key_size": 128, "value_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    autocast_stack().reset()
+    for name in ("fp8_attention_forward", "fp8_attention_backward", "attention_backward"):
+        monkeypatch.setattr(cudnn_fp8, name, getattr(fake_cudnn_fp8, name))
+    monkeypatch.setattr(cudnn_fp8, "_refusal", lambda problem, in_fp8: "")
+
+
+@pytest.mark.parametrize(("case", "backward"), RUNS)
+def test_against_definition(case, backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    module = core_of(case)
+    twin = copy.deepcopy(module)
+    results = []
+    for one, backend in ((module, cudnn_fp8.BACKEND), (twin, unfused.BACKEND)):
+        monkeypatch.setattr(core, "choose", lambda *call, chosen=backend: chosen)
+        results.append(steps_of(one, case, "cpu"))
+    assert_near(*results)
+
+
+@pytest.mark.parametrize(
+    ("case", "in_fp8"),
+    [
+        (Case("no_mask"), True),
+        (Case("causal"), False),
+        (Case("no_mask", size=64), False),
+        (Case("no_mask", queries=120), False),
+        (Case("no_mask", keys=136), False),
+    ],
+    ids=str,
+)
+def test_the_faster_backward(case, in_fp8, monkeypatch):
+    """Of gradients cast to FP8 there are amaxes."""
+    monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
+    module = core_of(case)
+    steps_of(module, case, "cpu", 1)
+    assert bool(module.scaling[BACKWARD].amax_history.any()) == in_fp8
+
+
+def test_a_backward_in_16_bit_is_announced(monkeypatch):
+    def said(**changes):
+        return cudnn_fp8.BACKEND.notice(Problem(**{**HOPPER, **changes}), environment())
+
+    assert "backward in 16 bit" in said()
+    assert said(training=False) == said(rule=mask_rule("no_mask"), queries=128, keys=128) == ""
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    assert said() == ""
+
+
+def test_preferred(monkeypatch):
+    def chosen(**changes):
+        problem, allowed = Problem(**{**HOPPER, **changes}), environment()
+        return next(b.name for b in ranked(problem, allowed) if not refusal(b, problem, allowed))
+
+    assert chosen() == chosen(rule=mask_rule("no_mask"), training=False) == "cudnn_fp8"
+    assert chosen(rule=mask_rule("padding")) == "unfused"
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
+    assert preference(Problem(), environment())[0] == "cudnn_fp8"
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert chosen() == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"fp8": False}, "computes in FP8 alone"),
+        ({"key_size": 64, "value_size": 64}, None),
+        ({"key_size": 64, "value_size": 64, "rule": mask_rule("no_mask")}, None),
+        ({"key_size": 24, "training": False}, "divisible by 16"),
+        ({"rule": mask_rule("padding_causal")}, "takes whole sequences"),
+        ({"dropout": 0.1}, "has no dropout"),
+        ({"bias_type": "alibi"}, "takes no bias"),
+        ({"softmax_type": "learnable"}, "has no sink"),
+        ({"cache": "appended"}, "each length"),
+        ({"capability": (8, 9)}, "compute capability 9.0"),
+        ({"compiling": True}, None),
+        ({"compiling": True, "queries": 1}, "several queries"),
+    ],
+)
+def test_requirements(changes, reason):
+    given = refusal(cudnn_fp8.BACKEND, Problem(**{**HOPPER, **changes}), environment())
+    assert given is None if reason is None else reason in given
+
+
+def test_the_backward_in_fp8_takes_one_size(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
+    problem = Problem(**HOPPER | {"key_size": 64, "value_size": 64})
+    assert "heads of 128" in refusal(cudnn_fp8.BACKEND, problem, environment())
+    inference = problem._replace(training=False)
+    assert refusal(cudnn_fp8.BACKEND, inference, environment()) is None
+    problem = Problem(**HOPPER, queries=256, keys=257)
+    assert "lengths divisible by 128" in refusal(cudnn_fp8.BACKEND, problem, environment())
+
+
+@pytest.mark.parametrize("format", [kernels.SBHD, kernels.BSHD])
+def test_shapes_without_a_kernel(format):
+    settings = kernels.settings_of(format)
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(5, 2, heads, size, dtype=torch.uint8)
+            for heads, size in ((4, 16), (2, 16), (2, 32))
+        )
+        given = (query, key, value, torch.empty(3, 2), settings, 0.25)
+        out, statistics = torch.ops.te.fp8_attention_forward(*given, True, [None, None])
+        grads = torch.ops.te.fp8_attention_backward(
+            torch.empty_like(out),
+            *(query, key, value, out, statistics, torch.empty(6, 2), settings, 0.25, 6),
+            [None, None],
+            [True, True, True],
+        )
+    assert out.shape == (5, 2, 4, 32) and out.dtype is torch.uint8
+    counts = {kernels.SBHD: (2, 4, 5), kernels.BSHD: (5, 4, 2)}
+    assert statistics.shape == counts[format]
+    assert [g.shape for g in grads] == [x.shape for x in (query, key, value)]

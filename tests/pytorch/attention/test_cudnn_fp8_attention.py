@@ -1,0 +1,207 @@
+"""FP8 attention through cuDNN: kernels against float64, the backend against the unfused one."""
+
+import copy
+
+import pytest
+import torch
+from cases import fake_cudnn_fp8
+from cases.fp8_steps import CASES, RUNS, Case, assert_near, core_of, steps_of, tensors_of
+from checkpoint_helpers import MODES
+from fp8_reference import E4M3, E5M2, decode, encode
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine import _C
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
+from transformer_engine.pytorch.attention.core import attention as core
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.kernels import attention_fp8 as kernels
+from transformer_engine.pytorch.kernels.attention import BSHD, SBHD, settings_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend"),
+]
+RECIPE = DelayedScaling(amax_history_len=2, fp8_dpa=True)
+
+
+@pytest.fixture(autouse=True)
+def _cudnn_alone(monkeypatch):
+    autocast_stack().reset()
+    monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
+
+
+def pairs(*scales):
+    scale = torch.tensor(scales)
+    return torch.stack((1 / scale, scale), 1)
+
+
+def amaxes():
+    return [torch.zeros(1, device="cuda") for _ in range(2)]
+
+
+def assert_values(codes, expected, format, bound, name):
+    got, wanted = (decode(x.cpu().contiguous(), format).double() for x in (codes, expected))
+    error = (got - wanted).norm() / wanted.norm()
+    assert error < bound, f"{name}: relative error {error:.4f}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case):
+    """Every scale and amax where it belongs; the stand-ins round where cuDNN does, in float64."""
+    of_grads = E5M2 if case.format is Format.HYBRID else E4M3
+    window = (case.window[0] if case.window else -1, 0 if case.mask_type == "causal" else -1)
+    settings = settings_of(SBHD if case.qkv_format == "sbhd" else BSHD, window)
+    scale, scales = case.size**-0.5, pairs(70.0, 300.0, 90.0)
+    x = [encode(t.detach().cpu(), E4M3, 70.0) for t in tensors_of(case, "cpu")]
+    on_gpu = [t.cuda() for t in x]
+    found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    out, statistics = kernels.fp8_attention_forward(
+        *on_gpu, scales.cuda(), settings, scale, True, found
+    )
+    expected, _ = fake_cudnn_fp8.fp8_attention_forward(*x, scales, settings, scale, True, wanted)
+    assert_values(out, expected, E4M3, 0.02, "out")
+    for got, amax in zip(found, wanted, strict=True):
+        assert got.item() == pytest.approx(amax.item(), rel=0.02)
+    if not case.has_backward:
+        return
+    largest = 57344.0 if of_grads == E5M2 else 448.0
+    scales = torch.cat((scales, pairs(largest / 6, largest / 8, largest / 16)))
+    grad = encode(torch.randn(expected.shape), of_grads, largest / 6)
+    found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    needs = (True, True, True)
+    given = (scales.cuda(), settings, scale, of_grads, found, needs)
+    actual = kernels.fp8_attention_backward(grad.cuda(), *on_gpu, out, statistics, *given)
+    given = (scales, settings, scale, of_grads, wanted, needs)
+    grads = fake_cudnn_fp8.fp8_attention_backward(grad, *x, out.cpu(), statistics, *given)
+    for name, got, by_definition in zip(("query", "key", "value"), actual, grads, strict=True):
+        assert_values(got, by_definition, of_grads, 0.03, name)
+    for got, amax in zip(found, wanted, strict=True):
+        assert got.item() == pytest.approx(amax.item(), rel=0.1)
+
+
+@pytest.mark.parametrize("last", [-3.6, 0.5, 3.6, 14.0])
+def test_nothing_saturates_where_scores_grow(last):
+    """Scores go from `-last` to `last` along the keys, so that the largest one so far grows."""
+    scales, scale, n = pairs(70.0, 448.0, 800.0), 128**-0.5, 1024
+    query, key, value = (0.5 * torch.randn(1, n, 2, 128) for _ in range(3))
+    query[..., :4], key[..., :4] = (
+        6.0,
+        torch.linspace(-1, 1, n).view(1, n, 1, 1) * last / (24 * scale),
+    )
+    x = [encode(t, E4M3, 70.0) for t in (query, key, value)]
+    settings = settings_of(BSHD)
+    out, _ = kernels.fp8_attention_forward(
+        *(t.cuda() for t in x), scales.cuda(), settings, scale, False, amaxes()
+    )
+    q, k, v = fake_cudnn_fp8.inputs(*x, settings, scales)
+    exact = fake_cudnn_fp8.weights(q, k, settings, scale) @ v
+    found = decode(out.cpu(), E4M3).double().transpose(1, 2) / 800
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(("case", "backward"), RUNS)
+def test_steps_as_the_unfused_backend(case, backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    module = core_of(case)
+    twin = copy.deepcopy(module)
+    fused = steps_of(module, case, "cuda")
+    monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
+    assert_near(fused, steps_of(twin, case, "cuda"))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_inference(size, monkeypatch):
+    case = Case(size=size)
+    module, x = core_of(case), tensors_of(case, "cuda")
+    with torch.no_grad(), te.fp8_autocast(False, calibrating=True, fp8_recipe=RECIPE):
+        plain = module(*x)
+    with torch.no_grad(), te.fp8_autocast(fp8_recipe=RECIPE):
+        fused = module(*x)
+    assert (fused - plain).norm() < 0.08 * plain.norm()
+
+
+def test_a_call_of_known_shapes_builds_no_graph():
+    case = Case()
+    module = core_of(case)
+    steps_of(module, case, "cuda", 1)
+    count = _C.attention_graph_count()
+    steps_of(module, case, "cuda", 2)
+    assert _C.attention_graph_count() == count
+
+
+def test_repeats_bit_for_bit_where_asked():
+    case, runs = Case(queries=512, keys=512, groups=2), []
+    module = core_of(case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            runs.append(steps_of(copy.deepcopy(module), case, "cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got, wanted in zip(*runs, strict=True):
+        assert_bitwise(got, wanted)
+
+
+@pytest.mark.parametrize("mode", ["te", "torch not reentrant"])
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_checkpoints_change_nothing(mask_type, mode):
+    case = Case(mask_type)
+    module = core_of(case)
+    twin = copy.deepcopy(module)
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain = steps_of(module, case, "cuda")
+        again = steps_of(twin, case, "cuda", wrap=MODES[mode])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got, wanted in zip(again, plain, strict=True):
+        assert_bitwise(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_captured_in_a_graph():
+    case = Case()
+    eager = core_of(case)
+    graphed = copy.deepcopy(eager)
+    sample = tuple(tensors_of(case, "cuda"))
+    te.make_graphed_callables(graphed, sample, fp8_enabled=True, fp8_recipe=RECIPE)
+    assert_near(steps_of(graphed, case, "cuda"), steps_of(eager, case, "cuda"))
+
+
+def test_compiled():
+    case = Case()
+    eager = core_of(case)
+    compiled = copy.deepcopy(eager)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    results = [steps_of(module, case, "cuda") for module in (compiled, eager)]
+    for got, wanted in zip(*(r[:4] for r in results), strict=True):
+        assert (got.double() - wanted.double()).norm() < 0.1 * wanted.double().norm()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_graph_that_would_be_built_inside_a_capture_is_an_error():
+    case = Case(queries=88, keys=88)
+    module, x = core_of(Case()), tensors_of(case, "cuda")
+    steps_of(module, Case(), "cuda", 1)
+    scope, graph = te.fp8_autocast(fp8_recipe=RECIPE), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="warm-up"), scope, torch.cuda.graph(graph):
+        module(*x)
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_preferred(size, mask_type):
+    """With the backward that it has for it."""
+    question = {"fp8": True, "kv_channels": size, "attn_mask_type": mask_type, "device": "cuda"}
+    assert te.attention_backends(**question).chosen == "cudnn_fp8"
+    steps_of(core_of(Case(mask_type, size=size)), Case(mask_type, size=size), "cuda", 1)
+
+
+def test_what_cudnn_leaves_out():
+    question = {"fp8": True, "kv_channels": 128, "device": "cuda"}
+    table = te.attention_backends(
+        attn_mask_type="causal_bottom_right", max_seqlen_q=64, max_seqlen_kv=128, **question
+    )
+    assert "cuDNN 9" in table["cudnn_fp8"] and table.chosen == "unfused"

@@ -1,0 +1,212 @@
+"""Replays of chains: the same bits as running stage by stage; what may not be recorded is not."""
+
+import pytest
+import torch
+from precisions import RECIPES, scope
+from rulers import assert_bitwise
+from torch.utils.checkpoint import checkpoint
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.chain import tape
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+
+MODULES = {
+    "Linear": lambda **kw: te.Linear(32, 48, **kw),
+    "Linear, no bias": lambda **kw: te.Linear(32, 48, bias=False, **kw),
+    "LayerNormLinear, input": lambda **kw: te.LayerNormLinear(32, 48, return_input=True, **kw),
+    "LayerNormLinear, output": lambda **kw: te.LayerNormLinear(
+        32, 48, return_layernorm_output=True, normalization="RMSNorm", **kw
+    ),
+    "LayerNormMLP, gelu": lambda **kw: te.LayerNormMLP(32, 64, **kw),
+    "LayerNormMLP, swiglu": lambda **kw: te.LayerNormMLP(32, 64, activation="swiglu", **kw),
+    "LayerNorm": lambda **kw: te.LayerNorm(32, **kw),
+}
+pairs = pytest.mark.parametrize(
+    ("name", "recipe"), [(name, recipe) for name in MODULES for recipe in RECIPES]
+)
+
+
+@pytest.fixture
+def by_stages(monkeypatch):
+    """A switch: no chain replays any more."""
+    return lambda: monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+
+
+def results(module, recipe, device, autocast=False, **call):
+    """Everything that three training steps and an evaluation leave behind."""
+    mixed = torch.autocast(device, torch.bfloat16, enabled=autocast)
+    torch.manual_seed(3)
+    found = []
+    for step in range(3):
+        x = torch.randn(2, 24, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+        with scope(recipe), mixed:
+            out = module(x * 1.0, **call)
+        outs = out if isinstance(out, tuple) else (out,)
+        wanted = outs if step != 1 else outs[-1:]  # a backward without the first result, too
+        torch.autograd.backward(wanted, [torch.randn_like(t) for t in wanted])
+        found += [*outs, x.grad, *(p.grad for p in module.parameters())]
+        for p in module.parameters():
+            p.grad = None
+    with torch.no_grad(), scope(recipe), mixed:
+        out = module(x)
+    found += out if isinstance(out, tuple) else (out,)
+    return found + [s.amax_history for s in getattr(module, "scaling", {}).values()]
+
+
+def replays(module):
+    runs = getattr(module, "_runs", {}).values()
+    return [replay for run in runs for replay in (run.replays or {}).values()]
+
+
+def same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pairs
+def test_the_bits_of_running_by_stages(device, by_stages, name, recipe, autocast):
+    """Also where torch.autocast asks for casts of parameters in fp32."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    module = MODULES[name](device=device, params_dtype=dtype)
+    again = MODULES[name](device=device, params_dtype=dtype)
+    again.load_state_dict(module.state_dict())
+    got = results(module, recipe, device, autocast)
+    te.gemm_report(reset=True)
+    recorded = replays(module)
+    assert recorded or name == "LayerNorm"
+    assert all(replay is not None for replay in recorded)
+    if not name.endswith("output"):  # whose gradient torch adds to that of the result
+        assert all(tape is not None for one in recorded for tape in one._backwards.values())
+    by_stages()
+    same(got, results(again, recipe, device, autocast))
+
+
+def test_gemms_are_counted_alike(by_stages):
+    module = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.bfloat16, name="mlp")
+    counts = []
+    for _ in range(2):
+        te.gemm_report(reset=True)
+        results(module, "delayed", "cpu")
+        counts.append(te.gemm_report(reset=True).counts)
+        by_stages()
+    assert counts[0] == counts[1]
+    assert counts[0]["mlp.fc1", "wgrad", "fp8"] == 3
+
+
+def test_kernels_are_called_by_the_program_alone(monkeypatch):
+    module = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.bfloat16)
+    results(module, "delayed", "cpu")
+    monkeypatch.setattr(Chain, "forward_by_stages", None)
+    monkeypatch.setattr(Chain, "backward_by_stages", None)
+    results(module, "delayed", "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
+def test_cached_weights(device, by_stages, recipe):
+    """Each first micro-batch brings new weights in FP8, which later ones must take."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        autocast_stack().reset()
+        module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)
+        for _ in range(3):
+            for first in (True, False, False):
+                x = torch.randn(16, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+                with scope(recipe):
+                    y = module(x, is_first_microbatch=first)
+                y.backward(torch.randn_like(y))
+                found += [y.detach(), x.grad]
+            with torch.no_grad():
+                module.weight *= 1.5
+        found.append(module.weight.grad)
+        by_stages()
+    same(found[: len(found) // 2], found[len(found) // 2 :])
+
+
+def test_parameters_are_those_of_the_call(device):
+    module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, device=device)
+    before = module(x)
+    module.weight.data = module.weight.data * 2
+    module.bias.data = module.bias.data * 2
+    assert_bitwise(module(x), before * 2)
+    with torch.no_grad():
+        assert_bitwise(module(x), before * 2)
+
+
+def test_a_weight_that_looks_different_runs_by_stages():
+    module = te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    module(x)
+    module.weight.data = module.weight.data.t()
+    with pytest.raises(ValueError, match="contiguous"):
+        module(x)
+
+
+def test_only_so_many_shapes_are_recorded(monkeypatch):
+    monkeypatch.setattr("transformer_engine.pytorch.chain.chain._MOST_REPLAYS", 3)
+    module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
+    for rows in range(1, 9):
+        assert module(torch.ones(rows, 32, dtype=torch.bfloat16)).shape == (rows, 48)
+    assert len(replays(module)) == 3
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_padding_and_empty_inputs_run_by_stages(device, rows):
+    module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)
+    x = torch.ones(rows, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+    for _ in range(2):
+        with scope("delayed"):
+            y = module(x)
+        y.sum().backward()
+    assert y.shape == (rows, 48)
+    assert replays(module) == [None]
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP, gelu"])
+def test_checkpointing(device, name):
+    """Backward compares what the two forwards save."""
+    module = MODULES[name](device=device, params_dtype=torch.bfloat16)
+    grads = []
+    for wrap in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
+        x = torch.ones(16, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+        with scope("current"):
+            wrap(x).sum().backward()
+        grads.append(x.grad)
+    assert_bitwise(*grads)
+
+
+def test_python_that_computes_has_no_tape():
+    x = torch.ones(4)
+    ours = tape.stand_ins([x])
+    assert tape.record([x], ours, (), lambda: ([ours[0] + 1], ())) is None
+    assert tape.record([x], ours, (), lambda: ([ours[0].new_empty(4)], ())) is not None
+
+
+def test_scratch_memory_is_shared_by_tensors_that_do_not_meet(monkeypatch):
+    recorded = []
+
+    def watched(*arguments):
+        found = tape.record(*arguments)
+        recorded.append(found[0])
+        return found
+
+    monkeypatch.setattr("transformer_engine.pytorch.chain.replay.record", watched)
+    module = te.LayerNormMLP(64, 64, device="cpu", params_dtype=torch.bfloat16)
+    with torch.no_grad(), scope("delayed"):
+        module(torch.ones(64, 64, dtype=torch.bfloat16))
+    memory = recorded[0].memory
+    codes = 64 * 64  # of x, w1, w2, h; FC1's plain result and the output take two bytes an element
+    assert memory < 8 * codes
+
+
+def test_large_calls_run_by_stages(monkeypatch):
+    monkeypatch.setattr("transformer_engine.pytorch.chain.replay._MOST_BYTES", 6000)
+    module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
+    for rows in (16, 64):
+        module(torch.ones(rows, 32, dtype=torch.bfloat16))
+    assert [replay is None for replay in replays(module)] == [False, True]

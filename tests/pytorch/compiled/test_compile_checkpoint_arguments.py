@@ -1,0 +1,106 @@
+"""Arguments of `te.checkpoint` inside of compiled code, and what a graph cannot do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import HIDDEN, Wrap, build, states
+from compiled_graphs import compiled, kept_and_run
+from precisions import scope
+from rulers import assert_equal
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+
+
+def fails(call: Wrap, *args: Any) -> str:
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as caught:
+        compiled()(call)(*args)
+    return str(caught.value)
+
+
+def test_what_a_graph_cannot_do() -> None:
+    layer = build("cpu")["mlp"]
+    x = torch.ones(16, HIDDEN, requires_grad=True)
+    tracker = te.CudaRNGStatesTracker("cpu")
+    message = fails(lambda x: te.checkpoint(layer, x, distribute_saved_activations=True), x)
+    assert "distribute_saved_activations=False under torch.compile" in message
+    message = fails(lambda x: te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker), x)
+    assert "get_rng_state_tracker=None under torch.compile" in message
+    torch._dynamo.reset()
+    without_effect = {"distribute_saved_activations": True, "use_reentrant": False}
+    call = compiled()(lambda x: te.checkpoint(layer, x, tp_group=None, **without_effect))
+    assert torch.equal(call(x), layer(x))
+    call = compiled()(lambda x: te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker))
+    with torch.no_grad():  # nothing is kept, nothing runs again
+        assert torch.equal(call(x), layer(x))
+
+
+def test_positional_arguments_of_older_versions() -> None:
+    layer = build("cpu")["mlp"]
+    tracker = te.CudaRNGStatesTracker("cpu")
+    x = torch.ones(16, HIDDEN, requires_grad=True)
+    torch._dynamo.reset()
+    with pytest.warns(DeprecationWarning, match="by keyword"):
+        message = fails(lambda x: te.checkpoint(layer, True, lambda: tracker, None, x), x)
+    assert "distribute_saved_activations" in message
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_torchs_own_checkpoint_is_right_or_refused(recipe: str) -> None:
+    """It may compute scales again with all else, and by then they have moved on."""
+    found = []
+    for inside in (False, True):
+        autocast_stack().reset()
+        torch._dynamo.reset()
+        modules = build("cpu")
+
+        def eager(x: torch.Tensor, m: Any = modules) -> torch.Tensor:
+            y: torch.Tensor = m["mlp"](m["linear"](x))
+            return y
+
+        def forward(x: torch.Tensor, m: Any = modules) -> torch.Tensor:
+            y: torch.Tensor = torch_checkpoint(m["mlp"], m["linear"](x), use_reentrant=False)
+            return y
+
+        x = torch.ones(16, HIDDEN).cumsum(1).requires_grad_()
+        with scope(recipe):
+            eager(2 * x)  # makes the state: in a graph, that is an error of Dynamo
+        call = compiled()(forward) if inside else eager
+        with scope(recipe):
+            y = call(x)
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            assert recipe == "delayed" and inside
+            assert "transformer_engine.pytorch.checkpoint in the compiled" in str(error)
+        else:
+            found.append([x.grad, *states(modules)])
+    for other in found[1:]:
+        assert_equal(other, found[0])
+
+
+def keep_gemms(context: object, operator: object, *args: object, **kwargs: object) -> bool:
+    return "gemm" in str(operator)
+
+
+def test_a_policy_of_ones_own() -> None:
+    """`context_fn` is torch's."""
+    layer = build("cpu")["mlp"]
+    x = torch.randn(64, HIDDEN, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, keep_gemms)
+    more = {"use_reentrant": False, "context_fn": contexts}
+    _, run = kept_and_run(lambda x: te.checkpoint(layer, x, **more), x, "current")
+    assert run["backward norm_forward"] and not run["backward fp8_gemm"]
+
+
+def test_exported_programs_hold_the_function_alone() -> None:
+    layer = build("cpu")["mlp"]
+    layer.checkpoint = True
+    x = torch.ones(16, HIDDEN)
+    program = torch.export.export(layer, (x,))
+    torch.testing.assert_close(program.module()(x), layer(x))

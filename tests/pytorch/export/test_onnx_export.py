@@ -1,0 +1,396 @@
+"""`onnx_export`: every module as ONNX, high precision and FP8, equal to eager in onnxruntime."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_engine.pytorch as te
+from gpt.model import Gpt
+from gpt.settings import SIZES, Settings
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.export.onnx import current_scale, is_in_onnx_export_mode
+from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer
+from transformer_engine.pytorch.kernels.amax import current_scales
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own use
+    pytest.mark.filterwarnings("ignore:.*in training mode.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*axis name.*:UserWarning"),  # of sizes that are equal
+]
+
+RECIPES = {
+    "fp32": None,
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+}
+HIDDEN, FFN, HEADS = 64, 128, 4
+
+
+def scope(recipe):
+    return te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
+
+
+def trained(model, inputs, recipe):
+    """The model after two steps, so that scales are not what they were at first."""
+    for _ in range(2):
+        with scope(recipe):
+            loss = sum(y.float().square().sum() for y in listed(model(*inputs)))
+        if loss.requires_grad:
+            loss.backward()
+    return model.eval()
+
+
+def listed(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def export(model, inputs, recipe=None, dynamic=({0: "batch", 1: "sequence"},), **options):
+    with scope(recipe), te.onnx_export(enabled=True):
+        return torch.onnx.export(
+            model, inputs, dynamic_shapes=dynamic, verbose=False, **options
+        ).model_proto
+
+
+def run(proto, inputs, **entries):
+    """The results of onnxruntime with its defaults."""
+    options = onnxruntime.SessionOptions()
+    for key, value in entries.items():
+        options.add_session_config_entry(f"session.{key}", value)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    names = [one.name for one in session.get_inputs()]
+    feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(y) for y in session.run(None, feeds)]
+
+
+def check(model, inputs, others, recipe=None, dynamic=({0: "batch", 1: "sequence"},), bound=1e-5):
+    """Export with `inputs`, and compare on inputs of other sizes."""
+    trained(model, inputs, recipe)
+    proto = export(model, inputs, recipe, dynamic)
+    onnx.checker.check_model(proto, full_check=True)
+    with torch.no_grad(), scope(recipe):
+        expected = listed(model(*others))
+    for got, want in zip(run(proto, others), expected, strict=True):
+        assert got.dtype == want.dtype
+        # In FP8 a value between two codes may round to either: x / (1 / scale) is not x * scale.
+        allowed = (bound if recipe is None else max(bound, 2e-3)) * want.double().norm()
+        assert (got.double() - want.double()).norm() <= allowed
+    return proto
+
+
+class Several(nn.Module):
+    """Modules with one input; exporting them together takes the time of one."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.several = nn.ModuleList(modules)
+
+    def forward(self, x):
+        return tuple(y for module in self.several for y in listed(module(x)))
+
+
+class Calls(nn.Module):
+    """Calls of attention modules with keywords."""
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.several = nn.ModuleList(module for module, _ in calls)
+        self.keywords = [keywords for _, keywords in calls]
+
+    def forward(self, *inputs):
+        return tuple(
+            module(*inputs, **keywords)
+            for module, keywords in zip(self.several, self.keywords, strict=True)
+        )
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_modules(recipe):
+    model = Several(
+        te.Linear(HIDDEN, 48, parameters_split=("a", "b", "c"), device="cpu"),
+        te.LayerNormLinear(HIDDEN, 32, return_layernorm_output=True, device="cpu"),
+        te.LayerNormLinear(HIDDEN, 32, normalization="RMSNorm", return_bias=True, device="cpu"),
+        te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", zero_centered_gamma=True, device="cpu"),
+    )
+    proto = check(model, (torch.randn(2, 8, HIDDEN),), (torch.randn(3, 16, HIDDEN),), recipe)
+    operators = [node.op_type for node in proto.graph.node]
+    casts = operators.count("QuantizeLinear")
+    assert casts == 0 if recipe is None else casts > 5  # of 5 weights, and of inputs
+    assert operators.count("DequantizeLinear") == casts
+
+
+def test_norms_and_activations():
+    kinds = [
+        "geglu",
+        "qgelu",
+        "reglu",
+        "srelu",
+        "silu",
+    ]  # each function once
+    model = Several(
+        te.LayerNorm(16, device="cpu"),
+        te.RMSNorm(16, zero_centered_gamma=True, device="cpu"),
+        *(te.LayerNormMLP(16, 32, activation=kind, device="cpu") for kind in kinds),
+    )
+    check(model, (torch.randn(2, 4, 16),), (torch.randn(3, 8, 16),))
+
+
+def test_scales_that_are_powers_of_2():
+    module, recipe = te.Linear(32, 16, device="cpu"), Float8CurrentScaling(use_power_2_scales=True)
+    x, other = torch.randn(4, 32), torch.randn(7, 32)
+    (got,) = run(export(module.eval(), (x,), recipe, ({0: "batch"},)), (other,))
+    with torch.no_grad(), scope(recipe):
+        torch.testing.assert_close(got, module(other))  # dividing by such a scale is exact
+    for exponent in range(-20, 20):  # 448 / amax at, and next to, powers of two
+        edge = torch.tensor(448.0 * 2.0**exponent)
+        for amax in (edge, edge.nextafter(edge * 2), edge.nextafter(edge / 2)):
+            quantizer = CurrentQuantizer(5, power_of_2=True)
+            wanted = current_scales(amax.view(1), 5, True, 0.0)[1]
+            assert current_scale(amax.view(1), quantizer) == wanted
+
+
+def test_scales_are_the_trained_ones():
+    module, recipe = te.Linear(32, 16, device="cpu"), RECIPES["delayed"]
+    x = torch.randn(4, 32)
+    trained(module, (x,), recipe)
+    before = copy.deepcopy(module.scaling)
+    proto = export(module, (x,), recipe, ({0: "batch"},))
+    constants = {one.name: onnx.numpy_helper.to_array(one) for one in proto.graph.initializer}
+    casts = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    found = [1 / constants[node.input[1]].item() for node in casts]
+    assert found == pytest.approx(before["forward"].scale[:2].tolist())
+    assert found[0] != 1.0
+    types = {constants[node.input[2]].dtype.name for node in casts}
+    assert types == {"float8_e4m3fn"}
+    for direction, state in before.items():  # and exporting is no step
+        assert torch.equal(state.scale, module.scaling[direction].scale)
+        assert torch.equal(state.amax_history, module.scaling[direction].amax_history)
+
+
+def test_masks_of_positions():
+    def core(kind, **arguments):
+        return te.DotProductAttention(
+            HEADS, 16, qkv_format="bshd", attn_mask_type=kind, **arguments
+        )
+
+    model = Calls(
+        (core("no_mask"), {"core_attention_bias_type": "alibi"}),
+        (core("causal", softmax_type="off-by-one"), {}),
+        (core("causal", window_size=(3, 0)), {}),
+        (core("causal_bottom_right", window_size=(2, 0)), {}),
+    )
+    size = (HEADS, 16)
+
+    def inputs(batch, queries, keys):
+        query = torch.randn(batch, queries, *size)
+        return query, torch.randn(batch, keys, *size), torch.randn(batch, keys, *size)
+
+    keys = {0: "batch", 1: "keys"}
+    dynamic = (({0: "batch", 1: "queries"}, keys, keys),)
+    check(model, inputs(2, 8, 12), inputs(3, 14, 9), dynamic=dynamic)
+
+
+class Masked(nn.Module):
+    """Attention with masks and biases that come as tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = te.DotProductAttention(HEADS, 16, num_gqa_groups=2, qkv_format="sbhd")
+
+    def forward(self, query, key, padding, arbitrary, bias):
+        attend = self.core
+        return (
+            attend(query, key, key, padding, attn_mask_type="padding_causal"),
+            attend(query, key, key, arbitrary, attn_mask_type="arbitrary"),
+            attend(
+                query,
+                key,
+                key,
+                attn_mask_type="no_mask",
+                core_attention_bias_type="pre_scale_bias",
+                core_attention_bias=bias,
+            ),
+        )
+
+
+def test_masks_that_are_tensors():
+    def inputs(batch, length):
+        padding = torch.arange(length) >= torch.randint(1, length, (batch, 1))
+        arbitrary = torch.rand(length, length) < 0.3
+        arbitrary[1] = True  # a query that sees nothing
+        return (
+            torch.randn(length, batch, HEADS, 16),
+            torch.randn(length, batch, 2, 16),
+            padding[:, None, None],
+            arbitrary,
+            torch.randn(1, HEADS, length, length),
+        )
+
+    rows = {0: "sequence", 1: "batch"}
+    square = {0: "sequence", 1: "sequence"}
+    bias = {2: "sequence", 3: "sequence"}
+    dynamic = (rows, rows, {0: "batch", 3: "sequence"}, square, bias)
+    check(Masked(), inputs(2, 8), inputs(3, 12), dynamic=dynamic)
+
+
+class Turned(nn.Module):
+    """Self attention with rotary embedding, grouped heads and norms of the heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = te.MultiheadAttention(
+            HIDDEN,
+            HEADS,
+            num_gqa_groups=2,
+            input_layernorm=True,
+            qk_norm_type="L2Normalization",
+            rotary_pos_interleaved=True,
+            return_bias=True,
+            qkv_format="bshd",
+            device="cpu",
+        )
+        rotary = te.RotaryPositionEmbedding(16, interleaved=True)
+        self.register_buffer("angles", rotary(32).cpu(), persistent=False)
+
+    def forward(self, x):
+        return self.attention(x, rotary_pos_emb=self.angles)
+
+
+def test_multihead_attention():
+    sequence = torch.export.Dim("sequence", min=2, max=32)
+    dynamic = ({0: "batch", 1: sequence},)
+    check(Turned(), (torch.randn(2, 8, HIDDEN),), (torch.randn(3, 16, HIDDEN),), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["fp32", "current"])
+def test_transformer_layer(recipe):
+    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu").eval()
+    dynamic = ({0: "sequence", 1: "batch"},)
+    check(layer, (torch.randn(8, 2, HIDDEN),), (torch.randn(16, 4, HIDDEN),), recipe, dynamic)
+
+
+def test_gpt_in_fp8():
+    """The example's model, by the defaults of both exporter and onnxruntime."""
+    small = {"layers": 1, "hidden": 64, "seq": 32, "dropout": 0.1, "seed": 0, "validate_every": 1}
+    how = {"data": None, "device": "cpu", "model": "te", "precision": "fp8", "recipe": "delayed"}
+    settings = Settings(**{**SIZES["tiny"], **small, **how})
+    tokens = torch.randint(256, (2, 8))
+    sequence = torch.export.Dim("sequence", min=2, max=32)
+    dynamic = ({0: "batch", 1: sequence},)
+    others = (torch.randint(256, (3, 16)),)
+    check(Gpt(settings), (tokens,), others, RECIPES["delayed"], dynamic)
+
+
+def test_half_precision():
+    """fp16 runs on the CPU; for bf16 onnxruntime has too few operators there."""
+    for dtype in (torch.float16, torch.bfloat16):
+        module = te.LayerNormMLP(32, 64, params_dtype=dtype, device="cpu")
+        inputs, others = (torch.randn(n, 2, 32, dtype=dtype) for n in (4, 6))
+        if dtype is torch.float16:
+            check(module, (inputs,), (others,), bound=2e-3)
+        else:
+            proto = export(trained(module, (inputs,), None), (inputs,))
+            onnx.checker.check_model(proto, full_check=True)
+
+
+def test_newer_opset():
+    """onnxruntime fuses float8 as if it were int8 from opset 21 on, until it is told not to."""
+    module, recipe = te.LayerNormLinear(32, 48, device="cpu"), RECIPES["delayed"]
+    x = torch.randn(4, 2, 32)
+    trained(module, (x,), recipe)
+    proto = export(module, (x,), recipe, opset_version=23)
+    (got,) = run(proto, (x,), disable_quant_qdq="1")
+    with torch.no_grad(), scope(recipe):
+        torch.testing.assert_close(got, module(x))
+
+
+def error_of(model, inputs, recipe=None, kind=torch.onnx.errors.OnnxExporterError):
+    with pytest.raises(kind) as caught:
+        export(model, inputs, recipe, None)
+    return str(caught.value)
+
+
+def test_what_cannot_be_exported():
+    x = torch.randn(8, 2, HIDDEN)
+    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", name="block")
+    message = error_of(layer, (x,))
+    assert "hidden_dropout=0.1 in training cannot be exported: call model.eval()" in message
+    assert "(layer block)" in message
+
+    heads = torch.randn(8, HEADS, 16)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = te.DotProductAttention(HEADS, 16, qkv_format="thd", name="core").eval()
+    call = Calls((packed, {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 8}))
+    assert "qkv_format 'thd' cannot be exported" in error_of(call, (heads, heads, heads))
+
+    cached = te.DotProductAttention(HEADS, 16, qkv_format="sbhd", layer_number=1).eval()
+    call = Calls((cached, {"inference_params": te.InferenceParams(2, 8)}))
+    batch = torch.randn(8, 2, HEADS, 16)
+    message = error_of(call, (batch, batch, batch))
+    assert "inference_params cannot be exported" in message
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
+def test_weights_kept_in_fp8(recipe):
+    with te.fp8_model_init():
+        model = te.LayerNormMLP(HIDDEN, FFN, device="cpu", name="block")
+    x = torch.randn(2, 8, HIDDEN)
+    trained(model, (x,), recipe)
+    assert "fc1_weight of layer block cannot be exported: call" in error_of(model, (x,), recipe)
+    model.requires_grad_(False)
+    proto = check(model, (x,), (torch.randn(3, 16, HIDDEN),), recipe)
+    casts = [node.op_type for node in proto.graph.node].count("QuantizeLinear")
+    assert casts == (0 if recipe is None else 4)  # two inputs, two weights
+
+
+@pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
+def test_weights_kept_in_blocks():
+    """Outside of autocast: a graph of dequantised values."""
+    with te.fp8_model_init(recipe=Float8BlockScaling()):
+        model = te.Linear(160, 272, device="cpu").requires_grad_(False)
+    check(model, (torch.randn(2, 8, 160),), (torch.randn(3, 4, 160),), None)
+
+
+def test_scales_of_blocks_are_refused():
+    module = te.Linear(32, 16, device="cpu", name="fresh")
+    message = error_of(module, (torch.randn(4, 32),), Float8BlockScaling())
+    assert "Float8BlockScaling cannot be exported" in message and "(layer fresh)" in message
+
+
+def test_layers_without_scales():
+    module = te.Linear(32, 16, device="cpu", name="fresh")
+    message = error_of(module, (torch.randn(4, 32),), RECIPES["delayed"])
+    assert "expected scales that training or calibration has left" in message
+    assert "(layer fresh)" in message
+    assert not module.scaling
+
+
+def test_without_the_context():
+    module = te.LayerNormLinear(32, 16, device="cpu").eval()
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match="onnx_export\\(enabled=True\\)"):
+        torch.onnx.export(module, (torch.randn(4, 32),), verbose=False)
+
+
+def test_the_context_nests_and_leaves_eager_calls_alone():
+    module, recipe = te.Linear(32, 16, device="cpu"), RECIPES["current"]
+    x = torch.randn(16, 32)
+    with scope(recipe):
+        expected = module(x)
+        with te.onnx_export(enabled=True):
+            assert is_in_onnx_export_mode()
+            with te.onnx_export():
+                assert not is_in_onnx_export_mode()
+            assert is_in_onnx_export_mode()
+            assert torch.equal(module(x), expected)
+            assert module(x).requires_grad
+    assert not is_in_onnx_export_mode()

@@ -1,0 +1,140 @@
+import warnings
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    QParams,
+)
+from transformer_engine.pytorch.fp8.autocast import Scope
+from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    r = DelayedScaling()
+    assert (r.margin, r.fp8_format, r.amax_history_len) == (0, Format.HYBRID, 1024)
+    assert (r.amax_compute_algo, r.reduce_amax, r.scaling_factor_compute_algo) == (
+        "max",
+        True,
+        None,
+    )
+    assert r.delayed() and r.float8_per_tensor_scaling() and not r.float8_current_scaling()
+    c = Float8CurrentScaling()
+    assert not c.fp8_gemm_fprop.use_split_accumulator
+    assert c.fp8_gemm_dgrad.use_split_accumulator and c.fp8_gemm_wgrad.use_split_accumulator
+    assert Format.HYBRID.value.max_fwd == 448.0 and Format.HYBRID.value.max_bwd == 57344.0
+
+
+def test_equal_fields_make_equal_recipes() -> None:
+    assert DelayedScaling(margin=1) == DelayedScaling(margin=1)
+    assert hash(DelayedScaling()) == hash(DelayedScaling())
+    assert DelayedScaling(margin=1) != DelayedScaling()
+    with pytest.raises(AttributeError):
+        DelayedScaling().margin = 3  # type: ignore[misc]
+
+
+def test_unknown_keywords_warn_once_by_name() -> None:
+    with pytest.warns(UserWarning, match=r"ignoring unknown keyword\(s\) device, params_dtype"):
+        r = DelayedScaling(margin=2, params_dtype=torch.float32, device="cuda")
+    assert r.margin == 2
+
+
+def test_subclasses_may_pass_foreign_keywords() -> None:
+    class Trainers(DelayedScaling):
+        def __init__(self) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                super().__init__(margin=1, params_dtype=torch.float32)
+
+    assert Trainers().margin == 1 and Trainers().delayed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp8_format": Format.E5M2}, "expected fp8_format to be Format.HYBRID or Format.E4M3"),
+        (
+            {"fp8_format": "HYBRID"},
+            "expected fp8_format to be a Format, such as Format.HYBRID, got 'HYBRID'",
+        ),
+        ({"amax_history_len": 0}, "expected amax_history_len to be an int >= 1, got 0"),
+        ({"amax_compute_algo": "mean"}, "expected amax_compute_algo to be 'max', 'most_recent'"),
+    ],
+)
+def test_bad_values_are_refused_at_construction(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DelayedScaling(**arguments)
+
+
+def test_override_linear_precision_is_accepted_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="override_linear_precision is accepted"):
+        DelayedScaling(override_linear_precision=(False, False, True))
+
+
+def test_module_is_importable_by_its_documented_path() -> None:
+    assert recipe.DelayedScaling is DelayedScaling
+
+
+def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
+    b = Float8BlockScaling()
+    assert b.float8_block_scaling() and not b.float8_per_tensor_scaling()
+    assert (b.x_block_scaling_dim, b.w_block_scaling_dim, b.grad_block_scaling_dim) == (1, 2, 1)
+    assert b.fp8_format is Format.E4M3 and b.fp8_gemm_fprop.use_split_accumulator
+
+    def rules(recipe: Float8BlockScaling) -> list[tuple[int, bool, float]]:
+        class Module:
+            gemm_count = 1
+
+        scope = Scope(enabled=True, recipe=recipe)
+        (six,), changed, _ = build_quantizers(Module(), scope, True, torch.device("cpu"))
+        assert not changed and six.fast_accumulation == (False, False, False)
+        three = (six.input, six.weight, six.grad_output)
+        assert all(quantizer.format == 5 for quantizer in three)
+        return [(q.dimensions, q.power_of_2, q.epsilon) for q in three]
+
+    assert rules(b) == [(1, True, 0.0), (2, True, 0.0), (1, True, 0.0)]
+    assert rules(Float8BlockScaling(use_f32_scales=True))[1] == (2, False, 0.0)
+    mixed = Float8BlockScaling(
+        x_block_scaling_dim=2,
+        w_block_scaling_dim=1,
+        fp8_quant_bwd_grad=QParams(power_2_scale=False, amax_epsilon=1e-3),
+    )
+    assert rules(mixed) == [(2, True, 0.0), (1, True, 0.0), (1, False, 1e-3)]
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert Float8BlockScaling().use_f32_scales and Float8BlockScaling() != b
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp8_format": Format.HYBRID}, "expected fp8_format to be Format.E4M3, got"),
+        ({"x_block_scaling_dim": 3}, "expected x_block_scaling_dim to be 1 or 2, got 3"),
+        ({"x_block_scaling_dim": 2}, "x_block_scaling_dim and w_block_scaling_dim to be 2 for one"),
+        ({"fp8_gemm_dgrad": MMParams(False)}, "fp8_gemm_dgrad.use_split_accumulator to be True"),
+        ({"fp8_dpa": True}, "expected fp8_dpa to be False, got True"),
+    ],
+)
+def test_block_scaling_refuses_what_no_gemm_can_do(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Float8BlockScaling: .*{message}"):
+        Float8BlockScaling(**arguments)
+
+
+def test_block_scaling_is_available_with_a_reason_where_not(monkeypatch) -> None:
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(torch.cuda, "is_available", lambda: False)
+        assert te.is_fp8_block_scaling_available() is True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for capability, reason in [((8, 9), "compute capability 9.0"), ((9, 0), "12.9 or newer")]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        available, found = te.is_fp8_block_scaling_available(return_reason=True)
+        assert not available and reason in found
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")

@@ -1,0 +1,307 @@
+"""The timing and arithmetic of delayed scaling, against a model of it in plain Python."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingMembers,
+    ScalingState,
+)
+
+
+def linear(device: str, **kwargs) -> te.Linear:
+    return te.Linear(32, 16, device=device, params_dtype=torch.float32, **kwargs)
+
+
+def step(layer, x, recipe, grad=None):
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(x)
+    if y.requires_grad:
+        y.backward(torch.ones_like(y) if grad is None else grad)
+    return y
+
+
+def test_first_step_uses_scale_one_and_later_steps_the_history(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    amaxes = []
+    for i in range(5):
+        x = torch.randn(16, 32, device=device) * (i + 1)
+        state = layer.scaling.get(FORWARD)
+        expected = 448.0 / max(amaxes[-3:]) if amaxes else 1.0
+        if state is not None:
+            assert state.scale[0].item() == pytest.approx(expected, rel=1e-6)
+        step(layer, x, recipe)
+        amaxes.append(x.abs().max().item())
+    history = layer.scaling[FORWARD].amax_history[:, 0].tolist()
+    assert history[0] == 0.0
+    assert history[1:] == pytest.approx(amaxes[-2:])
+
+
+def test_gradients_are_updated_at_the_end_of_backward(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=4)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(torch.randn(16, 32, device=device))
+    assert layer.scaling[BACKWARD].scale[0].item() == 1.0
+    y.backward(torch.full_like(y, 0.5))
+    assert layer.scaling[BACKWARD].scale[0].item() == 57344.0 / 0.5
+    assert layer.scaling[BACKWARD].amax_history[-1, 0].item() == 0.5
+
+
+def test_a_state_where_a_dead_one_lay_is_updated_itself(device: str) -> None:
+    members = ScalingMembers(DelayedScaling(amax_history_len=4), None, FORWARD)
+    dead = ScalingState(FORWARD, 1, 4, torch.device(device))
+    members.add(dead)
+    members.update()
+    address, old_scale, old_history = id(dead), dead.scale, dead.amax_history
+    del dead
+    elsewhere = []
+    while id(state := ScalingState(FORWARD, 1, 4, torch.device(device))) != address:
+        elsewhere.append(state)
+        assert len(elsewhere) < 10_000
+    members.add(state)
+    state.amax_history[0] = 2.0
+    old_history[0] = 7.0
+    members.update()
+    assert state.scale.item() == 448.0 / 2.0
+    assert old_scale.item() == 1.0
+
+
+def test_margin_format_and_most_recent(device: str) -> None:
+    recipe = DelayedScaling(
+        margin=2, fp8_format=Format.E4M3, amax_history_len=8, amax_compute_algo="most_recent"
+    )
+    layer = linear(device)
+    for amax in (8.0, 2.0):
+        x = torch.zeros(16, 32, device=device)
+        x[0, 0] = amax
+        y = step(layer, x, recipe)
+        assert layer.scaling[FORWARD].scale[0].item() == 448.0 / amax / 4
+    assert y.shape == (16, 16)
+    assert layer.scaling[BACKWARD].scale[0].item() == 448.0 / 1.0 / 4
+
+
+def test_callable_algorithms(device: str) -> None:
+    def mean(history: torch.Tensor) -> torch.Tensor:
+        return history.mean(dim=0)
+
+    def halved(amax, scale, fp8_max, recipe):
+        return torch.where(amax > 0, fp8_max / amax / 2, scale)
+
+    layer = linear(device)
+    recipe = DelayedScaling(
+        amax_history_len=2, amax_compute_algo=mean, scaling_factor_compute_algo=halved
+    )
+    x = torch.zeros(16, 32, device=device)
+    x[0, 0] = 4.0
+    step(layer, x, recipe)
+    assert layer.scaling[FORWARD].scale[0].item() == 448.0 / 2.0 / 2
+    assert layer.scaling[FORWARD].amax_history[:, 0].tolist() == [0.0, 4.0]
+
+
+def test_a_module_that_did_not_run_keeps_its_history(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    one, two = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    step(one, x, recipe)
+    step(two, x, recipe)
+    before = two.scaling[FORWARD].amax_history.clone()
+    step(one, 2 * x, recipe)
+    assert torch.equal(two.scaling[FORWARD].amax_history, before)
+
+
+def test_no_grad_and_evaluation_leave_no_trace(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    x = torch.randn(16, 32, device=device)
+    step(layer, x, recipe)
+    before = copy.deepcopy(layer.scaling[FORWARD])
+    with torch.no_grad():
+        step(layer, 10 * x, recipe)
+    assert torch.equal(layer.scaling[FORWARD].scale, before.scale)
+    assert torch.equal(layer.scaling[FORWARD].amax_history, before.amax_history)
+    layer.eval()
+    step(layer, 10 * x, recipe)  # gradients on: as in training
+    assert not torch.equal(layer.scaling[FORWARD].scale, before.scale)
+
+
+def test_running_twice_in_a_scope_keeps_the_maximum(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    x = torch.ones(16, 32, device=device)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        layer(3 * x)
+        layer(x)
+        assert layer.scaling[FORWARD].amax_history[0, 0].item() == 3.0
+    assert layer.scaling[FORWARD].amax_history[-1, 0].item() == 3.0
+
+
+def test_nested_scopes(device: str) -> None:
+    outer, inner = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
+    a, b, c = linear(device), linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    te.gemm_report(reset=True)
+    with te.fp8_autocast(fp8_recipe=outer):
+        a(x)
+        with te.fp8_autocast(enabled=False):
+            b(x)
+        with te.fp8_autocast(fp8_recipe=inner):
+            c(x)
+        assert a.scaling[FORWARD].amax_history[0, 0].item() > 0  # not updated by inner exits
+        a(x)
+    assert a.scaling[FORWARD].amax_history[0, 0].item() == 0
+    assert not b.scaling and not c.scaling
+    assert te.gemm_report().total("fp8") == 3 and te.gemm_report().total("fp32") == 1
+
+
+def test_state_is_restored_when_the_region_raises() -> None:
+    with pytest.raises(RuntimeError, match="inside"), te.fp8_autocast():
+        raise RuntimeError("inside")
+    assert not autocast_stack().scope.enabled and not autocast_stack().outer
+
+
+def test_calibration_makes_scales_ready_at_exit(device: str) -> None:
+    layer = linear(device)
+    x = torch.randn(16, 32, device=device)
+    te.gemm_report(reset=True)
+    with torch.no_grad(), te.fp8_autocast(enabled=False, calibrating=True):
+        y = layer(x)
+    assert te.gemm_report().total("fp8") == 0
+    assert torch.equal(y, layer(x).detach())
+    scale = layer.scaling[FORWARD].scale
+    assert scale[0].item() == pytest.approx(448.0 / x.abs().max().item(), rel=1e-6)
+    assert scale[1].item() == pytest.approx(448.0 / layer.weight.abs().max().item(), rel=1e-6)
+    assert layer.get_extra_state().numel() > 0
+
+
+def test_changing_the_history_length_keeps_the_newest_rows() -> None:
+    state = ScalingState(FORWARD, 1, 5, torch.device("cpu"))
+    state.amax_history.copy_(torch.tensor([[9.0], [1.0], [2.0], [3.0], [4.0]]))
+    state.fit(3, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0, 3.0, 4.0]
+    state.fit(6, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0, 0.0, 0.0, 0.0, 3.0, 4.0]
+    state.fit(1, torch.device("cpu"))
+    assert state.amax_history[:, 0].tolist() == [9.0]
+
+
+def test_dead_modules_leave_the_update(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    keep, drop = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    for layer in (keep, drop):
+        step(layer, x, recipe)
+    members = autocast_stack().registry.members(recipe, None, FORWARD)
+    assert len(members.alive()) == 2
+    del drop, layer
+    gc.collect()
+    step(keep, x, recipe)
+    assert len(members.alive()) == 1
+
+
+def test_zero_tokens_change_nothing(device: str) -> None:
+    layer, recipe = linear(device), DelayedScaling(amax_history_len=3)
+    step(layer, torch.randn(16, 32, device=device), recipe)
+    before = copy.deepcopy(layer.scaling)
+    x = torch.randn(0, 32, device=device, requires_grad=True)
+    y = step(layer, x, recipe)
+    assert y.shape == (0, 16) and x.grad.shape == (0, 32)
+    assert torch.equal(
+        layer.scaling[FORWARD].amax_history[:, 0], before[FORWARD].amax_history[:, 0]
+    )
+    assert torch.equal(layer.scaling[BACKWARD].scale, before[BACKWARD].scale)
+
+
+def test_extra_state_round_trip_is_exact_and_needs_no_pickle(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    source, target = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    for i in range(3):
+        step(source, x * (i + 1), recipe)
+    state = source.state_dict()
+    assert state["_extra_state"].dtype == torch.uint8
+    target.load_state_dict(state)
+    for direction in (FORWARD, BACKWARD):
+        a, b = source.scaling[direction], target.scaling[direction]
+        assert torch.equal(a.scale.cpu(), b.scale.cpu())
+        assert torch.equal(a.amax_history.cpu(), b.amax_history.cpu())
+    assert torch.equal(step(source, x, recipe), step(target, x, recipe))
+
+
+def test_extra_state_of_others() -> None:
+    layer = linear("cpu")
+    with pytest.warns(UserWarning, match="ignoring the _extra_state of another package"):
+        layer.set_extra_state(torch.arange(64, dtype=torch.uint8))
+
+
+def test_extra_state_of_another_kind_of_layer_is_refused() -> None:
+    linear, mlp = te.Linear(32, 32, device="cpu"), te.LayerNormMLP(32, 32, device="cpu", name="mlp")
+    with te.fp8_autocast(enabled=True):
+        linear(torch.randn(16, 32)).sum().backward()
+    state = {**mlp.state_dict(), "_extra_state": linear.get_extra_state()}
+    text = r"expected the FP8 state of 2 GEMMs, 6 forward scales, got 3 \(layer mlp\)"
+    with pytest.raises(ValueError, match=text):
+        mlp.load_state_dict(state)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_damaged_scales_are_refused(scale: float) -> None:
+    layer = te.Linear(32, 32, device="cpu", name="fc")
+    with te.fp8_autocast(enabled=True):
+        layer(torch.randn(16, 32)).sum().backward()
+    raw = layer.get_extra_state()
+    raw[20:24] = torch.tensor([scale]).view(torch.uint8)  # behind the header
+    with pytest.raises(ValueError, match=r"scales above 0 and finite, got .* \(layer fc\)"):
+        layer.set_extra_state(raw)
+
+
+def test_extra_state_may_be_missing() -> None:
+    layer = linear_with_state()
+    before = layer.get_extra_state()
+    plain = {k: v for k, v in layer.state_dict().items() if k != "_extra_state"}
+    layer.load_state_dict(plain)
+    assert torch.equal(layer.get_extra_state(), before)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({})
+
+
+def linear_with_state() -> te.Linear:
+    layer = linear("cpu")
+    step(layer, torch.randn(16, 32), DelayedScaling(amax_history_len=3))
+    return layer
+
+
+def test_copies_have_state_of_their_own() -> None:
+    layer = linear_with_state()
+    twin = copy.deepcopy(layer)
+    recipe = DelayedScaling(amax_history_len=3)
+    step(twin, 100 * torch.randn(16, 32), recipe)
+    assert twin.scaling[FORWARD].scale[0] < layer.scaling[FORWARD].scale[0]
+    assert twin.scaling[FORWARD].amax_history[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_modules_may_be_pickled_whole() -> None:
+    """`torch.save(model)` after a step, and steps after `torch.load`."""
+    recipe = DelayedScaling(amax_history_len=3, fp8_dpa=True)
+    modules = (te.Linear(32, 32, device="cpu"), te.DotProductAttention(2, 16))
+    inputs = ([torch.randn(16, 32)], [torch.randn(8, 2, 2, 16) for _ in range(3)])
+    for module, given in zip(modules, inputs, strict=True):
+        x = [t.requires_grad_() for t in given]
+        with te.fp8_autocast(fp8_recipe=recipe):
+            module(*x).sum().backward()
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for one in (module, loaded):
+            with te.fp8_autocast(fp8_recipe=recipe):
+                one(*x).square().sum().backward()
+        for direction, state in module.scaling.items():
+            assert torch.equal(loaded.scaling[direction].scale, state.scale)
+            assert torch.equal(loaded.scaling[direction].amax_history, state.amax_history)

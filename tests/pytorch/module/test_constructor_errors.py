@@ -1,0 +1,178 @@
+"""Sizes, rates and groups that cannot be are refused by the constructor that is given them."""
+
+import re
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
+from transformer_engine.pytorch.fp8.extra_state import pack
+
+CPU = {"device": "cpu", "name": "fc"}
+# Constructor, its sizes, and further arguments. The error may be that of a child.
+SIZES = {
+    "Linear": (te.Linear, {"in_features": 32, "out_features": 32, "tp_size": 1}, CPU),
+    "LayerNormLinear": (te.LayerNormLinear, {"in_features": 32, "out_features": 32}, CPU),
+    "LayerNormMLP": (te.LayerNormMLP, {"hidden_size": 32, "ffn_hidden_size": 32}, CPU),
+    "GroupedLinear": (
+        te.GroupedLinear,
+        {"num_gemms": 2, "in_features": 32, "out_features": 32},
+        CPU,
+    ),
+    "LayerNorm": (te.LayerNorm, {"hidden_size": 32}, CPU),
+    "RMSNorm": (te.RMSNorm, {"hidden_size": 32}, CPU),
+    "DotProductAttention": (
+        te.DotProductAttention,
+        {"num_attention_heads": 2, "kv_channels": 16, "num_gqa_groups": 2},
+        {"name": "fc"},
+    ),
+    "MultiheadAttention": (
+        te.MultiheadAttention,
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "kv_channels": 16,
+            "num_gqa_groups": 2,
+            "layer_number": 1,
+        },
+        CPU,
+    ),
+    "TransformerLayer": (
+        te.TransformerLayer,
+        {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "kv_channels": 16},
+        CPU,
+    ),
+    "Fp8Padding": (te.Fp8Padding, {"num_gemms": 2, "align_size": 16}, {}),
+    "RotaryPositionEmbedding": (te.RotaryPositionEmbedding, {"dim": 16}, {}),
+    "InferenceParams": (te.InferenceParams, {"max_batch_size": 2, "max_sequence_length": 8}, {}),
+    "Bias": (te.ops.Bias, {"size": 16}, {}),
+}
+EVERY_SIZE = [(kind, size) for kind, (_, sizes, _) in SIZES.items() for size in sizes]
+
+
+@pytest.mark.parametrize(("kind", "size"), EVERY_SIZE)
+def test_sizes_are_ints(kind, size):
+    make, sizes, others = SIZES[kind]
+    make(**sizes, **others)
+    for wrong in (str(sizes[size]), float(sizes[size])):
+        where = r" \(layer fc" if "name" in others else "$"
+        text = rf"^\[\w+\] expected {size} to be an int, got {re.escape(repr(wrong))}{where}"
+        with pytest.raises(TypeError, match=text):
+            make(**{**sizes, size: wrong}, **others)
+    with pytest.raises(ValueError, match=rf"^\[\w+\] expected {size} >= [01], got -1"):
+        make(**{**sizes, size: -1}, **others)
+
+
+def test_sizes_of_numpy_and_lists_of_one_are_sizes():
+    size = pytest.importorskip("numpy").int64(32)
+    assert te.Linear(size, size, device="cpu").weight.shape == (32, 32)
+    assert te.LayerNorm([32], device="cpu").weight.shape == (32,)
+
+
+RATES = {
+    "eps": lambda x: te.LayerNormLinear(32, 32, eps=x, **CPU),
+    "layernorm eps": lambda x: te.RMSNorm(32, eps=x, **CPU),
+    "hidden_dropout": lambda x: te.TransformerLayer(32, 32, 2, hidden_dropout=x, **CPU),
+    "attention_dropout": lambda x: te.DotProductAttention(2, 16, attention_dropout=x, name="fc"),
+    "softmax_scale": lambda x: te.DotProductAttention(2, 16, softmax_scale=x, name="fc"),
+}
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_rates_are_numbers(rate):
+    text = rf"expected {rate.split()[-1]} to be a number, got '0.1' \(layer fc\)"
+    with pytest.raises(TypeError, match=text):
+        RATES[rate]("0.1")
+
+
+def test_initialisers_are_functions():
+    text = r"^\[Linear\] expected a function that initialises weight, got 'normal' \(layer fc\)$"
+    with pytest.raises(TypeError, match=text):
+        te.Linear(32, 32, init_method="normal", **CPU)
+
+
+GROUPS = {
+    "amax_reduction_group": lambda x: te.autocast(amax_reduction_group=x),
+    "fp8_group": lambda x: te.fp8_autocast(fp8_group=x),
+    "graphs": lambda x: te.make_graphed_callables(
+        torch.nn.Identity(), (torch.ones(1),), fp8_enabled=True, fp8_group=x
+    ),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_amax_groups_are_groups(group):
+    text = (
+        r"^\[fp8_autocast\] expected amax_reduction_group \(fp8_group\) to be a process group of "
+        r"torch.distributed or None, got 'data'$"
+    )
+    with pytest.raises(TypeError, match=text):
+        GROUPS[group]("data")
+
+
+@pytest.mark.filterwarnings("ignore:.make_graphed_callables. CUDA graphs need samples")
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_of_torch_are_taken(group):
+    GROUPS[group](torch.distributed.ProcessGroup(0, 1))
+    GROUPS[group](torch.distributed.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_parallel_groups_are_groups():
+    text = r"^\[Linear\] expected tp_group to be a process group .* got 3 \(layer fc\)$"
+    with pytest.raises(TypeError, match=text):
+        te.Linear(32, 32, tp_group=3, **CPU)
+    attention = te.DotProductAttention(2, 16, name="fc")
+    with pytest.raises(TypeError, match=r"expected cp_group to be a process group"):
+        attention.set_context_parallel_group(["ranks"], None, None)
+
+
+def state_of(layer):
+    with te.fp8_autocast(enabled=True):
+        layer(torch.randn(16, 32)).sum().backward()
+    return layer.state_dict()
+
+
+def with_more(state, more):
+    return {**state, "_extra_state": torch.cat([state["_extra_state"], more])}
+
+
+@pytest.mark.parametrize(
+    "more", [torch.zeros(8), torch.zeros(16), torch.full((24,), 63), torch.full((800,), 63)]
+)
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
+def test_bytes_behind_the_fp8_state_are_refused(kind, more):
+    layer = kind(32, 32, **CPU)
+    state = with_more(state_of(layer), more.to(torch.uint8))
+    text = (
+        r"expected nothing behind the FP8 state but scales of \d weight\(s\), got "
+        rf"{more.numel()} bytes that are none \(layer fc\)$"
+    )
+    with pytest.raises(ValueError, match=text):
+        layer.load_state_dict(state)
+
+
+def test_bytes_behind_the_fp8_state_of_fp8_weights_are_refused():
+    with te.fp8_model_init():
+        layer = te.Linear(32, 32, **CPU)
+    state = with_more(state_of(layer), torch.full((24,), 63, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"got 32 bytes that are none \(layer fc\)$"):
+        layer.load_state_dict(state)
+
+
+def test_attention_has_no_weights_whose_scales_could_follow():
+    attention = te.DotProductAttention(2, 16, name="fc")
+    state = pack({}, [torch.ones(2)])
+    with pytest.raises(ValueError, match=r"scales of 0 weight\(s\), got 8 bytes .*\(layer fc\)"):
+        attention.set_extra_state(state)
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8BlockScaling])
+def test_scales_of_fp8_weights_load_into_plain_ones(kind, recipe):
+    with te.fp8_model_init(recipe=recipe()):
+        source = kind(160, 48, **CPU)
+    target = kind(160, 48, **CPU)
+    state = source.state_dict()
+    assert state["_extra_state"].numel() > 0
+    target.load_state_dict(state)

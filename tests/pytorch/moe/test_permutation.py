@@ -1,0 +1,201 @@
+"""Tokens in the order of their experts and back, against loops that say what is meant."""
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.moe import permutation
+from transformer_engine.pytorch.moe.permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+
+TOKENS, EXPERTS, HIDDEN = 9, 4, 6
+
+
+def problem(device="cpu", dtype=torch.float32):
+    """Tokens with none, one and several experts; an expert without tokens."""
+    torch.manual_seed(0)
+    mask = torch.rand(TOKENS, EXPERTS, device=device) > 0.5
+    mask[0], mask[1], mask[:, 2] = False, True, False
+    x = torch.randn(TOKENS, HIDDEN, device=device).to(dtype).requires_grad_()
+    return x, mask, torch.rand(TOKENS, EXPERTS, device=device).requires_grad_()
+
+
+def pairs(mask):
+    """Expert and token of each row."""
+    return [(e, t) for e in range(EXPERTS) for t in range(TOKENS) if mask[t, e]]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int32])
+@pytest.mark.parametrize("given", ["given", -1, None])
+def test_rows_of_a_mask(kind, given, device):
+    x, mask, probs = problem(device)
+    rows = int(mask.sum()) if given == "given" else given
+    out, weights, _ = moe_permute_with_probs(x, probs, mask.to(kind), rows)
+    order = pairs(mask)
+    assert torch.equal(out, torch.stack([x[t] for _, t in order]))
+    assert torch.equal(weights, torch.stack([probs[t, e] for e, t in order]))
+    assert torch.equal(moe_permute(x, mask.to(kind), rows)[0], out)
+
+
+@pytest.mark.parametrize("rows", [-1, 12])
+def test_rows_of_indices(rows, device):
+    x, _, _ = problem(device)
+    indices = torch.randint(EXPERTS, (TOKENS, 2), device=device, dtype=torch.int32)
+    out, row_id_map = moe_permute(x, indices, rows, map_type="index")
+    order = [(e, t, k) for e in range(EXPERTS) for t in range(TOKENS) for k in range(2)]
+    order = [(e, t, k) for e, t, k in order if indices[t, k] == e]
+    order = order[: rows if rows > 0 else None]
+    assert torch.equal(out, torch.stack([x[t] for _, t, _ in order]))
+    probs = torch.rand(TOKENS, 2, device=device)
+    merged = moe_unpermute(out, row_id_map, probs, x.shape, map_type="index")
+    expected = torch.zeros_like(merged)
+    for _, t, k in order:
+        expected[t] += x[t].detach() * probs[t, k]
+    torch.testing.assert_close(merged, expected)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_back_again_with_gradients(weighted, device):
+    x, mask, probs = problem(device)
+    rows, row_id_map = moe_permute(x, mask, int(mask.sum()))
+    upstream = torch.randn(TOKENS, HIDDEN, device=device)
+    inputs = (x, probs) if weighted else (x,)
+    factors = mask * probs if weighted else mask.float()
+    # A layer of experts that multiplies by 2, 3, ...
+    layer = torch.tensor([e + 2.0 for e, _ in pairs(mask)], device=device)
+    merged = moe_unpermute(rows * layer[:, None], row_id_map, probs if weighted else None, x.shape)
+    expected = x * (factors * torch.arange(2.0, 2 + EXPERTS, device=device)).sum(1, keepdim=True)
+    torch.testing.assert_close(merged, expected)
+    found = torch.autograd.grad(merged, inputs, upstream)
+    for one, other in zip(found, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weights_have_gradients(device):
+    x, mask, probs = problem(device)
+    _, weights, _ = moe_permute_with_probs(x, probs, mask, int(mask.sum()))
+    weights.sum().backward()
+    assert torch.equal(probs.grad, mask.float())
+
+
+def test_sums_are_in_fp32(device):
+    """256 + 1 + 1 is 258, but in bf16 256 + 1 is 256."""
+    mask = torch.ones(1, 3, dtype=torch.bool, device=device)
+    x = torch.ones(1, 2, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rows, row_id_map = moe_permute(x, mask, 3)
+    values = torch.tensor([[256.0], [1.0], [1.0]], device=device).bfloat16().expand(3, 2)
+    assert moe_unpermute(values, row_id_map, restore_shape=(1, 2))[0, 0] == 258
+    (rows * values).sum().backward()
+    assert x.grad.dtype is torch.bfloat16 and x.grad[0, 0] == 258
+
+
+def test_no_tokens(device):
+    x, mask = torch.ones(0, 4, device=device), torch.ones(0, 2, dtype=torch.bool, device=device)
+    rows, row_id_map = moe_permute(x, mask, 0)
+    assert rows.shape == (0, 4) and moe_unpermute(rows, row_id_map).shape == (0, 4)
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_chunks_in_another_order(lists, device):
+    x, _, _ = problem(device)
+    weights = torch.rand(TOKENS, device=device, requires_grad=True)
+    sizes, order = [2, 0, 4, 3], [3, 1, 0, 2]
+    given = (sizes, order) if lists else (torch.tensor(sizes, device=device), torch.tensor(order))
+    rows, sorted_weights = moe_sort_chunks_by_index_with_probs(x, weights, *given)
+    for one, source in ((rows, x), (sorted_weights, weights)):
+        chunks = source.split(sizes)
+        assert torch.equal(one, torch.cat([chunks[i] for i in order]))
+    assert torch.equal(moe_sort_chunks_by_index(x, *given), rows)
+    back = moe_sort_chunks_by_index(rows, [sizes[i] for i in order], [2, 1, 3, 0])
+    assert torch.equal(back, x)
+    upstream = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad(back, x, upstream)
+    assert torch.equal(gradient, upstream)
+
+
+X, MASK, PROBS = problem()
+ROWS, ROW_ID_MAP = moe_permute(X, MASK)
+ERRORS = {
+    "a kind of map": (
+        lambda: moe_permute(X, MASK, map_type="list"),
+        ValueError,
+        "map_type 'mask' or 'index', got 'list'",
+    ),
+    "tokens of the map": (lambda: moe_permute(X, MASK[1:]), ValueError, "of 9 tokens, got (8, 4)"),
+    "number of rows": (
+        lambda: moe_permute(X, MASK, 3),
+        ValueError,
+        f"num_out_tokens={len(ROWS)}, the ones of the mask, got 3",
+    ),
+    "rows of three axes": (lambda: moe_permute(X[None], MASK), ValueError, "inp [rows, hidden]"),
+    "FP8": (
+        lambda: moe_permute(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(X), MASK),
+        TypeError,
+        "in high precision, got Float8Tensor",
+    ),
+    "shape of weights": (
+        lambda: moe_permute_with_probs(X, PROBS[:, 0], MASK),
+        ValueError,
+        "probs of shape (9, 4), as the routing map, got (9,)",
+    ),
+    "rows of another map": (
+        lambda: moe_unpermute(X, ROW_ID_MAP),
+        ValueError,
+        f"rows [{len(ROWS)}, 6], as row_id_map and restore_shape say, got (9, 6)",
+    ),
+    "two names": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS, X.shape, probs=PROBS),
+        ValueError,
+        "one of merging_probs and probs, got both",
+    ),
+    "tokens of the weights": (
+        lambda: moe_unpermute(ROWS, ROW_ID_MAP, PROBS[1:], X.shape),
+        ValueError,
+        "merging_probs [9, ...], of the shape of the routing map, got (8, 4)",
+    ),
+    "sum of sizes": (
+        lambda: moe_sort_chunks_by_index(X, [1, 2], [1, 0]),
+        ValueError,
+        "sizes that add up to 9, got [1, 2]",
+    ),
+    "number of chunks": (
+        lambda: moe_sort_chunks_by_index(X, [9], [1, 0]),
+        ValueError,
+        "as many sizes as indices of chunks, got (1,) and (2,)",
+    ),
+    "number of weights": (
+        lambda: moe_sort_chunks_by_index_with_probs(X, PROBS, [9], [0]),
+        ValueError,
+        "probs [9], one for each row, got (9, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["mask", "index"])
+def test_weights_tell_the_number_of_tokens(kind):
+    tokens, experts = torch.randn(5, 6), torch.tensor([[0, 2], [1, 3], [3, 0], [2, 1], [1, 0]])
+    mask = torch.zeros(5, 4, dtype=torch.bool).scatter(1, experts, True)
+    rows, row_id_map = moe_permute(tokens, mask if kind == "mask" else experts, map_type=kind)
+    probs = torch.rand(5, 4 if kind == "mask" else 2)
+    got = moe_unpermute(rows, row_id_map, probs, map_type=kind)
+    assert torch.equal(got, moe_unpermute(rows, row_id_map, probs, tokens.shape, kind))
+    weights = probs[mask].view(5, 2) if kind == "mask" else probs
+    torch.testing.assert_close(got, tokens * weights.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_bad_arguments(mistake):
+    call, kind, text = ERRORS[mistake]
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value).startswith("[") and text in str(error.value)
+
+
+def test_public_names():
+    for name in permutation.__all__:
+        assert getattr(te, name) is getattr(permutation, name)

@@ -1,0 +1,145 @@
+"""Routing of tokens to experts, against a definition that goes token by token."""
+
+import math
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.moe.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+
+TOKENS, EXPERTS = 12, 8
+
+
+def scores_of(row: list[float], function: str) -> list[float]:
+    if function == "softmax":
+        total = sum(math.exp(x) for x in row)
+        return [math.exp(x) / total for x in row]
+    if function == "sigmoid":
+        return [1 / (1 + math.exp(-x)) for x in row]
+    return [math.sqrt(math.log1p(math.exp(x))) for x in row]
+
+
+def best(values: list[float], count: int, among: set[int] | None = None) -> list[int]:
+    order = sorted(range(len(values)), key=lambda i: -values[i])
+    return [i for i in order if among is None or i in among][:count]
+
+
+def by_definition(
+    row: list[float], topk: int, case: dict, bias: list[float], scale: float
+) -> dict[int, float]:
+    function, early = case["score_function"], case.get("use_pre_softmax", False)
+    late = function == "softmax" and not early
+    scores = row if late else scores_of(row, function)
+    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    among = None
+    if case.get("num_groups"):
+        groups, kept = case["num_groups"], case["group_topk"]
+        size = EXPERTS // groups
+        values = [
+            sum(sorted(choice[g * size : (g + 1) * size])[-(topk // kept) :]) for g in range(groups)
+        ]
+        among = {e for g in best(values, kept) for e in range(g * size, (g + 1) * size)}
+    chosen = best(choice, topk, among)
+    weights = [scores[e] for e in chosen]
+    if late:
+        weights = scores_of(weights, "softmax")
+    elif function != "softmax" and topk > 1:
+        weights = [w / sum(weights) for w in weights]
+    return {e: w * scale for e, w in zip(chosen, weights, strict=True)}
+
+
+CASES = {
+    "softmax": {"score_function": "softmax"},
+    "pre_softmax": {"score_function": "softmax", "use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "biased": {"score_function": "sigmoid", "biased": True},
+    "sqrtsoftplus": {"score_function": "sqrtsoftplus", "biased": True},
+    "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "biased": True},
+}
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_choice_and_weights(case: dict, topk: int, device: str) -> None:
+    if topk % (case.get("group_topk") or 1):
+        pytest.skip("topk is not a multiple of group_topk")
+    logits = torch.randn(TOKENS, EXPERTS)
+    bias = torch.randn(EXPERTS) if case.get("biased") else None
+    weights, chosen = fused_topk_with_score_function(
+        logits.to(device),
+        topk,
+        case.get("use_pre_softmax", False),
+        case.get("num_groups"),
+        case.get("group_topk"),
+        1.5,
+        case["score_function"],
+        None if bias is None else bias.to(device),
+    )
+    assert chosen.dtype is torch.bool and weights.dtype is logits.dtype
+    plain_bias = [0.0] * EXPERTS if bias is None else bias.tolist()
+    for token, row in enumerate(logits.tolist()):
+        expected = by_definition(row, topk, case, plain_bias, 1.5)
+        assert set(chosen[token].nonzero().flatten().tolist()) == set(expected)
+        for expert in range(EXPERTS):
+            got = weights[token, expert].item()
+            assert got == pytest.approx(expected.get(expert, 0.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients(case: dict) -> None:
+    """Small steps change the weights as the gradient says, while the choice stays."""
+    logits = torch.linspace(-2, 2, EXPERTS).roll(3).repeat(2, 1).requires_grad_()
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        weights, _ = fused_topk_with_score_function(
+            values,
+            2,
+            case.get("use_pre_softmax", False),
+            case.get("num_groups"),
+            case.get("group_topk"),
+            None,
+            case["score_function"],
+        )
+        return (weights * torch.arange(EXPERTS)).sum()
+
+    loss(logits).backward()
+    step = torch.randn(2, EXPERTS) * 1e-2
+    moved = loss(logits.detach() + step) - loss(logits.detach() - step)
+    assert moved.item() / 2 == pytest.approx((logits.grad * step).sum().item(), rel=2e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_scores_and_balance(function: str, device: str) -> None:
+    logits = torch.randn(TOKENS, EXPERTS, dtype=torch.bfloat16)
+    chosen, scores = fused_compute_score_for_moe_aux_loss(logits.to(device), 2, function)
+    assert scores.dtype is torch.float32 and chosen.sum(1).tolist() == [2] * TOKENS
+    for row, got in zip(logits.tolist(), scores.tolist(), strict=True):
+        expected = scores_of(row, function)
+        assert got == pytest.approx([x / sum(expected) for x in expected], rel=1e-5)
+    counts = chosen.sum(0)
+    loss = fused_moe_aux_loss(scores, counts, TOKENS, EXPERTS, 2, 0.1)
+    sums = scores.double().sum(0) * counts
+    assert loss.item() == pytest.approx(0.1 * EXPERTS / (2 * TOKENS**2) * sums.sum().item())
+
+
+def test_refusals() -> None:
+    logits = torch.randn(4, 8)
+
+    def route(logits: torch.Tensor, topk: int, function: str, *groups: int, bias=None):
+        groups = groups or (None, None)
+        fused_topk_with_score_function(logits, topk, False, *groups, None, function, bias)
+
+    with pytest.raises(ValueError, match="one of sigmoid, softmax, sqrtsoftplus, got 'tanh'"):
+        route(logits, 2, "tanh")
+    with pytest.raises(ValueError, match="got float64"):
+        route(logits.double(), 2, "softmax")
+    with pytest.raises(ValueError, match="topk from 1 to 8, got 9"):
+        route(logits, 9, "softmax")
+    with pytest.raises(ValueError, match="num_groups=3, group_topk=2"):
+        route(logits, 2, "sigmoid", 3, 2)
+    with pytest.raises(ValueError, match="no expert_bias"):
+        route(logits, 2, "softmax", bias=torch.zeros(8))

@@ -1,0 +1,111 @@
+"""What `DebugManager` promises, in a page of Python: sessions for tests of hooks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from transformer_engine.debug.inspector import Inspector
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+
+DEFAULTS = {"fp8_gemm_enabled": True}
+
+
+class Routed(NamedTuple):
+    feature: Any
+    name: str
+    section: str
+    config: dict[str, Any]
+    schedule: Any = None
+
+
+class FakeManager:
+    """Features by layer: `[(pattern, feature, {"tensors": [...], "gemms": [...]}), ...]`."""
+
+    def __init__(self, *selected: tuple[str, Any, dict[str, Any]]) -> None:
+        self.selected = selected
+        self.iteration = 0
+        self.messages: list[str] = []
+        self._once: set[Any] = set()
+        self._decided: dict[Any, tuple[int, Any]] = {}
+
+    def route(self, namespace, layer_name, api_name, tensor_name=None, gemm=None):
+        return tuple(
+            Routed(feature, type(feature).__name__, "section", config)
+            for pattern, feature, config in self.selected
+            if re.search(pattern, layer_name)
+            and hasattr(feature, api_name)
+            and (tensor_name is None or tensor_name in config.get("tensors", [tensor_name]))
+            and (gemm is None or gemm in config.get("gemms", [gemm]))
+        )
+
+    def decide(self, namespace, api_name, *, layer_name, iteration, **names):
+        key = (api_name, layer_name, *sorted(names.items()))
+        if key in self._decided:
+            until, answer = self._decided[key]
+            if iteration < until:
+                return answer
+        routed = self.route(
+            namespace, layer_name, api_name, names.get("tensor_name"), names.get("gemm")
+        )
+        if not routed:
+            return DEFAULTS.get(api_name, False), None
+        arguments = {"layer_name": layer_name, "iteration": iteration, **names}
+        answers = [
+            a if isinstance(a, tuple) else (a, iteration + 1)
+            for a in (_call(r, api_name, arguments) for r in routed)
+        ]
+        merge = all if api_name == "fp8_gemm_enabled" else any
+        following = [n for _, n in answers if n is not None]
+        answer = merge(a for a, _ in answers), min(following, default=None)
+        self._decided[key] = (min(following, default=1 << 60), answer)
+        return answer
+
+    def call(self, namespace, api_name, *, layer_name, **arguments):
+        routed = self.route(
+            namespace, layer_name, api_name, arguments.get("tensor_name"), arguments.get("gemm")
+        )
+        results = [_call(r, api_name, {"layer_name": layer_name, **arguments}) for r in routed]
+        return results[0] if api_name == "modify_tensor" else None
+
+    def log_message(self, text, layer=None, level=20, once=None):
+        if once is None or once not in self._once:
+            self._once.add(once)
+            self.messages.append(f"{layer}: {text}" if layer else text)
+
+
+def _call(routed: Routed, name: str, arguments: dict[str, Any]) -> Any:
+    method = getattr(routed.feature, name)
+    known = inspect.signature(method).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        arguments = {k: v for k, v in arguments.items() if k in known}
+    return method(routed.config, **arguments)
+
+
+class Session:
+    """A session that modules see."""
+
+    def __init__(self, manager: FakeManager) -> None:
+        self.manager = manager
+        self.inspector = Inspector(manager)
+
+    @property
+    def plans(self) -> list[str]:
+        return [m for m in self.manager.messages if ": Tensor: " in m]
+
+    def step(self) -> None:
+        self.manager.iteration += 1
+        self.inspector.stepped()
+
+
+@contextmanager
+def session(*selected: tuple[str, Any, dict[str, Any]]) -> Iterator[Session]:
+    opened = Session(FakeManager(*selected))
+    autocast_stack().inspector = opened.inspector
+    try:
+        yield opened
+    finally:
+        autocast_stack().inspector = None

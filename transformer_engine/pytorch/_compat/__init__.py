@@ -1,0 +1,77 @@
+"""Documented import paths of names that are defined elsewhere, made from one table.
+
+`from transformer_engine.pytorch.graph import make_graphed_callables`, say, works although no file
+`graph.py` exists. A path that is the home of other names gets the listed ones in addition.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PACKAGE = "transformer_engine.pytorch"
+_GEMM = {"general_gemm": "cpp_extensions.gemm"}
+
+# Path: {name: where it is defined}, both relative to the package.
+IMPORT_PATHS: dict[str, dict[str, str]] = {
+    "cpu_offload": {
+        "get_cpu_offload_context": "offload.cpu_offload",
+        "mark_not_offload": "offload.context",
+    },
+    "float8_tensor": {"Float8Tensor": "tensor.float8_tensor"},
+    "graph": {"make_graphed_callables": "cuda_graphs.callables"},
+    "module.base": {"get_workspace": "cpp_extensions.gemm"},
+    "module.layernorm_linear": _GEMM,
+    "module.linear": _GEMM,
+    "permutation": dict.fromkeys(
+        (
+            "moe_permute",
+            "moe_permute_with_probs",
+            "moe_sort_chunks_by_index",
+            "moe_sort_chunks_by_index_with_probs",
+            "moe_unpermute",
+        ),
+        "moe.permutation",
+    ),
+    "quantization": {
+        "FP8GlobalStateManager": "fp8.state_manager",
+        "autocast": "fp8.autocast",
+        "quantized_model_init": "fp8.model_init",
+    },
+    "quantized_tensor": {
+        "QuantizedTensor": "tensor.quantized_tensor",
+        "Quantizer": "fp8.quantizers",
+    },
+    "router": dict.fromkeys(
+        (
+            "fused_compute_score_for_moe_aux_loss",
+            "fused_moe_aux_loss",
+            "fused_topk_with_score_function",
+        ),
+        "moe.router",
+    ),
+    "transformer": {"TransformerLayer": "module.transformer_layer"},
+}
+
+
+def install() -> None:
+    """Make every path of the table importable."""
+    for path, names in IMPORT_PATHS.items():
+        module = _module(f"{_PACKAGE}.{path}")
+        for name, home in names.items():
+            defined_in = importlib.import_module(f"{_PACKAGE}.{home}")
+            setattr(module, name, getattr(defined_in, name))
+
+
+def _module(path: str) -> ModuleType:
+    """The module at a path, made where no file defines it."""
+    if path in sys.modules:
+        return sys.modules[path]
+    module = ModuleType(path, "A documented import path; see `transformer_engine.pytorch._compat`.")
+    module.__spec__ = ModuleSpec(path, loader=None)
+    module.__package__, _, name = path.rpartition(".")
+    sys.modules[path] = module
+    setattr(sys.modules[module.__package__], name, module)
+    return module

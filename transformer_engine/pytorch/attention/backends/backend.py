@@ -1,0 +1,133 @@
+"""What a backend is, and what it may require of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, MaskRule, mask_rule
+
+
+class Problem(NamedTuple):
+    """What the choice of a backend depends on.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        capability: compute capability of a GPU; None elsewhere.
+        dtype: of queries, keys and values.
+        qkv_format: `sbhd`, `bshd` or `thd`.
+        rule: mask type, window and alignment.
+        batch: sequences; None where not known beforehand.
+        queries: tokens of the longest query sequence; None where not known beforehand.
+        keys: the same for keys and values.
+        heads: of queries.
+        groups: heads of keys and values.
+        key_size: size of a head of queries and keys.
+        value_size: size of a head of values.
+        bias_type: one of `BIAS_TYPES`.
+        bias_shape: of a bias tensor.
+        bias_grad: the bias needs a gradient.
+        bias_mixed: the bias has another dtype than queries.
+        given_slopes: ALiBi has slopes of its own.
+        dropout: probability.
+        training: a gradient is needed, now or in a recomputation.
+        repeatable: gradients must repeat bit for bit.
+        padded_by_mask: a mask says which tokens are padding, not lengths.
+        alike: queries and keys are known to have the same lengths.
+        room_between: there is padding between the sequences of thd.
+        softmax_type: see `sink.py`.
+        cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
+        fp8: queries, keys and values are quantised.
+        compiling: inside torch.compile.
+    """
+
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.bfloat16
+    qkv_format: str = "sbhd"
+    rule: MaskRule = mask_rule("causal")
+    batch: int | None = None
+    queries: int | None = None
+    keys: int | None = None
+    heads: int = 16
+    groups: int = 16
+    key_size: int = 64
+    value_size: int = 64
+    bias_type: str = "no_bias"
+    bias_shape: tuple[int, ...] | None = None
+    bias_grad: bool = False
+    bias_mixed: bool = False
+    given_slopes: bool = False
+    dropout: float = 0.0
+    training: bool = True
+    repeatable: bool = False
+    padded_by_mask: bool = False
+    alike: bool = True
+    room_between: bool = False
+    softmax_type: str = "vanilla"
+    cache: str = ""
+    fp8: bool = False
+    compiling: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to attend with or to."""
+        return 0 in (self.batch, self.queries, self.keys)
+
+    @property
+    def summary(self) -> str:
+        """What errors call the problem."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.heads} query and {self.groups} key heads"
+        sizes = f"of sizes {self.key_size} and {self.value_size}"
+        mask = next(name for name, kind in MASK_TYPES.items() if kind == self.rule.type)
+        window = f" with the window {self.rule.left, self.rule.right}" if self.windowed else ""
+        return (
+            f"{dtype} {self.qkv_format} tensors{' in FP8' if self.fp8 else ''} on {self.device},"
+            f" {heads} {sizes},"
+            f" {self.queries or 'any'} queries and {self.keys or 'any'} keys, {mask}{window},"
+            f" {self.bias_type}"
+        )
+
+    @property
+    def windowed(self) -> bool:
+        """A query sees a part of the keys around its own place, not all that a mask leaves."""
+        return self.rule.left >= 0 or (self.rule.right >= 0 and not self.rule.type.causal)
+
+
+class Requirement(NamedTuple):
+    """A condition, and what to tell the user where it does not hold (or who can tell)."""
+
+    holds: Callable[[Problem, AttentionVariables], bool]
+    reason: str | Callable[[Problem], str]
+
+
+class Backend(NamedTuple):
+    """A way to compute attention.
+
+    Attributes:
+        name: what errors and explanations call it.
+        attend: see `backends/__init__.py`.
+        keeps_scores: whether `checkpoint_core_attention` saves memory with it.
+        requirements: all of them must hold.
+        notice: what to tell the user, once, of a problem that it has taken; `""` is nothing.
+    """
+
+    name: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
+    keeps_scores: bool
+    requirements: tuple[Requirement, ...]
+    notice: Callable[[Problem, AttentionVariables], str] = lambda problem, allowed: ""
+
+
+def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> str | None:
+    """Why a backend does not take a problem; None where it does."""
+    for requirement in backend.requirements:
+        if not requirement.holds(problem, allowed):
+            reason = requirement.reason
+            return reason if isinstance(reason, str) else reason(problem)
+    return None

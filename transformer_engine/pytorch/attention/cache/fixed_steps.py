@@ -1,0 +1,127 @@
+"""Steps of generation whose place is known to the device alone.
+
+Every step then has the same shapes and addresses, and the host reads nothing: all of a cache is
+attended to, what is not written yet is hidden, and a CUDA graph of one step serves all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.core.call import Sequences
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+
+
+class FixedStep(NamedTuple):
+    """Where the new tokens of a step belong.
+
+    Attributes:
+        starts: int32 `[batch]`, tokens of each sequence before this step.
+        rows: int64 `[new tokens]`, the row of each in a cache of `[max_sequence_length *
+            max_batch_size, heads, size]`; the tokens are in the order of their format.
+        of_query: where queries are.
+        of_key: where keys and values are, the new ones included.
+    """
+
+    starts: torch.Tensor
+    rows: torch.Tensor
+    of_query: Sequences
+    of_key: Sequences
+
+
+class Geometry(NamedTuple):
+    """Sizes of a step and of the cache."""
+
+    tokens: int
+    batch: int
+    sequence_first: bool
+    first_sequence: int
+    max_tokens: int
+    max_batch: int
+
+
+class FixedSteps:
+    """Makes the tensors of a step once, for all layers.
+
+    A step is a new one where the offset has changed, and where someone asks for the second time: a
+    layer is part of a step once. What is made inside a capture is not used outside of it, nor the
+    other way round: a replay makes it anew.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._served: set[object] = set()
+        self._step: FixedStep | None = None
+
+    def step(self, who: object, offset: torch.Tensor, geometry: Geometry) -> FixedStep:
+        """The step at an offset.
+
+        Args:
+            who: asks; once a step.
+            offset: tokens before it: of all sequences, `[]`, or of each, `[batch]`.
+            geometry: sizes.
+
+        Raises:
+            ValueError: an offset of another shape, or on a CPU one of which the step would not fit.
+            TypeError: an offset that is not of integers.
+        """
+        version = None if offset.is_inference() else offset._version
+        key = (offset.data_ptr(), version, geometry, capturing())
+        if self._step is None or key != self._key or who in self._served:
+            _check(offset, geometry)
+            self._step, self._key = _step(offset, geometry), key
+            self._served.clear()
+        self._served.add(who)
+        return self._step
+
+
+def _check(offset: torch.Tensor, geometry: Geometry) -> None:
+    if offset.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "[InferenceParams] expected sequence_len_offset to be an int, or a tensor of int32 or"
+            f" int64, got one of {offset.dtype}"
+        )
+    if tuple(offset.shape) not in ((), (geometry.batch,)):
+        raise ValueError(
+            f"[InferenceParams] expected sequence_len_offset of shape () or ({geometry.batch},),"
+            f" the sequences of the step, got {tuple(offset.shape)}"
+        )
+    if offset.device.type != "cpu":  # elsewhere the host would wait for the device
+        return
+    first, last = (int(one) for one in offset.aminmax())
+    if first < 0 or last + geometry.tokens > geometry.max_tokens:
+        raise ValueError(
+            f"[InferenceParams] KV cache overflow: expected at most {geometry.max_tokens} tokens,"
+            f" got {geometry.tokens} behind a sequence_len_offset of {first if first < 0 else last}"
+        )
+
+
+def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
+    tokens, batch, sequence_first, _, max_tokens, max_batch = geometry
+    rows, ends = _at_the_beginning(geometry, offset.device)
+    # An overflow that nobody sees writes over the last tokens, and over no other sequence's.
+    starts = offset.clamp(0, max_tokens - tokens).to(torch.int32).expand(batch).contiguous()
+    of_sequence = starts if sequence_first else starts[:, None]
+    before = starts.new_zeros(batch + 1)
+    torch.cumsum(starts, 0, dtype=torch.int32, out=before[1:])
+    return FixedStep(
+        starts,
+        torch.add(rows, of_sequence, alpha=max_batch).flatten(),
+        Sequences(ends, longest=tokens),
+        Sequences(ends + before, longest=max_tokens),
+    )
+
+
+@remembered
+def _at_the_beginning(
+    geometry: Geometry, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and ends of new tokens that are the first ones."""
+    place = torch.arange(geometry.tokens, device=device) * geometry.max_batch
+    sequence = torch.arange(geometry.batch, device=device) + geometry.first_sequence
+    sides = (place[:, None], sequence) if geometry.sequence_first else (sequence[:, None], place)
+    ends = torch.arange(geometry.batch + 1, dtype=torch.int32, device=device) * geometry.tokens
+    return sides[0] + sides[1], ends

@@ -1,0 +1,1 @@
+"""What attention backends share: the call, its formats, its place among projections."""

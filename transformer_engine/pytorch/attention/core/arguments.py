@@ -1,0 +1,126 @@
+"""What DotProductAttention refuses of its arguments, whatever the mask and the backend."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from transformer_engine.pytorch.attention.core.casts import asks
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.export.onnx import refuse, refuse_training
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Tensor, _dense = torch.Tensor, torch.strided  # found once: this is on the hot path
+
+
+def check_heads(
+    layer: str, heads: int, groups: int | None, channels: int | tuple[int, int]
+) -> tuple[int, tuple[int, int]]:
+    """Groups of keys and values, and sizes of a head of keys and of values."""
+    groups = heads if groups is None else groups
+    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
+    sizes = {"num_attention_heads": heads, "num_gqa_groups": groups}
+    check_sizes("DotProductAttention", layer, 1, **sizes)
+    if len(pair) != 2:
+        raise ValueError(
+            "[DotProductAttention] expected kv_channels of one size, or of those of a key and a"
+            f" value, got {channels} (layer {layer})"
+        )
+    for channel in pair:
+        check_sizes("DotProductAttention", layer, 1, kv_channels=channel)
+    if heads % groups:
+        raise ValueError(
+            f"[DotProductAttention] expected num_attention_heads divisible by num_gqa_groups,"
+            f" {heads} is not divisible by {groups} (layer {layer})"
+        )
+    return groups, pair
+
+
+def check_settings(
+    layer: str, attention_type: str, attention_dropout: float, softmax_scale: float | None
+) -> None:
+    """Check what the constructor is told beside sizes and masks."""
+    if attention_type not in ("self", "cross"):
+        raise ValueError(
+            f"[DotProductAttention] expected attention_type 'self' or 'cross',"
+            f" got {attention_type!r} (layer {layer})"
+        )
+    scale = 1.0 if softmax_scale is None else softmax_scale
+    factors = {"attention_dropout": attention_dropout, "softmax_scale": scale}
+    check_numbers("DotProductAttention", layer, **factors)
+    if not 0.0 <= attention_dropout <= 1.0:
+        raise ValueError(
+            f"[DotProductAttention] expected attention_dropout in [0, 1], got"
+            f" {attention_dropout} (layer {layer})"
+        )
+    if not 0.0 < scale < math.inf:  # kernels scale what a mask has made -inf
+        raise ValueError(
+            f"[DotProductAttention] expected softmax_scale > 0 and finite, got {scale} (layer"
+            f" {layer})"
+        )
+
+
+def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Inputs:
+    """One dtype of the supported ones; inside torch.autocast, cast to its dtype."""
+    if not (
+        isinstance(query, _Tensor)
+        and isinstance(key, _Tensor)
+        and isinstance(value, _Tensor)
+        and query.layout is key.layout is value.layout is _dense
+    ):
+        _refuse_inputs(query_layer=query, key_layer=key, value_layer=value)
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            "[DotProductAttention] expected query_layer, key_layer and value_layer of one"
+            f" dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    dtype = autocast_dtype(query)
+    if dtype is not None:
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            "[DotProductAttention] expected query_layer of float32, float16 or bfloat16,"
+            f" got {query.dtype}"
+        )
+    return query, key, value
+
+
+def _refuse_inputs(**inputs: Any) -> None:
+    for name, given in inputs.items():
+        if not isinstance(given, _Tensor) or given.layout is not _dense:
+            refuse_input("DotProductAttention", name, given, None)
+
+
+def refuse_unimplemented(argument: str, value: object) -> NoReturn:
+    """NotImplementedError for an argument that may only be False so far.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"[DotProductAttention] {argument}={value!r} is not implemented yet, only False is"
+    )
+
+
+def refuse_rare(
+    module: DotProductAttention, fp8_output: bool, qkv_format: str, inference_params: Any
+) -> None:
+    """Check that there is no `fp8_output`, and that a graph of ONNX can hold a call of one."""
+    if fp8_output:
+        refuse_unimplemented("fp8_output", fp8_output)
+    if asks(autocast_stack().scope, module.name):
+        refuse("FP8 attention", "use a recipe without fp8_dpa and fp8_mha", module.name)
+    if qkv_format == "thd":
+        refuse("qkv_format 'thd'", "pad the sequences and use 'bshd' or 'sbhd'", module.name)
+    if inference_params is not None:
+        refuse("inference_params", "its cache is no part of a graph; leave it out", module.name)
+    dropped = {"attention_dropout": module.attention_dropout}
+    refuse_training(module.training, dropped, module.name)

@@ -1,0 +1,190 @@
+"""What a call of attention says, whichever backend serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.core import formats
+from transformer_engine.pytorch.attention.core.casts import Casts
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink
+from transformer_engine.pytorch.attention.masks.masks import (
+    Mask,
+    MaskRule,
+    Window,
+    build_mask,
+    mask_rule,
+)
+
+AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of one side (queries, or keys and values) are; see `formats.py`."""
+
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_padded: torch.Tensor | None = None
+    longest: int | None = None
+
+    def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`cu_seqlens` and the padded ones; ValueError and TypeError for what they cannot be."""
+        cu_seqlens = formats.check_cu_seqlens(self.cu_seqlens, parameter)
+        if self.cu_seqlens_padded is not None:
+            formats.check_starts(self.cu_seqlens_padded, cu_seqlens, parameter)
+        if isinstance(self.longest, float):
+            raise TypeError(
+                f"[attention] expected {formats.name_of_longest(parameter)} to be an int, got"
+                f" {self.longest}"
+            )
+        return cu_seqlens, self.cu_seqlens_padded
+
+
+class Bias(NamedTuple):
+    """What is added to the scores."""
+
+    type: str = "no_bias"
+    tensor: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+NO_BIAS = Bias()
+
+
+def check_bias_type(name: str) -> str:
+    """Return the type, or say which ones there are."""
+    if name not in BIAS_TYPES:
+        known = ", ".join(BIAS_TYPES)
+        raise ValueError(
+            f"[attention] expected core_attention_bias_type in {{{known}}}, got {name!r}"
+        )
+    return name
+
+
+def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None) -> Bias:
+    """The bias of a call, checked but for its shape; `NO_BIAS` itself for all that have none."""
+    if type == "no_bias" and tensor is None and slopes is None:
+        return NO_BIAS
+    check_bias_type(type)
+    takes_bias = type in ("pre_scale_bias", "post_scale_bias")
+    for name, given, wanted in (
+        ("core_attention_bias", tensor, takes_bias),
+        ("alibi_slopes", slopes, type == "alibi" and slopes is not None),
+    ):
+        if (given is not None) != wanted:
+            raise ValueError(
+                f"[attention] expected {name} to be {'a tensor' if wanted else 'None'} with"
+                f" core_attention_bias_type={type!r}, got {'None' if wanted else 'a tensor'}"
+            )
+    if tensor is not None:
+        tensor = _with_four_dimensions(tensor)
+    return Bias(type, tensor, slopes)
+
+
+def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
+    """A bias as backends see it; a mask of bool, of which 1 would be added, is a mistake."""
+    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+        given = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise TypeError(
+            "[attention] expected core_attention_bias to be a tensor of floating point, got"
+            f" {given}"
+        )
+    return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention weights, and the RNG states that it draws from."""
+
+    p: float = 0.0
+    tracker: Any = None
+
+
+NO_DROPOUT = Dropout()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallShape:
+    """What settings and shapes alone say of a call; equal calls share one object.
+
+    Attributes:
+        qkv_format: format of all tensors.
+        rule: mask type and window.
+        band: the mask, where no tensor has a part in it.
+        heads: of queries.
+        groups: heads of keys and values.
+        key_size: size of a head of queries and keys.
+        value_size: size of a head of values.
+        batch: sequences; None for thd.
+        queries: tokens of a query sequence, padding included; of all of them for thd.
+        keys: the same for keys and values.
+    """
+
+    qkv_format: str
+    rule: MaskRule
+    band: Mask | None
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+    batch: int | None
+    queries: int
+    keys: int
+
+
+@remembered
+def call_shape(
+    qkv_format: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    shapes: formats.Shapes,
+    mask_type: str,
+    window: Window | None,
+    bottom_right: bool | None,
+) -> CallShape:
+    """Check settings and shapes; `heads`, `sizes` and `shapes` as in `formats.check_shapes`."""
+    formats.check_format(qkv_format)
+    rule = mask_rule(mask_type, window, bottom_right)
+    formats.check_shapes(qkv_format, heads, sizes, shapes)
+    packed = qkv_format == "thd"
+    if packed and not rule.type.padding:
+        raise ValueError(
+            "[attention] expected a padding mask type (padding, padding_causal, ...) for"
+            f" qkv_format 'thd', whose sequences have unequal lengths, got {mask_type!r}"
+        )
+    sequence = 1 if qkv_format == "bshd" else 0
+    queries, keys = shapes[0][sequence], shapes[1][sequence]
+    band = None
+    if not (rule.type.padding or rule.type.arbitrary):
+        band = build_mask(rule, queries, keys)
+    batch = None if packed else shapes[0][1 - sequence]
+    return CallShape(qkv_format, rule, band, *heads, *sizes, batch, queries, keys)
+
+
+class Call(NamedTuple):
+    """All that a call of attention says, overrides applied.
+
+    `training` is the module's mode: a checkpoint's first forward, which needs no gradient, must run
+    on the backend of its second.
+    """
+
+    shape: CallShape
+    attention_mask: AttentionMask | None
+    of_query: Sequences
+    of_key: Sequences
+    bias: Bias
+    scale: float
+    dropout: Dropout
+    checkpoint: bool
+    sink: Sink = NO_SINK
+    cache: str = ""
+    training: bool = False
+    casts: Casts | None = None  # of FP8 attention
+
+    @property
+    def same_sequences(self) -> bool:
+        """Queries and keys are known to have the same lengths."""
+        return all(a is b for a, b in zip(self.of_query, self.of_key, strict=True))

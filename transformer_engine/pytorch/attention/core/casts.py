@@ -1,0 +1,259 @@
+"""FP8 attention: which tensors are cast, and with which scales.
+
+    forward     query, key, value (one scale), softmax result, result
+    backward    gradient of the result, of the product query key^T, of query, key, value (one scale)
+
+The scales are those of delayed scaling, in columns of the attention module's state: it counts as
+three GEMMs (the projection before it, the one after it, and the products of its own), which is how
+checkpoints number them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.attention.core.environment import environment
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.recipe_quantizers import (
+    BACKWARD_COLUMNS,
+    FORWARD_COLUMNS,
+    Columns,
+    backward_format,
+    columns_of,
+    forward_format,
+    state_of,
+)
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.kernels.amax import amax as amax_of
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.notices import warn_once
+from transformer_engine.pytorch.recompute.module_calls import ends_again, first_call, repeats
+from transformer_engine.pytorch.recompute.regions import (
+    forward_grad_enabled,
+    graph_task,
+    place,
+    top_hooks,
+)
+
+GEMMS = 3
+# Columns of the state: output of GEMM 1, input of GEMM 2, output of GEMM 3; then gradients of the
+# output of GEMM 1 and of the inputs of GEMM 2 and 3.
+_QKV, _OUT, _SOFTMAX = 2, FORWARD_COLUMNS, 3 * FORWARD_COLUMNS - 1
+_GRAD_QKV, _GRAD_OUT, _GRAD_PRODUCT = 0, 2 * BACKWARD_COLUMNS - 1, 3 * BACKWARD_COLUMNS - 1
+
+
+class Slot(NamedTuple):
+    """How one tensor is cast.
+
+    Attributes:
+        scale: fp32 `[1]`.
+        amax: fp32 `[1]`, raised to `max |x|`; None leaves no trace.
+        format: value of `DType`; None takes down the amax and casts nothing (calibration).
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+    format: int | None
+
+    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of the shape of `x`, and fp32 `[2]` = {1/scale, scale}."""
+        assert self.format is not None
+        found = quantize(
+            x.contiguous(), self.format, self.scale, self.amax, None, True, False, None
+        )
+        codes, scales = found[0], found[2]
+        assert codes is not None and scales is not None
+        return codes, scales
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values that `x` has in FP8, rounded once more to `dtype`."""
+        if self.format is None:
+            if self.amax is not None:
+                torch.maximum(self.amax, amax_of(x.contiguous()), out=self.amax)
+            return x.to(dtype)
+        codes, scales = self.codes(x)
+        return dequantize(codes, self.format, scales, dtype)
+
+
+class Casts(NamedTuple):
+    """All casts of one call, and whether its backward is the last of the step.
+
+    Without the slots of gradients the backward is in high precision. `columns` are those that the
+    slots of the forward were made of.
+    """
+
+    qkv: Slot
+    softmax: Slot
+    out: Slot
+    grad_out: Slot | None
+    grad_product: Slot | None
+    grad_qkv: Slot | None
+    ends_backward: bool = False
+    columns: Columns | None = None
+
+    @property
+    def calibrating(self) -> bool:
+        """Nothing is cast."""
+        return self.qkv.format is None
+
+    def repeatable(self) -> Casts:
+        """The same for a call that keeps nothing and runs again in the backward."""
+        forward = (self.qkv, self.softmax, self.out)
+        return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
+
+    def again(self) -> Casts:
+        """What repeats a call, and leaves no amax of its forward."""
+        forward = (self.qkv, self.softmax, self.out)
+        return self._replace_forward([s._replace(amax=None) for s in forward])
+
+    def _replace_forward(self, slots: Sequence[Slot]) -> Casts:
+        qkv, softmax, out = slots
+        return self._replace(qkv=qkv, softmax=softmax, out=out)
+
+
+def casts_of(
+    module: ScaledModule, tensors: Sequence[torch.Tensor], checkpointed: bool
+) -> Casts | None:
+    """The casts of a call of attention in the scope that is open; None where it asks for none.
+
+    Args:
+        module: DotProductAttention, with `GEMMS` GEMMs.
+        tensors: query, key and value.
+        checkpointed: the call may be computed again for its own sake.
+
+    Raises:
+        NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
+    """
+    stack = autocast_stack()
+    compiling = torch.compiler.is_compiling()
+    in_backward = not compiling and stack.noted and graph_task() != -1
+    if not (in_backward or asks(stack.scope, module.name)):
+        return None
+    recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    device = tensors[0].device
+    if in_backward or (
+        not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
+    ):
+        return _in_region(module, recording, device)
+    casts = _casts(module, recording, device, runs_again=checkpointed or stack.runs_again)
+    ends = stack.first_pending and recording and module.updates(stack.scope)
+    if ends:
+        stack.first_pending = False
+        if compiling:
+            stack.defer_end_backward()
+            return casts
+    return casts._replace(ends_backward=ends)
+
+
+def asks(scope: Scope, layer: str = "") -> bool:
+    """Whether a scope asks for FP8 attention, or for calibration of it.
+
+    Args:
+        scope: that is open.
+        layer: for the error.
+    """
+    recipe = scope.recipe
+    if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
+        return False
+    if isinstance(recipe, Float8CurrentScaling):
+        raise NotImplementedError(
+            "[attention] expected a recipe whose attention can run in FP8, DelayedScaling, got"
+            f" {type(recipe).__name__} with fp8_dpa={recipe.fp8_dpa}, fp8_mha={recipe.fp8_mha};"
+            f" leave them False for attention in high precision (layer {layer})"
+        )
+    return True
+
+
+def wants_fp8(recipe: Recipe | None) -> bool:
+    """Whether a recipe asks for FP8 attention; `fp8_mha` implies `fp8_dpa`."""
+    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
+
+
+def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
+    """The casts of a call that may be the first or the second of a region, or neither."""
+    stack = autocast_stack()
+    where = place(stack.repeated, stack.regions)
+    counts = recording or where.rehearses
+    region = where.repeats
+    if graph_task() == -1 or not repeats(module, region):
+        if not asks(stack.scope, module.name):
+            return None
+        casts = _casts(module, counts, device)
+        call = first_call(module, where, counts)
+    else:
+        assert region is not None
+        if not region.knows(module):  # it ran in high precision
+            return None
+        call = region.again(module)
+        with stack.resumed(call.scope):
+            casts = _casts(module, counts, device, call.scales).again()
+        call = call._replace(ends_backward=ends_again(region, call, counts))
+    for record in where.records:
+        record.note(module, call)
+    return casts._replace(ends_backward=call.ends_backward and recording)
+
+
+def _casts(
+    module: ScaledModule,
+    counts: bool,
+    device: torch.device,
+    scales: torch.Tensor | None = None,
+    runs_again: bool = False,
+) -> Casts:
+    """Slots of a call in the scope that is open.
+
+    Args:
+        module: whose state they point into.
+        counts: amaxes are taken down.
+        device: of the tensors.
+        scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
+        runs_again: see `columns_of`.
+    """
+    stack = autocast_stack()
+    scope, recipe = stack.scope, stack.scope.recipe
+    assert isinstance(recipe, DelayedScaling)
+    forward, _ = state_of(module, recipe, FORWARD, device)
+    backward, _ = state_of(module, recipe, BACKWARD, device)
+    if recipe.fp8_mha:
+        _announce_mha()
+
+    indices = (_QKV, _SOFTMAX, _OUT)
+    if scales is not None:
+        columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
+    elif scope.enabled:
+        columns = columns_of(forward, indices, counts, runs_again)
+    else:
+        columns = Columns(
+            [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]
+        )
+    format = forward_format(recipe) if scope.enabled else None
+    slots = zip(columns.scales, columns.amaxes, strict=True)
+    qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
+    casts = counts and scope.enabled and environment().fp8_backward is not False
+    of_backward = _backward_slots(backward, backward_format(recipe), casts)
+    return Casts(qkv, softmax, out, *of_backward, columns=columns)
+
+
+def _backward_slots(
+    state: ScalingState, format: int, casts: bool
+) -> tuple[Slot | None, Slot | None, Slot | None]:
+    if not casts:
+        return None, None, None
+    columns = (_GRAD_OUT, _GRAD_PRODUCT, _GRAD_QKV)
+    of_out, of_product, of_qkv = [Slot(state.scales[i], state.amaxes[i], format) for i in columns]
+    return of_out, of_product, of_qkv
+
+
+def _announce_mha() -> None:
+    """Say once how the tensors of fp8_mha travel."""
+    warn_once(
+        "[attention] fp8_mha: tensors between projections and attention are cast to FP8 inside of"
+        " attention, as with fp8_dpa; no projection reads or writes them in FP8 itself",
+        stacklevel=2,
+    )

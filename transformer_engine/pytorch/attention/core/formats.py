@@ -1,0 +1,311 @@
+"""Memory formats of attention tensors, and the way from each to `[batch, heads, sequence, size]`.
+
+    sbhd  [sequence, batch, heads, size]      a view
+    bshd  [batch, sequence, heads, size]      a view
+    thd   [tokens, heads, size]               sequences of unequal length, one after the other
+
+`cu_seqlens` marks sequence b of thd as the tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`; where there
+is room between sequences, `cu_seqlens_padded` says where they start and `cu_seqlens` how long they
+are. Backends see thd as padded sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch._torch_private import once_differentiable
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
+    """Return the format, or say which ones there are."""
+    if qkv_format not in FORMATS:
+        raise ValueError(
+            f"[attention] expected {parameter} in {{{', '.join(FORMATS)}}}, got {qkv_format!r}"
+        )
+    return qkv_format
+
+
+_LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
+_BATCH_DIM = {"sbhd": 1, "bshd": 0}
+
+Shapes = tuple[torch.Size, torch.Size, torch.Size]
+
+
+def check_shapes(
+    qkv_format: str, heads: tuple[int, int], sizes: tuple[int, int], shapes: Shapes
+) -> None:
+    """Check shapes of (query, key, value).
+
+    Args:
+        qkv_format: one of `FORMATS`.
+        heads: of queries, and of keys and values.
+        sizes: of keys, and of values.
+        shapes: what was given.
+    """
+    query, key, value = shapes
+    leading = 1 if qkv_format == "thd" else 2
+    batch = _BATCH_DIM.get(qkv_format)
+    agree = (
+        query[leading:] == (heads[0], sizes[0])
+        and key[leading:] == (heads[1], sizes[0])
+        and value == (*key[:-1], sizes[1])
+        and (batch is None or query[batch] == key[batch])
+    )
+    if not agree:
+        names = _LEADING[qkv_format]
+        raise ValueError(
+            f"[DotProductAttention] expected query_layer ({names}, {heads[0]}, {sizes[0]}),"
+            f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"
+            f" ({names}, {heads[1]}, {sizes[1]}) for qkv_format {qkv_format!r},"
+            f" got {tuple(query)}, {tuple(key)}, {tuple(value)}"
+        )
+
+
+def heads_first(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """View of `sbhd` or `bshd` as `[batch, heads, sequence, size]`."""
+    return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+
+
+def flat_heads(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """`[batch, heads, sequence, size]` as `[..., heads * size]` in the format sbhd or bshd."""
+    x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+    return x.flatten(2)
+
+
+class PackedRows(NamedTuple):
+    """How the tokens of thd map to padded sequences `[batch, longest]`, and back.
+
+    Attributes:
+        lengths: int64 `[batch]`.
+        longest: length of the padded sequences.
+        token: int64 `[batch * longest]`, the token at a padded place (0 where padding).
+        is_padding: bool `[batch * longest]`.
+        place: int64 `[tokens]`, the padded place of a token (0 where outside).
+        is_outside: bool `[tokens]`, True for tokens between or after the sequences.
+    """
+
+    lengths: torch.Tensor
+    longest: int
+    token: torch.Tensor
+    is_padding: torch.Tensor
+    place: torch.Tensor
+    is_outside: torch.Tensor
+
+
+class Maps(NamedTuple):
+    """How rows move: row i of the result is row `rows[i]`, or zero where `absent[i]`.
+
+    Attributes:
+        rows: int64.
+        absent: bool.
+        back_rows: the same for the way back.
+        back_absent: the same for the way back.
+    """
+
+    rows: torch.Tensor
+    absent: torch.Tensor
+    back_rows: torch.Tensor
+    back_absent: torch.Tensor
+
+    def reversed(self) -> Maps:
+        """The way back."""
+        return Maps(*self[2:], *self[:2])
+
+
+def packed_rows(
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    longest: int | None,
+) -> PackedRows:
+    """Index maps between thd and padded sequences; without `longest` the host waits for it."""
+    ends = cu_seqlens.to(torch.int64)
+    lengths = ends.diff()
+    starts = ends[:-1] if cu_seqlens_padded is None else cu_seqlens_padded[:-1].to(torch.int64)
+    if longest is None:
+        longest = int(lengths.max()) if lengths.numel() else 0
+    step = torch.arange(longest, device=ends.device)
+    is_padding = step >= lengths[:, None]
+    token = (starts[:, None] + step).masked_fill(is_padding, 0)
+    index = torch.arange(tokens, device=ends.device)
+    sequence = (torch.searchsorted(starts, index, right=True) - 1).clamp_(min=0)
+    step_of_token = index - starts[sequence]
+    is_outside = (step_of_token < 0) | (step_of_token >= lengths[sequence])
+    place = (sequence * longest + step_of_token).masked_fill(is_outside, 0)
+    return PackedRows(lengths, longest, token.flatten(), is_padding.flatten(), place, is_outside)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows `x[index]`, zero where `absent`; going back is the same with the maps exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, maps: Maps) -> torch.Tensor:
+        index, absent, *back = maps
+        ctx.save_for_backward(*back)
+        return _rows(x, index, absent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _rows(grad, *ctx.saved_tensors), None
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(index.shape[0], *x.shape[1:])
+    return x.index_select(0, index).masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
+
+
+def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    """Rows of x as the maps say; gradients go the way back."""
+    moved: torch.Tensor = _GatherRows.apply(x, maps)
+    return moved
+
+
+def pad_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """`[tokens, ...]` as `[batch, longest, ...]`, zero in the padding."""
+    padded = move_rows(x, Maps(rows.token, rows.is_padding, rows.place, rows.is_outside))
+    return padded.view(rows.lengths.shape[0], rows.longest, *x.shape[1:])
+
+
+def pack_sequences(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """`[batch, longest, ...]` as `[tokens, ...]`, zero for tokens outside the sequences."""
+    maps = Maps(rows.place, rows.is_outside, rows.token, rows.is_padding)
+    return move_rows(x.flatten(0, 1), maps)
+
+
+def gap_maps(tokens: int, cu_seqlens: torch.Tensor, starts: torch.Tensor) -> Maps:
+    """Move sequences that begin at `starts` together, to where `cu_seqlens` says."""
+    together, apart = cu_seqlens.to(torch.int64), starts.to(torch.int64)[: cu_seqlens.shape[0]]
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    return Maps(*_moved(index, together, apart), *_moved(index, apart, together, together.diff()))
+
+
+def _moved(
+    index: torch.Tensor,
+    of: torch.Tensor,
+    to: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens `index` of sequences that begin at `of` are, in sequences that begin at `to`."""
+    lengths = of.diff() if lengths is None else lengths
+    sequence = (torch.searchsorted(of[:-1], index, right=True) - 1).clamp_(min=0)
+    step = index - of[sequence]
+    absent = (step < 0) | (step >= lengths[sequence])
+    return (to[sequence] + step).masked_fill(absent, 0), absent
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.Tensor:
+    """A vector of int32 with one element more than there are sequences."""
+    if cu_seqlens is None:
+        raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(
+            f"[attention] expected {parameter} to be a torch.Tensor of torch.int32, got "
+            f"{type(cu_seqlens).__name__}"
+        )
+    if cu_seqlens.dtype is not torch.int32:
+        raise TypeError(f"[attention] expected {parameter} of torch.int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"[attention] expected {parameter} of shape (batch + 1,), got {tuple(cu_seqlens.shape)}"
+        )
+    return cu_seqlens
+
+
+def check_starts(starts: torch.Tensor, cu_seqlens: torch.Tensor, parameter: str) -> None:
+    """`cu_seqlens_padded` has what `cu_seqlens` has, and as many elements."""
+    check_cu_seqlens(starts, f"{parameter}_padded")
+    if starts.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"[attention] expected {parameter}_padded of shape {tuple(cu_seqlens.shape)}, as"
+            f" {parameter}, got {tuple(starts.shape)}"
+        )
+
+
+def name_of_longest(parameter: str) -> str:
+    """`max_seqlen_q` for `cu_seqlens_q`, likewise of keys."""
+    return parameter.replace("cu_seqlens", "max_seqlen")
+
+
+def check_ends(
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    longest: int | None,
+    parameter: str,
+) -> None:
+    """Sequences begin at 0, have no negative length, and end within the tokens; none is too long.
+
+    Looked at on the CPU alone: elsewhere the host would wait for the device.
+    """
+    if not _can_read(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    last = ends[-1] if cu_seqlens_padded is None else 0  # with room between, starts say where
+    if ends[0] != 0 or last > tokens or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"[attention] expected {parameter} to rise from 0 to at most {tokens} (the tokens), got"
+            f" {_short(ends)}"
+        )
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(
+            f"[attention] expected {name_of_longest(parameter)} of at least {max(lengths)}, the"
+            f" longest sequence of {parameter}, got {longest}"
+        )
+    if cu_seqlens_padded is not None and _can_read(cu_seqlens_padded):
+        starts = cu_seqlens_padded.tolist()
+        limits = [*starts[1 : len(lengths)], tokens]
+        rows = zip(starts, lengths, limits, strict=False)
+        if starts[0] < 0 or any(start + length > limit for start, length, limit in rows):
+            raise ValueError(
+                f"[attention] expected {parameter}_padded to leave room for the lengths"
+                f" {_short(lengths)} of {parameter} within {tokens} tokens, got {_short(starts)}"
+            )
+
+
+def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
+    """Each length is one that a padded sequence can have; looked at as in `check_ends`."""
+    if not _can_read(cu_seqlens):
+        return
+    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
+    if min(lengths, default=0) < 0 or max(lengths, default=0) > sequence:
+        raise ValueError(
+            f"[attention] expected {parameter} of sequences of 0 to {sequence} tokens, got the"
+            f" lengths {_short(lengths)}"
+        )
+
+
+def _can_read(cu_seqlens: torch.Tensor) -> bool:
+    if type(cu_seqlens) is not torch.Tensor or cu_seqlens.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling()
+
+
+def _short(values: list[int]) -> list[Any]:
+    return values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
+
+
+def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:
+    """Both have an end for each sequence of the batch."""
+    expected = (batch + 1,)
+    if cu_seqlens_q.shape != expected or cu_seqlens_kv.shape != expected:
+        raise ValueError(
+            f"[attention] expected cu_seqlens_q and cu_seqlens_kv of shape {expected}, got"
+            f" {tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_kv.shape)}"
+        )
+
+
+def check_equal_batch(queries: int, keys: int) -> None:
+    """Queries and keys have as many sequences."""
+    if queries != keys:
+        raise ValueError(
+            "[attention] expected cu_seqlens_q and cu_seqlens_kv of equal shape, got batches of"
+            f" {queries} and {keys}"
+        )

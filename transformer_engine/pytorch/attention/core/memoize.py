@@ -1,0 +1,42 @@
+"""Results of pure functions, kept by their arguments: in a training loop each costs one look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST = 4096
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """Like `functools.lru_cache`, of which torch.compile warns; while compiling it steps aside.
+
+    Arguments are positional and hashable. Neither errors are kept, nor what is found while a CUDA
+    graph is captured: libraries cannot be asked everything then.
+    """
+    results: dict[object, R] = {}
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return results[args]
+        except KeyError:
+            pass
+        if capturing():
+            return function(*args, **kwargs)
+        if len(results) >= _MOST:
+            results.clear()
+        results[args] = function(*args, **kwargs)
+        return results[args]
+
+    call.__name__ = function.__name__
+    call.__doc__ = function.__doc__
+    return call

@@ -1,0 +1,151 @@
+"""How the output of a fused projection holds queries, keys and values: everything here is a view.
+
+    interleaved       [groups, queries per group + 2, size]    each group: its queries, key, value
+    not interleaved   [heads, size], [groups, size], [groups, size]
+
+Going back, gradients that are such views themselves (cuDNN writes them so) are one tensor already;
+others are concatenated once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
+from transformer_engine.pytorch.attention.core.packed import whole_of
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.kernels.library import composite_op
+
+
+class HeadLayout(NamedTuple):
+    """Heads of a projection, and whether each group's are together."""
+
+    heads: int
+    groups: int
+    size: int
+    interleaved: bool
+
+    @property
+    def query_features(self) -> int:
+        """Features of all queries."""
+        return self.heads * self.size
+
+    @property
+    def all_views(self) -> bool:
+        """Whether queries, too, are a view: interleaved ones of several groups have no stride."""
+        return self.heads == self.groups or not self.interleaved
+
+    @property
+    def key_features(self) -> int:
+        """Features of all keys, which is also those of all values."""
+        return self.groups * self.size
+
+
+class _Split(torch.autograd.Function):
+    """Not for queries of several groups, which `views` copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+        ctx.layout = layout
+        return views(x, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return join_gradients(gradients, ctx.layout), None
+
+
+def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
+    """`whole_of` while a graph is made: tensors have no memory, and sizes may be symbols."""
+    whole: Any = gradients[0]._base
+    if whole is None or any([x._base is not whole for x in gradients]):
+        return None
+    layout = layout_of(*gradients)
+    if layout is None or layout.interleaved is not by_head or whole.dim() != gradients[0].dim() - 1:
+        return None
+    parts = views(whole, layout)
+    lie = all(
+        x.stride() == part.stride() and x.storage_offset() == part.storage_offset()
+        for x, part in zip(gradients, parts, strict=True)
+    )
+    return whole if lie and whole.is_contiguous() else None
+
+
+_apply = apply_of(_Split)
+
+
+def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tensor:
+    """The gradient of the tensor whose parts have these gradients."""
+    if not layout.all_views:
+        query, key, value = gradients
+        query = query.unflatten(-2, (layout.groups, -1))
+        return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).flatten(-3)
+    find = whole_of if type(gradients[0]) is torch.Tensor else _whole_in_graph
+    whole = find(gradients, by_head=layout.interleaved)
+    if whole is not None:
+        return whole
+    if layout.interleaved:
+        return torch.stack(gradients, -2).flatten(-3)
+    return torch.cat(gradients, -2).flatten(-2)
+
+
+@composite_op(
+    "split_qkv(Tensor(a) x, int heads, int groups, int size, bool interleaved)"
+    " -> (Tensor(a), Tensor(a), Tensor(a))"
+)
+def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
+    """In an operator, so that `_Split` is not traced but called, and sees whose parts come back."""
+    parts: tuple[torch.Tensor, ...] = _apply(x, HeadLayout(*layout))
+    return parts
+
+
+def split_qkv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """Query `[..., heads, size]`, key and value `[..., groups, size]` of `[..., features]`."""
+    recorded = x.requires_grad and torch.is_grad_enabled() and x.is_contiguous()
+    if not (layout.all_views and recorded) or exporting():
+        return views(x, layout)
+    if torch.compiler.is_compiling():
+        return _split_in_graph(x, *layout)
+    parts: tuple[torch.Tensor, ...] = _apply(x, layout)
+    return parts
+
+
+def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """What `split_qkv` returns, for autograd as torch's own views."""
+    heads, groups, size, interleaved = layout
+    lead = x.shape[:-1]
+    if heads == groups:  # one view and one op, whose backward is one op, too
+        if interleaved:
+            return x.view(*lead, heads, 3, size).unbind(-2)
+        return x.view(*lead, 3, heads, size).unbind(-3)
+    if not interleaved:
+        parts = x.split((layout.query_features, layout.key_features, layout.key_features), dim=-1)
+        of_each = (heads, groups, groups)
+        return tuple(p.view(*lead, n, size) for p, n in zip(parts, of_each, strict=True))
+    per_group = heads // groups
+    query, key, value = x.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
+    # The heads of several groups of queries have no single stride: this copies the queries.
+    return query.reshape(*lead, heads, size), key.squeeze(-2), value.squeeze(-2)
+
+
+def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> HeadLayout | None:
+    """The layout in which these would be parts of one tensor, by their strides; None of others."""
+    heads, size = query.shape[-2:]
+    groups = key.shape[-2]
+    if key.shape != value.shape or key.shape[-1] != size:
+        return None
+    features = (heads + 2 * groups) * size
+    for interleaved in (False, True) if heads == groups else (False,):
+        inner = (features, 3 * size if interleaved else size, 1)
+        if all([x.stride()[-3:] == inner for x in (query, key, value)]):
+            return HeadLayout(heads, groups, size, interleaved)
+    return None
+
+
+def split_kv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
+    """Key and value `[..., groups, size]` of `[..., features]`."""
+    shape = (layout.groups, 2) if layout.interleaved else (2, layout.groups)
+    pair = x.view(*x.shape[:-1], *shape, layout.size)
+    return pair.unbind(-2 if layout.interleaved else -3)

@@ -1,0 +1,328 @@
+"""Which keys a query may see: mask types, sliding windows and padding, brought into one `Mask`.
+
+In every mask True means hidden. Query i sees key j where no mask hides it and
+
+    i + diagonal - left <= j <= i + diagonal + right        (a negative side has no limit).
+
+`causal` is the band left = -1, right = 0. Its diagonal is 0 (top-left: query 0 sees key 0) or
+keys - queries (bottom-right: the last query sees the last key):
+
+    top-left        bottom-right        queries 3, keys 5, "x" = seen
+    x . . . .       x x x . .
+    x x . . .       x x x x .
+    x x x . .       x x x x x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.notices import warn
+
+Window = tuple[int, int]
+NO_WINDOW: Window = (-1, -1)
+CAUSAL_WINDOW: Window = (-1, 0)
+
+
+class MaskType(NamedTuple):
+    """What a mask type's name says."""
+
+    padding: bool = False
+    causal: bool = False
+    bottom_right: bool = False
+    arbitrary: bool = False
+
+
+MASK_TYPES = {
+    "no_mask": MaskType(),
+    "padding": MaskType(padding=True),
+    "causal": MaskType(causal=True),
+    "padding_causal": MaskType(padding=True, causal=True),
+    "causal_bottom_right": MaskType(causal=True, bottom_right=True),
+    "padding_causal_bottom_right": MaskType(padding=True, causal=True, bottom_right=True),
+    "arbitrary": MaskType(arbitrary=True),
+}
+
+_ALIASES = {
+    "padding,causal": "padding_causal",
+    "causal,padding": "padding_causal",
+    "padding,causal_bottom_right": "padding_causal_bottom_right",
+    "causal_bottom_right,padding": "padding_causal_bottom_right",
+}
+
+
+def mask_type(name: str, parameter: str = "attn_mask_type") -> MaskType:
+    """Look a mask type up by name; both orders of "padding,causal" are known."""
+    if not isinstance(name, str):
+        raise TypeError(f"[attention] expected {parameter} to be a str, got {name!r}")
+    found = MASK_TYPES.get(_in_one_spelling(name))
+    if found is None:
+        known = ", ".join(MASK_TYPES)
+        raise ValueError(f"[attention] expected {parameter} in {{{known}}}, got {name!r}")
+    return found
+
+
+def _in_one_spelling(name: str) -> str:
+    return _ALIASES.get(name.replace(" ", ""), name)
+
+
+def bottom_right(name: str) -> str:
+    """The mask type for queries that are the last of a sequence, as in generation."""
+    name = _in_one_spelling(name)
+    return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
+
+
+def as_window(window: Sequence[int] | None) -> Window | None:
+    """A window as a tuple, whatever sequence the user has."""
+    if window is None:
+        return None
+    if not isinstance(window, Sequence):
+        raise TypeError(f"[attention] expected window_size (left, right), got {window!r}")
+    return tuple(window)  # type: ignore[return-value]
+
+
+class MaskRule(NamedTuple):
+    """A mask type with its window, before any sizes are known."""
+
+    type: MaskType
+    left: int
+    right: int
+    bottom_right: bool
+
+
+@remembered
+def mask_rule(
+    name: str,
+    window: Window | None = None,
+    bottom_right: bool | None = None,
+    parameter: str = "attn_mask_type",
+) -> MaskRule:
+    """Combine a mask type and a window; remembered, so a warning comes once per combination.
+
+    Args:
+        name: a mask type.
+        window: `(left, right)`; None is the whole row, up to the diagonal where causal.
+        bottom_right: where the diagonal of a type that is not causal ends; None is bottom-right.
+        parameter: what to call the mask type in an error.
+    """
+    kind = mask_type(name, parameter)
+    left, right = _window_of(kind, window, name)
+    if kind.causal:
+        bottom_right = kind.bottom_right
+    return MaskRule(kind, left, right, bottom_right is None or bottom_right)
+
+
+def _window_of(kind: MaskType, window: Window | None, name: str) -> Window:
+    default = CAUSAL_WINDOW if kind.causal else NO_WINDOW
+    if window is None:
+        return default
+    if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
+        raise ValueError(
+            "[attention] expected window_size (left, right) of integers >= -1 (-1 is unlimited),"
+            f" got {window}"
+        )
+    left, right = window
+    if kind.causal:
+        if right != 0 and window != NO_WINDOW:
+            _warn(f"window_size {window} of the mask type {name!r} is taken as {(left, 0)}")
+        return left, 0
+    if window == CAUSAL_WINDOW:
+        _warn(f"window_size (-1, 0) of the mask type {name!r}, which is not causal, is no window")
+        return NO_WINDOW
+    return window
+
+
+def _warn(message: str) -> None:
+    warn(f"[attention] {message}", stacklevel=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Which tokens of a batch are padding.
+
+    Attributes:
+        queries: bool `[batch, 1, 1, queries]`, True = padding.
+        keys: bool `[batch, 1, 1, keys]`.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    def hidden(self) -> torch.Tensor:
+        """Bool `[batch, 1, queries, keys]`: a query that is padding sees nothing either."""
+        return self.queries.transpose(-1, -2) | self.keys
+
+    def shift(self) -> torch.Tensor | None:
+        """Real keys minus real queries of each sequence, `[batch, 1, 1, 1]`; None if all zero."""
+        if self.queries is self.keys:
+            return None
+        return (
+            self.queries.sum(-1, keepdim=True)
+            - self.keys.sum(-1, keepdim=True)
+            + (self.keys.shape[-1] - self.queries.shape[-1])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What a backend needs to know: a band of keys, less what `hidden` hides.
+
+    Attributes:
+        hidden: bool, broadcastable to `[batch, heads, queries, keys]`; None hides nothing.
+        left: keys before the diagonal; -1 for all.
+        right: keys after the diagonal; -1 for all.
+        diagonal: the key on query 0's diagonal.
+    """
+
+    hidden: torch.Tensor | None = None
+    left: int = -1
+    right: int = -1
+    diagonal: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Every query sees every key."""
+        return self.hidden is None and self.left < 0 and self.right < 0
+
+    @property
+    def causal(self) -> bool:
+        """Exactly the top-left causal triangle."""
+        band = (self.left, self.right, self.diagonal)
+        return self.hidden is None and band == (-1, 0, 0)
+
+    def may_blind(self, queries: int, keys: int) -> bool:
+        """A query may be left without any key; what `hidden` does is not looked at."""
+        first_sees_none = self.right >= 0 and self.diagonal + self.right < 0
+        last_sees_none = self.left >= 0 and queries - 1 + self.diagonal - self.left > keys - 1
+        return self.hidden is not None or first_sees_none or last_sees_none
+
+    def dense(self, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
+        """The whole mask as one bool tensor, band included; None where `full`."""
+        if self.left < 0 and self.right < 0:
+            return self.hidden
+        band = outside_band(queries, keys, self.left, self.right, self.diagonal, device)
+        return band if self.hidden is None else band | self.hidden
+
+
+def outside_band(
+    queries: int,
+    keys: int,
+    left: int,
+    right: int,
+    diagonal: int | torch.Tensor,
+    device: torch.device,
+) -> torch.Tensor:
+    """Bool `[queries, keys]`, True off the band; `diagonal` may be a tensor `[batch, 1, 1, 1]`."""
+    centre = torch.arange(queries, device=device)[:, None] + diagonal
+    key = torch.arange(keys, device=device)
+    hidden = torch.zeros((), dtype=torch.bool, device=device)
+    if left >= 0:
+        hidden = hidden | (key < centre - left)
+    if right >= 0:
+        hidden = hidden | (key > centre + right)
+    return hidden
+
+
+def build_mask(
+    rule: MaskRule,
+    queries: int,
+    keys: int,
+    padding: Padding | None = None,
+    arbitrary: torch.Tensor | None = None,
+) -> Mask:
+    """Apply a rule to actual sizes.
+
+    Args:
+        rule: mask type and window.
+        queries: queries of a sequence, padding included.
+        keys: keys of a sequence, padding included.
+        padding: required by the padding types.
+        arbitrary: required by the type `arbitrary`.
+    """
+    hidden = padding.hidden() if padding is not None else arbitrary
+    left, right = rule.left, rule.right
+    if left < 0 and right < 0:
+        return Mask(hidden)
+    diagonal = keys - queries if rule.bottom_right else 0
+    if rule.bottom_right and padding is not None:
+        shift = padding.shift()
+        if shift is not None:  # the diagonal differs from sequence to sequence: no band has that
+            off_band = outside_band(queries, keys, left, right, shift, shift.device)
+            return Mask(off_band | padding.hidden())
+        diagonal = 0
+    if exporting():  # sizes may be symbols, and what is said of them would hold for the graph
+        return Mask(hidden, left, right, diagonal)
+    if left >= queries - 1 + diagonal:
+        left = -1
+    if right >= keys - 1 - diagonal:
+        right = -1
+    return Mask(hidden, left, right, diagonal if left >= 0 or right >= 0 else 0)
+
+
+def padding_from_masks(
+    attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    batch: int,
+    queries: int,
+    keys: int,
+) -> Padding:
+    """Check the masks of a padding type: one `[batch, 1, 1, sequence]`, or one per side."""
+    pair = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask,)
+    if len(pair) not in (1, 2):
+        raise ValueError(f"[attention] expected one or two attention masks, got {len(pair)}")
+    for mask, size, side in zip(
+        (pair[0], pair[-1]), (queries, keys), ("query", "key"), strict=True
+    ):
+        check_mask_dtype(mask, "attention_mask")
+        if tuple(mask.shape) != (batch, 1, 1, size):
+            raise ValueError(
+                f"[attention] expected the {side} padding mask in attention_mask of shape"
+                f" {(batch, 1, 1, size)}, got {tuple(mask.shape)}"
+            )
+    return Padding(pair[0], pair[-1])
+
+
+def padding_from_lengths(
+    query_lengths: torch.Tensor, key_lengths: torch.Tensor, queries: int, keys: int
+) -> Padding:
+    """Padding after each sequence's end; lengths are integers `[batch]`."""
+    query_padding = _beyond(query_lengths, queries)
+    if query_lengths is key_lengths and queries == keys:
+        return Padding(query_padding, query_padding)
+    return Padding(query_padding, _beyond(key_lengths, keys))
+
+
+def _beyond(lengths: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.arange(size, device=lengths.device) >= lengths[:, None, None, None]
+
+
+def check_arbitrary(mask: object, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """Check that a mask of the type `arbitrary` broadcasts to `[batch, heads, queries, keys]`."""
+    mask = check_mask_dtype(mask, "attention_mask")
+    sizes = tuple(mask.shape)
+    fits = len(sizes) <= 4 and all(
+        size in (1, expected) for size, expected in zip(sizes[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"[attention] expected an attention_mask that broadcasts to {shape}"
+            f" (batch, heads, queries, keys), got {sizes}"
+        )
+    return mask
+
+
+def check_mask_dtype(mask: object, parameter: str) -> torch.Tensor:
+    """A mask is a bool tensor: True = hidden."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"[attention] expected {parameter} to be a tensor, got {type(mask)}")
+    if mask.dtype is not torch.bool:
+        raise TypeError(
+            f"[attention] expected {parameter} of dtype torch.bool (True = hidden), got"
+            f" {mask.dtype}"
+        )
+    return mask

@@ -1,0 +1,1 @@
+"""Chains of stages: what modules are made of, and how they run."""

@@ -1,0 +1,245 @@
+"""The three GEMMs of a Linear: three formulas, three functions.
+
+Each takes its sides of two `Operands`. Both sides are plain or both are FP8; anything else is an
+error that names the layer and the GEMM. Every call is counted for `gemm_report`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.dtypes import E5M2, block_dimensions
+from transformer_engine.pytorch.fp8.autocast import GemmGroup, autocast_stack
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.kernels import gemm as kernel
+
+_STACK = autocast_stack()
+_NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
+    """Check that the operands are of one kind, count the GEMM, and say whether it is FP8."""
+    fp8 = type(a) is Fp8Matrix
+    if fp8 is not (type(b) is Fp8Matrix) or a is None:
+        raise TypeError(
+            f"[{gemm}] expected both operands in FP8 or both in high precision, got "
+            f"{_describe(a)} and {_describe(b)} (layer {layer})"
+        )
+    if fp8 and (a.format > E5M2) is not (b.format > E5M2):  # type: ignore[union-attr]
+        raise TypeError(
+            f"[{gemm}] expected scales of blocks in both operands or in neither, got "
+            f"{_describe(a)} and {_describe(b)} (layer {layer})"
+        )
+    if not torch.compiler.is_compiling():
+        counts = _STACK.gemm_counts
+        key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
+        counts[key] = counts.get(key, 0) + 1
+    return fp8
+
+
+def count_group(group: GemmGroup) -> None:
+    """Count GEMMs that run elsewhere."""
+    groups = _STACK.gemm_groups
+    groups[group] = groups.get(group, 0) + 1
+
+
+def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    if type(side) is Fp8Matrix:
+        return side.codes, side.scales, side.format
+    return side, None, kernel.PLAIN  # type: ignore[return-value]
+
+
+def _describe(side: Side | None) -> str:
+    if side is None:
+        return "nothing"
+    if not isinstance(side, Fp8Matrix):
+        return str(side.dtype)
+    dimensions = block_dimensions(side.format)
+    return f"FP8 in {dimensions}D blocks" if dimensions else "FP8"
+
+
+def fprop(
+    x: Side | None,
+    weight: Side | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    layer: str,
+) -> torch.Tensor:
+    """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`."""
+    _count(layer, "fprop", x, weight)
+    return _product(x, weight, dtype, False, fast_accumulation, bias)
+
+
+def dgrad(
+    grad_output: Side | None,
+    weight: Side | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    layer: str,
+) -> torch.Tensor:
+    """`dx[M, K] = dy[M, N] . weight[N, K]`, in `dtype`; an FP8 weight is its transpose `[K, N]`."""
+    fp8 = _count(layer, "dgrad", grad_output, weight)
+    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None)
+
+
+def _product(
+    a_side: Side | None,
+    b_side: Side | None,
+    dtype: torch.dtype,
+    b_transposed: bool,
+    fast_accumulation: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    a, a_scales, a_format = _unpack(a_side)
+    b, b_scales, b_format = _unpack(b_side)
+    return kernel.gemm(
+        a,
+        b,
+        dtype,
+        a_scales,
+        b_scales,
+        a_format,
+        b_format,
+        False,
+        b_transposed,
+        fast_accumulation,
+        bias,
+        *_NO_EPILOGUE,
+        None,
+        True,
+    )[0]
+
+
+class WgradTarget(NamedTuple):
+    """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`.
+
+    With `announced`, autograd gets a tensor in its place all the same, so that hooks of
+    data-parallel trainers run: of undefined values, or zeros with `zeroed`.
+    """
+
+    dtype: torch.dtype | None  # None: that of the operands
+    main_grad: torch.Tensor | None = None
+    accumulate: bool = False
+    announced: bool = False
+    zeroed: bool = False
+
+    def stand_in(self) -> torch.Tensor | None:
+        """What autograd gets for a gradient that went into `main_grad`."""
+        if self.main_grad is None or not self.announced:
+            return None
+        make = torch.zeros_like if self.zeroed else torch.empty_like
+        return make(self.main_grad, dtype=self.dtype)
+
+
+def wgrad(
+    grad_output: Side | None,
+    x: Side | None,
+    target: WgradTarget,
+    fast_accumulation: bool,
+    bias_grad: torch.dtype | None,
+    layer: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`dw[N, K] = dy[M, N]^T . x[M, K]`; FP8 sides are the transposes `[N, M]` and `[K, M]`.
+
+    Returns:
+        `(dw, bias gradient)`: `dw` is None where it went into `main_grad`; the bias gradient is
+        None where `bias_grad` is (it is the column sums of a plain `dy`).
+    """
+    fp8 = _count(layer, "wgrad", grad_output, x)
+    a, a_scales, a_format = _unpack(grad_output)
+    b, b_scales, b_format = _unpack(x)
+    if target.main_grad is not None:
+        grad = None if bias_grad is None else a.new_empty(a.shape[-1], dtype=bias_grad)
+        kernel.gemm_into(
+            target.main_grad,
+            a,
+            b,
+            a_scales,
+            b_scales,
+            a_format,
+            b_format,
+            a_transposed=not fp8,
+            b_transposed=not fp8,
+            accumulate=target.accumulate,
+            fast_accumulation=fast_accumulation,
+            bias_grad=grad,
+        )
+        return None, grad
+    d, _, grad = kernel.gemm(
+        a,
+        b,
+        target.dtype or a.dtype,
+        a_scales,
+        b_scales,
+        a_format,
+        b_format,
+        not fp8,
+        not fp8,
+        fast_accumulation,
+        None,
+        *_NO_EPILOGUE,
+        bias_grad,
+        True,
+    )
+    return d, grad
+
+
+@dataclass(frozen=True)
+class GemmReport:
+    """GEMMs run so far, by `(layer, gemm, kind)`; kind is fp8, bf16, fp16 or fp32."""
+
+    counts: dict[tuple[str, str, str], int]
+
+    def total(self, kind: str | None = None) -> int:
+        """How many GEMMs ran, of one kind or in all."""
+        return sum(n for (_, _, k), n in self.counts.items() if kind in (None, k))
+
+    def __str__(self) -> str:
+        kinds = sorted({kind for _, _, kind in self.counts})
+        lines = ["GEMMs: " + (", ".join(f"{self.total(k)} {k}" for k in kinds) or "none")]
+        layers = sorted({(layer, gemm) for layer, gemm, _ in self.counts}, key=_natural)
+        width = max((len(layer) for layer, _ in layers), default=0)
+        for layer, gemm in layers:
+            cells = [
+                f"{self.counts[layer, gemm, k]:>8} {k}"
+                for k in kinds
+                if (layer, gemm, k) in self.counts
+            ]
+            lines.append(f"  {layer:<{width}}  {gemm:<5} {' '.join(cells)}")
+        return "\n".join(lines)
+
+
+def _natural(names: tuple[str, str]) -> list[Any]:
+    """Sorts `layer_10` after `layer_2`."""
+    return [
+        [
+            (part.isdigit(), int(part) if part.isdigit() else part)
+            for part in re.split(r"(\d+)", name)
+        ]
+        for name in names
+    ]
+
+
+def gemm_report(reset: bool = False) -> GemmReport:
+    """Count of the GEMMs run by modules since the start (or the last reset), in eager mode.
+
+    Args:
+        reset: start counting anew.
+
+    >>> gemm_report().total("fp8") >= 0
+    True
+    """
+    counts = dict(_STACK.gemm_counts)
+    for group, times in _STACK.gemm_groups.items():
+        for key, number in group:
+            counts[key] = counts.get(key, 0) + number * times
+    if reset:
+        _STACK.gemm_counts.clear()
+        _STACK.gemm_groups.clear()
+    return GemmReport(counts)

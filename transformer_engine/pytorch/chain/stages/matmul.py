@@ -1,0 +1,379 @@
+"""Matmul: `y = x . w^T + b`, the stage that owns the GEMMs and asks for quantised operands."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from transformer_engine.pytorch.chain import gemm
+from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage, Value
+from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers, Scaling
+from transformer_engine.pytorch.kernels.cast import cast
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
+from transformer_engine.pytorch.kernels.gemm import bias_for
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.recompute.regions import top_hooks
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
+
+# FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
+TOKEN_ALIGNMENT = 16
+
+# A GEMM that also sums the columns of its operand takes 1.12x its time at 16384 x 16384 x 4096 on
+# an H200 (bench_gemm): from this many elements on, a kernel of its own is cheaper.
+_SEPARATE_SUM = 1 << 25
+
+
+class _Facts(NamedTuple):
+    """What backward must know beside the tensors."""
+
+    x_format: int
+    weight_format: int
+    target: gemm.WgradTarget
+    padding: int
+    weight_kept: bool  # what is saved is the weight itself, row-wise
+
+
+_NOTHING = Saved(())
+
+
+def _flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    if isinstance(side, Fp8Matrix):
+        return side.codes, side.scales, side.format
+    return side, None, -1
+
+
+def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int) -> Side | None:
+    if data is None or scales is None:
+        return data
+    return Fp8Matrix(data, scales, format)
+
+
+def _matrix(weight: torch.Tensor) -> Fp8Matrix:
+    assert isinstance(weight, QuantizedTensor)
+    matrix = rowwise_of(weight)
+    assert matrix is not None  # see `fp8_weights.check`
+    return matrix
+
+
+def _columnwise(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
+    """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
+    assert isinstance(weight, Fp8Matrix)
+    if isinstance(other, Fp8Matrix):
+        return transposed(weight)
+    return dequantize(weight.codes, weight.format, weight.scales, dtype)
+
+
+def _detached(side: Side | None) -> Side | None:
+    if isinstance(side, Fp8Matrix):
+        return Fp8Matrix(side.codes.detach(), side.scales.detach(), side.format)
+    return None if side is None else side.detach()
+
+
+def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    row, row_scales, _ = _flatten(operands.rowwise)
+    column, column_scales, _ = _flatten(operands.columnwise)
+    return row, column, row_scales, None if column_scales is row_scales else column_scales
+
+
+class _Plan:
+    """What a Matmul decides once for all calls of a run."""
+
+    __slots__ = (
+        "compiling",
+        "demand",
+        "dtype",
+        "fast_accumulation",
+        "first_microbatch",
+        "fp8",
+        "grad_demand",
+        "input_later",
+        "kept",
+        "needs_bias",
+        "needs_input",
+        "needs_weight",
+        "quantizers",
+        "recording",
+        "repeats",
+        "weight_demand",
+        "wrapped",
+    )
+
+    def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
+        self.dtype = run.dtype
+        self.compiling = torch.compiler.is_compiling()
+        self.recording = run.recording
+        self.repeats = run.repeats
+        self.first_microbatch = run.first_microbatch
+        self.quantizers = quantizers
+        self.fp8 = quantizers.fp8
+        self.wrapped = quantizers.wrapped
+        self.fast_accumulation = quantizers.fast_accumulation
+        self.kept = slot in run.kept  # the weight exists in FP8 alone
+        self.needs_input = any(run.needs[:slot])
+        self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
+        self.input_later: Demand | None = None  # the columns of the input are cast in backward
+        self.demand = Demand(quantizers.input, True, self.needs_weight)
+        self.weight_demand = Demand(quantizers.weight, True, self.needs_input)
+        bias_grad = run.dtype if self.needs_bias else None
+        self.grad_demand: Demand | None = None  # only the bias is trained
+        if self.needs_input or self.needs_weight:
+            self.grad_demand = Demand(
+                quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
+            )
+
+
+class Matmul(Stage):
+    """Two parameters: weight `[out, in]` and bias `[out]` (or None).
+
+    Args:
+        index: which of the chain's Matmuls this is (the quantizers of a run are in that order).
+        layer: name of the module, for errors and reports.
+        fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
+        part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
+    """
+
+    parameter_count = 2
+
+    def __init__(self, index: int, layer: str, fuse_wgrad: bool = False, part: str = "") -> None:
+        self.index = index
+        self.part = part
+        self.fuse_wgrad = fuse_wgrad
+        self.save_original_input = False  # keep it for backward as it came, instead of in FP8
+        self.cached_weight: tuple[Hashable, Operands] | None = None
+        self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.rename(layer)
+
+    def rename(self, layer: str) -> None:
+        """Follow the name of the module."""
+        self.name = f"{layer}.{self.part}" if self.part else layer
+
+    def prepare(self, run: Run) -> _Plan:
+        """Which operands are wanted, and of which quantizers."""
+        plan = _Plan(run, run.quantizers[self.index], self.slot)
+        if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
+            quantizer = plan.quantizers.input
+            if quantizer.scaling is Scaling.DELAYED:
+                raise ValueError(
+                    "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
+                    f"gone when the input is cast again; use another recipe (layer {self.name})"
+                )
+            plan.demand = Demand(quantizer, True, False)
+            plan.input_later = Demand(quantizer, False, True)
+        return plan
+
+    def replayable(self, plan: _Plan) -> bool:
+        """Where no quantizer looks at tensors in torch, and no state outlives the call."""
+        if (self.fuse_wgrad and plan.needs_weight) or plan.input_later is not None:
+            return False
+        makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.kept
+        return plan.quantizers.native and not makes_cache
+
+    def caches(self, plan: _Plan) -> bool:
+        """The FP8 weight, between micro-batches."""
+        return plan.fp8 and plan.first_microbatch is not None and not plan.kept
+
+    def cached(self, plan: _Plan) -> tuple[torch.Tensor | None, ...] | None:
+        """The FP8 weight of an earlier micro-batch."""
+        return None if self._kept_weight(plan) is None else self._cached_tensors
+
+    def demand(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
+        """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
+        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.demand
+
+    def grad_demand(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
+        """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
+        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_demand
+
+    def forward(
+        self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
+    ) -> tuple[Value, Saved]:
+        """The product."""
+        weight, bias = parameters
+        assert weight is not None
+        if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
+            x = cast(x, plan.dtype)  # under torch.autocast
+        padding = 0
+        if isinstance(x, Operands):
+            operands = x
+        else:
+            padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
+            operands = plan.quantizers.input.padded(x, padding, plan.demand)
+        if plan.kept:
+            own = _matrix(weight)
+            w = plan.quantizers.weight.kept(own, plan.weight_demand, plan.dtype)
+        else:
+            w = self._weight_operands(weight, plan)
+        y = gemm.fprop(
+            operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
+        )
+        if padding:
+            assert isinstance(x, torch.Tensor)
+            y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+            if plan.compiling and plan.recording:  # autograd functions in graphs save no views
+                y = y.clone()
+        if plan.wrapped:
+            y = plan.quantizers.output.result(y)
+        if not plan.recording:
+            return y, _NOTHING
+        column = x if plan.input_later is not None else operands.columnwise
+        x_data, x_scales, x_format = _flatten(column if plan.needs_weight else None)  # type: ignore[arg-type]
+        weight_kept = plan.kept and w.columnwise is None
+        column = own if weight_kept else w.columnwise
+        w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
+        target = self._wgrad_target(weight, plan)
+        if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
+            # For `offload`: the parameter itself stays, what was made of it is a weight.
+            setattr(w_data, "never_offloaded" if weight_kept else "weight_offloading", True)
+        facts = _Facts(x_format, w_format, target, padding, weight_kept)
+        return y, Saved((x_data, x_scales, w_data, w_scales), facts)
+
+    def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
+        """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
+        weight, bias = parameters
+        assert weight is not None
+        x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=self.slot == 1)
+        if plan.kept:
+            weight = kept_values(weight, plan.fp8, plan.dtype, self.name)  # type: ignore[arg-type]
+        else:
+            weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
+        if bias is not None:
+            bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
+        return linear(x, weight, bias).to(plan.dtype)
+
+    def detach_cache(self) -> None:
+        """A weight that stays in the graph would hold all that the first micro-batch has saved."""
+        if self.cached_weight is not None:
+            key, cached = self.cached_weight
+            self._cache(key, Operands(_detached(cached.rowwise), _detached(cached.columnwise)))
+
+    def _cache(self, key: Hashable, operands: Operands) -> None:
+        self.cached_weight = (key, operands)
+        self._cached_tensors = _tensors_of(operands)
+
+    def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
+        """The weight as operands: cached between micro-batches, else cast now."""
+        quantizer = plan.quantizers.weight
+        if not plan.fp8 and weight.dtype is not plan.dtype:
+            weight = cast(weight, plan.dtype)
+        if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
+            return quantizer.operands(weight, plan.weight_demand)
+        cached = self._kept_weight(plan)
+        if (plan.first_microbatch and not plan.repeats) or cached is None:
+            return self.renew(weight, plan)
+        return cached
+
+    def renew(self, weight: torch.Tensor, plan: _Plan) -> Operands:
+        """Cast the weight and keep it."""
+        quantizer = plan.quantizers.weight
+        cast = quantizer.refreshed(weight, plan.weight_demand, self._kept_weight(plan))
+        self._cache(quantizer.cache_key, cast)
+        return cast
+
+    def _kept_weight(self, plan: _Plan) -> Operands | None:
+        """The cached weight, where it serves this plan."""
+        if self.cached_weight is None:
+            return None
+        key, operands = self.cached_weight
+        complete = operands.columnwise is not None or not plan.needs_input
+        return operands if complete and key == plan.quantizers.weight.cache_key else None
+
+    def _wgrad_target(self, weight: torch.Tensor, plan: _Plan) -> gemm.WgradTarget:
+        if not (self.fuse_wgrad and plan.needs_weight):
+            return gemm.WgradTarget(weight.dtype)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise ValueError(
+                f"[wgrad] expected weight.main_grad with fuse_wgrad_accumulation=True, got none "
+                f"(layer {self.name})"
+            )
+        if main_grad.shape != weight.shape:
+            raise ValueError(
+                f"[wgrad] expected weight.main_grad of shape {tuple(weight.shape)}, got "
+                f"{tuple(main_grad.shape)} (layer {self.name})"
+            )
+        overwrite = plan.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
+        announced = False
+        if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look
+            announced = weight.grad_added_to_main_grad = True
+        zeroed = getattr(weight, "zero_out_wgrad", False)
+        return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
+
+    def backward_data(
+        self, grad: Value, saved: Saved, plan: _Plan, wants: Demand | None
+    ) -> tuple[Value | None, Any]:
+        """The gradient of the input."""
+        facts = saved.facts
+        if isinstance(grad, Operands):
+            operands = grad
+        elif plan.grad_demand is None:
+            return None, Operands(grad, None)
+        else:
+            quantizer = plan.quantizers.grad_output
+            operands = quantizer.padded(grad, facts.padding, plan.grad_demand)
+        if not plan.needs_input:
+            return None, operands
+        weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
+        if facts.weight_kept:
+            weight = _columnwise(weight, operands.rowwise, plan.dtype)
+        dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
+        if facts.padding:
+            assert isinstance(grad, torch.Tensor)
+            dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
+        return plan.quantizers.dgrad.result(dx) if plan.wrapped else dx, operands
+
+    def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
+        """The weight gradient and the bias gradient."""
+        grad: Operands = carry
+        bias_grad = grad.bias_grad
+        missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
+        dense = grad.columnwise if plan.needs_weight else grad.rowwise
+        if (
+            missing_bias is not None
+            and isinstance(dense, torch.Tensor)
+            and _sums_apart(dense, plan)
+        ):
+            bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
+            missing_bias = None
+        if not plan.needs_weight:
+            return None, bias_grad
+        facts = saved.facts
+        x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
+        if plan.input_later is not None:
+            cast = plan.quantizers.input.padded(x, facts.padding, plan.input_later)  # type: ignore[arg-type]
+            x = cast.columnwise
+        target, fast = facts.target, plan.fast_accumulation[2]
+        quantizer = plan.quantizers.wgrad
+        apart = quantizer is not IDENTITY and target.main_grad is not None
+        if apart:  # to be seen before it is added
+            target = gemm.WgradTarget(target.main_grad.dtype)
+        dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
+        if quantizer is not IDENTITY:
+            assert dw is not None
+            dw = quantizer.result(dw)
+        if apart and quantizer.replaces:
+            dw = _delivered(dw, facts.target)
+        elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
+            dw, _ = gemm.wgrad(grad.columnwise, x, facts.target, fast, None, self.name)
+        if dw is None:
+            dw = facts.target.stand_in()
+        return dw, summed if bias_grad is None else bias_grad
+
+
+def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
+    return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
+
+
+def _delivered(dw: torch.Tensor | None, target: gemm.WgradTarget) -> torch.Tensor | None:
+    assert dw is not None and target.main_grad is not None
+    if target.accumulate:
+        target.main_grad.add_(dw)
+    else:
+        target.main_grad.copy_(dw)
+    return None

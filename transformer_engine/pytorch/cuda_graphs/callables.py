@@ -1,0 +1,340 @@
+"""`make_graphed_callables`: forward and backward of parts of a model as CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
+from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack, one_of, scope_of
+
+Function = Callable[..., Any]
+
+
+def make_graphed_callables(
+    modules: Function | Sequence[Function],
+    sample_args: Sequence[Any],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+    fp8_enabled: bool | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    *,
+    enabled: bool | None = None,
+    calibrating: bool | None = None,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
+    _order: Sequence[int] | None = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+) -> Any:
+    """Capture the forward and the backward of each callable as a CUDA graph.
+
+    Calls of what comes back copy their tensors into the samples' memory and replay; results are
+    those of eager mode, bit for bit, in the graph's own memory, which the next call overwrites.
+    Amaxes are collected by the graphs, scales are updated outside
+    of them: at the end of the outermost autocast, or of the call where there is none, and at the
+    end of the backward. Callables must be replayed in the order of their capture: forwards as they
+    are listed, backwards the other way round.
+
+    On a machine without CUDA, and for samples on the CPU, the callables come back as they are.
+
+    Args:
+        modules: a callable, or several. Modules get another `forward`, used in the mode (training
+            or evaluation) in which they were captured; what else is called keeps its own.
+        sample_args: tuple of positional arguments, or one such tuple for each callable. Graphs
+            keep these tensors as their inputs.
+        num_warmup_iters: eager runs before the capture; they leave no amax and no gradient behind.
+        allow_unused_input: inputs and parameters may have no gradient.
+        sample_kwargs: keyword arguments, or one mapping for each callable.
+        fp8_enabled: older name of `enabled`.
+        fp8_calibrating: older name of `calibrating`.
+        fp8_recipe: older name of `recipe`.
+        fp8_group: older name of `amax_reduction_group`.
+        fp8_weight_caching: older name of `cache_quantized_params`.
+        enabled: run in FP8; False if neither name is given.
+        calibrating: see `autocast`.
+        recipe: see `autocast`.
+        amax_reduction_group: see `autocast`.
+        cache_quantized_params: weights are cast only by calls with `is_first_microbatch=True`;
+            every call must then say so or not.
+        _order: for pipelines: chunks of callables in the order in which micro-batches run, `c`
+            for the forward of chunk `c` (from 1) and `-c` for its backward. `sample_args` then has
+            an entry for each callable and micro-batch (by chunk, micro-batch, layer), and functions
+            come back in that order.
+        pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`.
+        retain_graph_in_backward: capture the backward with `retain_graph=True`.
+        clone_param_grads_on_return: gradients of parameters are copies; without it they are the
+            graph's own memory, which the next backward overwrites.
+        pre_warmup_hook: called before the eager runs.
+        post_warmup_hook: called after them.
+
+    Returns:
+        What takes the place of the callables: one, or a tuple.
+
+    Raises:
+        ValueError: arguments that contradict each other; inputs or parameters without a gradient.
+        TypeError: samples that are no tuples of arguments.
+        RuntimeError: a callable does something that no graph can hold.
+
+    Example, on a GPU:
+
+        layer = te.TransformerLayer(1024, 4096, 16, params_dtype=torch.bfloat16)
+        x = torch.randn(512, 4, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer = te.make_graphed_callables(layer, (x,), fp8_enabled=True)
+        with te.fp8_autocast(enabled=True):
+            y = layer(x)
+        y.sum().backward()
+    """
+    scope = _scope(
+        _given(fp8_enabled=fp8_enabled, enabled=enabled) or False,
+        _given(fp8_calibrating=fp8_calibrating, calibrating=calibrating) or False,
+        _given(fp8_recipe=fp8_recipe, recipe=recipe),
+        _given(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group),
+    )
+    caches = _given(
+        fp8_weight_caching=fp8_weight_caching, cache_quantized_params=cache_quantized_params
+    )
+    alone = callable(modules)
+    functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
+    order, single = _Order(len(functions), _order), alone and _order is None
+    samples = _samples(len(functions) * order.batches, sample_args, sample_kwargs, single)
+    if not all(t.is_cuda for t in tree_leaves(samples) if isinstance(t, torch.Tensor)):
+        warnings.warn(
+            "[make_graphed_callables] CUDA graphs need samples on a CUDA device: the callables stay"
+            " as they are",
+            stacklevel=2,
+        )
+        return modules if alone else tuple(functions)
+    _check_capturable(functions, _order)
+    settings = Settings(
+        scope,
+        num_warmup_iters,
+        allow_unused_input,
+        torch.cuda.graph_pool_handle() if pool is None else pool,
+        torch.cuda.Stream(),
+        bool(caches) and scope.enabled,
+        retain_graph_in_backward,
+        clone_param_grads_on_return,
+    )
+    subjects = [Subject(f, f"callable {i} ({_name(f)})") for i, f in enumerate(functions)]
+    graphs = [
+        Graphed(subjects[order.function(i)], settings, *sample) for i, sample in enumerate(samples)
+    ]
+    _check_inspected(subjects)
+    _warm_up(settings, subjects, graphs, pre_warmup_hook, post_warmup_hook)
+    _capture(subjects, graphs, settings, order)
+    if _order is not None:
+        return tuple(graphs)
+    results = tuple(_replaced(graph) for graph in graphs)
+    return results[0] if alone else results
+
+
+_given = partial(one_of, "make_graphed_callables")
+
+
+def _scope(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
+    if not (enabled or calibrating):
+        return OUTSIDE
+    return autocast_stack().intern(scope_of(enabled, calibrating, recipe, group))
+
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _samples(
+    count: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None,
+    single: bool,
+) -> list[Sample]:
+    """Arguments of each graph; those of a single one stand alone."""
+    every: list[Any] = [args] if single else list(args)
+    if len(every) != count or not all(isinstance(one, tuple | list) for one in every):
+        raise TypeError(
+            f"[make_graphed_callables] expected sample_args to be {count} tuple(s) of arguments, "
+            f"got {len(every)}: {[type(one).__name__ for one in every]}"
+        )
+    if kwargs is None:
+        named: list[dict[str, Any]] = [{}] * count
+    elif isinstance(kwargs, dict):
+        named = [kwargs] * count if single else []
+    else:
+        named = list(kwargs)
+    if len(named) != count:
+        raise TypeError(
+            f"[make_graphed_callables] expected sample_kwargs to be {count} mapping(s), got "
+            f"{len(named) or 'one for all'}"
+        )
+    return [(tuple(a), dict(k)) for a, k in zip(every, named, strict=True)]
+
+
+def _check_capturable(functions: list[Function], order: Sequence[int] | None) -> None:
+    """Refuse what would be captured wrongly."""
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        raise ValueError(
+            "[make_graphed_callables] expected torch.autocast(..., cache_enabled=False) around the "
+            "capture, got a cache, whose casts would be missing in graphs"
+        )
+    if len(set(map(id, functions))) < len(functions) and order is None:
+        raise ValueError("[make_graphed_callables] expected each callable once, got one twice")
+    for i, function in enumerate(functions):
+        if not isinstance(function, nn.Module):
+            continue
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        if any(getattr(function, name) for name in hooks):
+            raise ValueError(
+                f"[make_graphed_callables] expected callable {i} ({_name(function)}) without hooks,"
+                " got some: register them after the capture"
+            )
+        for name, buffer in function.named_buffers():
+            if buffer.requires_grad:
+                raise ValueError(
+                    f"[make_graphed_callables] expected buffers without gradients, got {name} of "
+                    f"callable {i} ({_name(function)})"
+                )
+
+
+def _check_inspected(subjects: list[Subject]) -> None:
+    """Features of the debugger that need Python would see the warm-up and nothing else."""
+    inspector = autocast_stack().inspector
+    if inspector is None:
+        return
+    layers = [name for s in subjects for module in s.ours for name in module.chain.gemm_names]
+    reason = inspector.refusal(layers, "a CUDA graph capture", captured=True)
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
+def _warm_up(
+    settings: Settings,
+    subjects: list[Subject],
+    graphs: list[Graphed],
+    before: Callable[[], Any] | None,
+    after: Callable[[], Any] | None,
+) -> None:
+    torch.cuda.synchronize()
+    with untouched(subjects), torch.cuda.stream(settings.stream):
+        if before is not None:
+            before()
+        for graph in graphs:
+            graph.warm_up()
+        if after is not None:
+            after()
+        torch.cuda.synchronize()
+    inspector = autocast_stack().inspector
+    if inspector is not None:
+        inspector.discard()
+
+
+def _capture(
+    subjects: list[Subject], graphs: list[Graphed], settings: Settings, order: _Order
+) -> None:
+    with _without_collector():
+        for subject in subjects:
+            subject.note_states()
+            if settings.caches_weights:
+                subject.capture_weights(settings)
+        for graph, forward in order.steps():
+            if forward:
+                graphs[graph].capture_forward()
+            else:
+                graphs[graph].capture_backward()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """End what was captured and dropped before, not during it: that would break the capture.
+
+    A graphed module is in a cycle with its graphs.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Order:
+    """In which order graphs are captured.
+
+    Args:
+        functions: how many.
+        order: see `make_graphed_callables`.
+    """
+
+    def __init__(self, functions: int, order: Sequence[int] | None) -> None:
+        self.order = [1, -1] if order is None else list(order)
+        self.chunks = max(self.order, default=0)
+        counts = {abs(c): self.order.count(abs(c)) for c in self.order}
+        self.batches = counts.get(1, 0)
+        self.layers = functions // max(self.chunks, 1)
+        known = range(1, self.chunks + 1)
+        paired = all(self.order.count(c) == self.order.count(-c) == self.batches for c in known)
+        if not (self.chunks and paired and self.layers * self.chunks == functions and self._runs()):
+            raise ValueError(
+                "[make_graphed_callables] expected _order to have a forward c before each backward "
+                "-c, as many of each chunk 1, 2, ..., and chunks of equal size, got "
+                f"{order} for {functions} callable(s)"
+            )
+
+    def _runs(self) -> bool:
+        """Whether no backward comes before its forward."""
+        balance = dict.fromkeys(map(abs, self.order), 0)
+        for c in self.order:
+            balance[abs(c)] += 1 if c > 0 else -1
+            if balance[abs(c)] < 0:
+                return False
+        return True
+
+    def function(self, graph: int) -> int:
+        """The callable of a graph."""
+        chunk, rest = divmod(graph, self.batches * self.layers)
+        return chunk * self.layers + rest % self.layers
+
+    def steps(self) -> list[tuple[int, bool]]:
+        """(graph, whether it is the forward's), in order."""
+        done = dict.fromkeys((*self.order, *(-c for c in self.order)), 0)
+        steps = []
+        for c in self.order:
+            first = ((abs(c) - 1) * self.batches + done[c]) * self.layers
+            done[c] += 1
+            layers = range(self.layers) if c > 0 else range(self.layers - 1, -1, -1)
+            steps += [(first + layer, c > 0) for layer in layers]
+        return steps
+
+
+def _replaced(graph: Graphed) -> Function:
+    """A module whose forward replays, or the graph in the function's place."""
+    module, eager, training = graph.subject.module, graph.subject.forward, graph.subject.training
+    if module is None:
+        return graph
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (graph if module.training == training else eager)(*args, **kwargs)
+
+    module.forward = forward
+    return module
+
+
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,376 @@
+"""A callable as two CUDA graphs, of its forward and its backward, with one set of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.fp8.scaling_state import ScalingState
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.recompute.regions import graph_task
+
+Tensors = tuple[torch.Tensor, ...]
+Maybe = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How callables are captured; see `make_graphed_callables`."""
+
+    scope: Scope
+    warmup: int
+    allow_unused: bool
+    pool: Any
+    stream: Any
+    caches_weights: bool
+    retain_graph: bool
+    clones_gradients: bool
+
+
+class Subject:
+    """What is captured: a module or a function, and the modules of ours in it."""
+
+    def __init__(self, function: Callable[..., Any], where: str) -> None:
+        self.function = function
+        self.where = where
+        self.module = function if isinstance(function, nn.Module) else None
+        modules = () if self.module is None else tuple(self.module.modules())
+        ours = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
+        self.ours = tuple(part for module in ours for part in module.parts())
+        others = [m for m in modules if isinstance(m, ScaledModule) and m not in ours]
+        self.scaled: tuple[ScaledModule, ...] = (*self.ours, *others)
+        parameters = () if self.module is None else tuple(self.module.parameters())
+        self.parameters = tuple(p for p in parameters if p.requires_grad)
+        self.training = self.module is not None and self.module.training
+        self.forward = function if self.module is None else self.module.forward
+        self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
+        self.kept: list[Any] = []
+        self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
+
+    def note_states(self) -> None:
+        """Remember the FP8 state whose addresses graphs hold."""
+        self.states = [
+            (module, direction, state, state.version)
+            for module in self.scaled
+            for direction, state in module.scaling.items()
+        ]
+
+    def check_states(self) -> None:
+        """Graphs go on reading the state that they were captured with.
+
+        Raises:
+            RuntimeError: a module has another one by now.
+        """
+        for module, direction, state, version in self.states:
+            if module.scaling.get(direction) is not state or state.version != version:
+                raise RuntimeError(
+                    f"[make_graphed_callables] expected the FP8 state of layer {module.name} that "
+                    f"{self.where} was captured with, got another one (a loaded state dict, another"
+                    " amax_history_len): capture again"
+                )
+
+    def capture_weights(self, settings: Settings) -> None:
+        """A graph that casts what forwards with `is_first_microbatch=False` read.
+
+        It replays between the forward and the backward of others, whose memory it must not share.
+        """
+        self.weights = torch.cuda.CUDAGraph()
+        own = replace(settings, pool=torch.cuda.graph_pool_handle())
+        with capturing(own, self, "cast of weights", self.weights):
+            for module in self.ours:
+                module.renew_weights()
+        self.kept = [stage.cached_weight for m in self.ours for stage in m.chain.matmuls]
+
+    def trackers(self) -> list[Any]:
+        """RNG state trackers of its modules, each once."""
+        parts = () if self.module is None else self.module.modules()
+        found = [getattr(part, "get_rng_state_tracker", None) for part in parts]
+        made = [get() for get in dict.fromkeys(found) if get is not None]
+        return [t for t in {id(t): t for t in made}.values() if hasattr(t, "register_with")]
+
+
+@contextmanager
+def capturing(
+    settings: Settings, subject: Subject, what: str, graph: torch.cuda.CUDAGraph
+) -> Iterator[None]:
+    """Capture into a graph; what goes wrong is said about the callable.
+
+    Raises:
+        RuntimeError: what runs inside cannot be captured.
+    """
+    for tracker in subject.trackers():
+        tracker.register_with(graph)
+    first: Exception | None = None
+    try:
+        with (
+            torch.cuda.graph(graph, pool=settings.pool, stream=settings.stream),
+            autocast_stack().resumed(settings.scope),
+        ):
+            try:
+                yield
+            except Exception as error:
+                first = error  # ending the capture will raise another one, which says less
+                raise
+    except Exception as error:
+        cause = first or error
+        with suppress(Exception):  # what went wrong first is what is said
+            _settle(subject)
+        raise RuntimeError(
+            f"[make_graphed_callables] the {what} of {subject.where} cannot be captured:"
+            f" {type(cause).__name__}: {cause} (what waits for the device, as .item(), .cpu() or"
+            " print of a tensor does, has no place in a graph)"
+        ) from cause
+
+
+def _settle(subject: Subject) -> None:
+    """After a failed capture torch's generators believe that it goes on; a good one ends that."""
+    graph = torch.cuda.CUDAGraph()
+    for tracker in subject.trackers():
+        tracker.register_with(graph)
+    x = torch.zeros((), device="cuda")
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        x.add_(1)
+
+
+@dataclass
+class Graphed:
+    """One captured callable.
+
+    Args:
+        subject: what.
+        settings: how.
+        args: samples, whose tensors become the memory that graphs read.
+        kwargs: likewise.
+    """
+
+    subject: Subject
+    settings: Settings
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any] = field(init=False)
+    structure: TreeSpec = field(init=False)
+    out_structure: TreeSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaves, self.structure = tree_flatten((self.args, self.kwargs))
+        self.inputs: Tensors = tuple(t for t in self.leaves if isinstance(t, torch.Tensor))
+        self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.subject.parameters
+        self.forward_graph = torch.cuda.CUDAGraph()
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: tuple[Any, ...] = ()
+        self.differentiable: tuple[bool, ...] = ()
+        self.grad_outputs: Tensors = ()
+        self.gradients: Maybe = ()  # of inputs, then of parameters
+        self.fused = [p for p in self.subject.parameters if hasattr(p, "main_grad")]
+        scope = self.settings.scope
+        self.updates = any(module.updates(scope) for module in self.subject.scaled)
+
+    def run(self) -> list[Any]:
+        """The callable itself, on the samples; flat outputs."""
+        more = {"is_first_microbatch": False} if self.settings.caches_weights else {}
+        out = self.subject.forward(*self.args, **self.kwargs, **more)
+        outputs, self.out_structure = tree_flatten(out)
+        return outputs
+
+    def warm_up(self) -> None:
+        """Run forward and backward eagerly, so that nothing is made for the first time later."""
+        for _ in range(self.settings.warmup):
+            with autocast_stack().resumed(self.settings.scope):
+                outputs = tuple(t for t in self.run() if _has_gradient(t))
+            if outputs and self.surface:
+                ones = tuple(torch.ones_like(t) for t in outputs)
+                self._gradients(outputs, ones)
+
+    def _gradients(self, outputs: Tensors, grad_outputs: Tensors) -> Maybe:
+        found: Maybe = torch.autograd.grad(
+            outputs,
+            self.surface,
+            grad_outputs,
+            allow_unused=True,
+            retain_graph=self.settings.retain_graph,
+        )
+        if not self.settings.allow_unused:
+            names = self._names()
+            for i, gradient in enumerate(found):
+                if gradient is None and not any(self.surface[i] is p for p in self.fused):
+                    raise ValueError(
+                        f"[make_graphed_callables] expected every input and parameter of "
+                        f"{self.subject.where} to have a gradient, got none for {names[i]}; "
+                        "allow_unused_input=True accepts that"
+                    )
+        return found
+
+    def _names(self) -> list[str]:
+        inputs = [f"input {i}" for i, t in enumerate(self.inputs) if t.requires_grad]
+        if self.subject.module is None:
+            return inputs
+        named = self.subject.module.named_parameters()
+        return inputs + [name for name, p in named if p.requires_grad]
+
+    def capture_forward(self) -> None:
+        """The first graph."""
+        with capturing(self.settings, self.subject, "forward", self.forward_graph):
+            self.outputs = tuple(self.run())
+        self.differentiable = tuple(_has_gradient(t) for t in self.outputs)
+
+    def capture_backward(self) -> None:
+        """The second one; none where no output has a gradient."""
+        outputs = tuple(t for t in self.outputs if _has_gradient(t))
+        self.outputs = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in self.outputs)
+        if not (outputs and self.surface):
+            return
+        self.grad_outputs = tuple(torch.empty_like(t) for t in outputs)
+        self.backward_graph = torch.cuda.CUDAGraph()
+        with capturing(self.settings, self.subject, "backward", self.backward_graph):
+            found = iter(self._gradients(outputs, self.grad_outputs))
+        inputs = [next(found) if t.requires_grad else None for t in self.inputs]
+        self.gradients = (*inputs, *found)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay; without autograd, where eager mode leaves no amax, run eagerly."""
+        if self.backward_graph is not None and not torch.is_grad_enabled():
+            return self.subject.forward(*args, **kwargs)
+        if self.updates and graph_task() != -1:
+            raise RuntimeError(
+                f"[make_graphed_callables] expected {self.subject.where} outside of checkpoints, "
+                "got a call within a backward: let the callable checkpoint what is inside of it"
+            )
+        first = self._first_microbatch(kwargs)
+        inputs = self._checked(args, kwargs)
+        subject, stack = self.subject, autocast_stack()
+        subject.check_states()
+        stack.push(self.settings.scope)
+        try:
+            if first and subject.weights is not None:
+                subject.weights.replay()
+            for p in self.fused if first else ():
+                p.main_grad.zero_()
+            for _, direction, state, _ in subject.states:
+                if direction in stack.members:
+                    stack.members[direction].add(state)
+            ends = stack.first_pending and self.updates and self.backward_graph is not None
+            if ends:
+                stack.first_pending = False
+            out = _Replay.apply(self, ends, *inputs, *subject.parameters)
+        finally:
+            stack.pop()
+        return tree_unflatten(list(out), self.out_structure)
+
+    def _first_microbatch(self, kwargs: dict[str, Any]) -> bool:
+        if not self.settings.caches_weights:
+            return False
+        if not isinstance(kwargs.get("is_first_microbatch"), bool):
+            raise TypeError(
+                "[make_graphed_callables] expected is_first_microbatch in every call with "
+                f"fp8_weight_caching, got {kwargs.get('is_first_microbatch')}"
+                f" ({self.subject.where})"
+            )
+        return bool(kwargs.pop("is_first_microbatch"))
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        leaves, structure = tree_flatten((args, kwargs))
+        if structure != self.structure:
+            raise TypeError(
+                f"[make_graphed_callables] expected arguments as {self.subject.where} was captured "
+                f"with, {self.structure}, got {structure}"
+            )
+        for i, (own, given) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
+                same = own.shape == given.shape and own.dtype is given.dtype
+            else:
+                same = own is given or own == given
+            if not same:
+                raise ValueError(
+                    f"[make_graphed_callables] expected argument {i} of {self.subject.where} as it "
+                    f"was captured with, {_described(own)}, got {_described(given)}"
+                )
+        return tuple(t for t in leaves if isinstance(t, torch.Tensor))
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphed: Graphed, ends_backward: bool, *inputs: torch.Tensor) -> Any:
+        ctx.graphed, ctx.ends_backward = graphed, ends_backward
+        ctx.set_materialize_grads(False)
+        # Autograd makes the gradient of a leaf its own, and adds to it.
+        ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
+        with torch.no_grad():
+            for own, given in zip(graphed.inputs, inputs, strict=False):
+                if own.data_ptr() != given.data_ptr():
+                    own.copy_(given)
+        graphed.forward_graph.replay()
+        outputs = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in graphed.outputs)
+        tensors = zip(outputs, graphed.differentiable, strict=True)
+        plain = [t for t, own in tensors if isinstance(t, torch.Tensor) and not own]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        graphed: Graphed = ctx.graphed
+        given = [g for g, own in zip(grads, graphed.differentiable, strict=True) if own]
+        for own, grad in zip(graphed.grad_outputs, given, strict=True):
+            if grad is None:
+                own.zero_()
+            elif own.data_ptr() != grad.data_ptr():
+                own.copy_(grad)
+        assert graphed.backward_graph is not None
+        graphed.backward_graph.replay()
+        for p in graphed.fused:
+            if hasattr(p, "grad_added_to_main_grad"):
+                p.grad_added_to_main_grad = True
+        if ctx.ends_backward:
+            autocast_stack().end_backward()
+        count = len(graphed.inputs)
+        clones = [
+            *ctx.leaves,
+            *[graphed.settings.clones_gradients] * len(graphed.gradients[count:]),
+        ]
+        gradients = zip(graphed.gradients, clones, strict=True)
+        return (None, None, *(g if g is None else _own(g, copies) for g, copies in gradients))
+
+
+def _own(gradient: torch.Tensor, copies: bool) -> torch.Tensor:
+    return gradient.clone() if copies else gradient.detach()
+
+
+def _has_gradient(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.requires_grad
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+    return repr(leaf)
+
+
+@contextmanager
+def untouched(subjects: Iterable[Subject]) -> Iterator[None]:
+    """What runs inside, in a scope that is resumed, counts for nothing: no amax, no gradient."""
+    subjects = list(subjects)
+    modules = dict.fromkeys(module for subject in subjects for module in subject.scaled)
+    before = {
+        state: state.amax_history[0].clone()
+        for module in modules
+        for state in module.scaling.values()
+    }
+    parameters = dict.fromkeys(p for subject in subjects for p in subject.parameters)
+    grads = [(p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")]
+    try:
+        yield
+    finally:
+        for module in modules:
+            for state in module.scaling.values():
+                newest = state.amax_history[0]
+                newest.copy_(before.get(state, torch.zeros_like(newest)))
+        for grad, old in grads:
+            grad.copy_(old)

@@ -1,0 +1,206 @@
+"""`onnx_export`: modules as graphs of ONNX operators, in high precision and in FP8.
+
+While torch exports a model for ONNX, a chain does not call kernels: each of its stages says what it
+means in torch's own operators (`Stage.exported`), and a cast to FP8 becomes a pair of
+QuantizeLinear and DequantizeLinear, which runtimes fuse with the product behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ContextDecorator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.torch_version import TorchVersion
+
+from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions, element_of
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix
+from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.scaling_state import ScalingState
+
+_STACK = autocast_stack()
+_VALUES = {  # of every code
+    format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
+    for format, dtype in TORCH_FP8.items()
+}
+_OLDEST_TORCH = "2.8"  # has torch.onnx.ops, which spells operators of ONNX in a graph of torch
+
+
+class onnx_export(ContextDecorator):
+    """Let `torch.onnx.export` write modules as ONNX operators.
+
+    The graph is that of inference. Under `fp8_autocast`, inputs and weights of GEMMs pass through
+    QuantizeLinear and DequantizeLinear with float8 types (opset 19 or newer): with the trained
+    scales under delayed scaling, with scales found in the graph under current scaling. Weights stay
+    in their own dtype in the file. Batch and sequence may be dynamic. Nothing changes for calls
+    outside `torch.onnx.export`.
+
+    Args:
+        enabled: whether to.
+
+    Raises:
+        RuntimeError: torch older than 2.8; inside, from `torch.onnx.export`: a layer without
+            trained scales under delayed scaling.
+        NotImplementedError: inside, from `torch.onnx.export`: what has no ONNX form, with the layer
+            (packed sequences `thd`, the KV cache, dropout in training mode, scales of blocks).
+
+    Example:
+        >>> import io, torch, transformer_engine.pytorch as te
+        >>> model = te.LayerNormMLP(32, 64, device="cpu").eval()
+        >>> x, batch = torch.randn(4, 32), torch.export.Dim("batch")
+        >>> with te.onnx_export(enabled=True):
+        ...     program = torch.onnx.export(
+        ...         model, (x,), dynamic_shapes=({0: batch},), verbose=False
+        ...     )
+        >>> program.model.graph.outputs[0].shape[1]
+        32
+    """
+
+    def __init__(self, enabled: bool = False) -> None:
+        if enabled and TorchVersion(torch.__version__) < TorchVersion(_OLDEST_TORCH):
+            raise RuntimeError(
+                f"[onnx_export] expected torch {_OLDEST_TORCH} or newer, got {torch.__version__}"
+            )
+        self.enabled = enabled
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_STACK.exporting)
+        _STACK.exporting = self.enabled
+
+    def __exit__(self, *error: object) -> None:
+        _STACK.exporting = self._before.pop()
+
+
+def is_in_onnx_export_mode() -> bool:
+    """Whether an enabled `onnx_export` is entered."""
+    return _STACK.exporting
+
+
+def exporting() -> bool:
+    """Whether this call is traced for ONNX."""
+    return _STACK.exporting and torch.compiler.is_exporting()
+
+
+def refuse(what: str, instead: str, layer: str | None) -> NoReturn:
+    """An error for what has no ONNX form."""
+    raise NotImplementedError(
+        f"[onnx_export] {what} cannot be exported: {instead} (layer {layer or 'without a name'})"
+    )
+
+
+def refuse_training(training: bool, probabilities: dict[str, float], layer: str | None) -> None:
+    """An error where a layer would draw random numbers."""
+    for argument, probability in probabilities.items():
+        if training and probability > 0.0:
+            refuse(f"{argument}={probability} in training", "call model.eval() first", layer)
+
+
+def trained_scales(scaling: dict[str, ScalingState], layer: str) -> ScalingState:
+    """The state of the forward; RuntimeError where a layer has none."""
+    state = scaling.get("forward")
+    if state is None:
+        raise RuntimeError(
+            "[onnx_export] expected scales that training or calibration has left, got none: run"
+            " the model under fp8_autocast with this recipe, or load a checkpoint, before exporting"
+            f" it (layer {layer})"
+        )
+    return state
+
+
+def cast_there_and_back(
+    x: torch.Tensor, quantizer: Quantizer, dtype: torch.dtype, pinned: bool = False
+) -> torch.Tensor:
+    """`x` as a GEMM of this quantizer sees it.
+
+    Args:
+        x: in fp32 or in the dtype of activations.
+        quantizer: of the GEMM.
+        dtype: of activations. Only delayed scaling rounds to FP8 without rounding to it first.
+        pinned: `x` may come from an operator that moves elements, see `_pinned`.
+
+    Returns:
+        fp32 behind an FP8 quantizer, otherwise `dtype`.
+    """
+    if isinstance(quantizer, DelayedQuantizer):
+        if pinned and x.dtype is torch.float32:
+            x = _pinned(x)
+        inverse = quantizer.scale.reshape(()).reciprocal()
+        return _quantize_dequantize(x.float(), inverse, quantizer.format)
+    x = x.to(dtype)
+    if isinstance(quantizer, CurrentQuantizer):
+        x = x.float()
+        inverse = current_scale(x, quantizer).reciprocal()
+        return _quantize_dequantize(x, inverse, quantizer.format)
+    return x
+
+
+def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
+    """The values of a weight that is kept in FP8.
+
+    Args:
+        weight: looked up in a table, because ONNX cannot reinterpret bytes.
+        fp8: its GEMM is one in FP8: fp32 values behind a cast that changes none of them. There is
+            one scale then, because `Float8BlockScaling` is not exported.
+        dtype: of activations, what is returned otherwise.
+        layer: for errors.
+    """
+    if weight.requires_grad:  # torch.export takes no parameter apart that does
+        refuse(weight.label, "call model.requires_grad_(False) first", layer)
+    matrix = rowwise_of(weight)
+    assert matrix is not None
+    format = element_of(matrix.format)
+    table = torch.tensor(_VALUES[format], device=matrix.codes.device)
+    in_blocks = block_dimensions(matrix.format) > 0
+    inverse = _of_each_value(matrix) if in_blocks else matrix.scales[:1].reshape(())
+    values = table[matrix.codes.long()] * inverse
+    return _quantize_dequantize(values, inverse, format) if fp8 else values.to(dtype)
+
+
+def _of_each_value(matrix: Fp8Matrix) -> torch.Tensor:
+    """The inverse scales of 128 x 128 blocks, repeated for their values."""
+    rows, cols = matrix.codes.shape
+    of_rows = matrix.scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
+
+
+def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """An operator of ONNX whose result has the shape of its first input."""
+    ops: Any = import_module("torch.onnx.ops")
+    result: torch.Tensor = ops.symbolic(operator, inputs, dtype=dtype, shape=inputs[0].shape)
+    return result
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, so that its cast stays behind the operator that made it.
+
+    onnxruntime (1.31) moves a cast with a constant scale in front of Transpose and Reshape, and
+    then refuses its own graph, because Transpose takes no float8 before opset 21. The sum of one
+    tensor is in the way.
+    """
+    return _symbolic("Sum", (x,), x.dtype)
+
+
+def _quantize_dequantize(x: torch.Tensor, inverse: torch.Tensor, format: int) -> torch.Tensor:
+    dtype = TORCH_FP8[format]
+    zero = torch.zeros((), dtype=dtype)  # says which float8
+    codes = _symbolic("QuantizeLinear", (x, inverse, zero), dtype)
+    return _symbolic("DequantizeLinear", (codes, inverse), torch.float32)
+
+
+def current_scale(x: torch.Tensor, quantizer: CurrentQuantizer) -> torch.Tensor:
+    """`current_scale` of csrc/core/scaling.h, but for NaN: here a NaN makes all of `x` NaN."""
+    amax = x.abs().max().clamp(min=quantizer.epsilon)
+    known = (amax > 0.0) & (amax < torch.inf)
+    scale = torch.finfo(TORCH_FP8[quantizer.format]).max / torch.where(known, amax, 1.0)
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if quantizer.power_of_2:
+        power = torch.exp2(torch.round(torch.log2(scale)))
+        scale = torch.where(power > scale, power / 2, power)
+    return torch.where(known, scale, 1.0)

@@ -1,0 +1,191 @@
+"""`_extra_state`: FP8 scaling state as a uint8 tensor of fixed layout, never a pickle.
+
+Layout, little endian: the magic bytes, then int32 {forward columns, backward columns, history
+length}, then fp32 scale and amax history of forward and of backward (all counts are 0 without
+delayed scaling), then the scales of every weight that is kept in FP8, in the order of the module's
+parameters: fp32 {1/scale, scale}, or the inverse scales of its blocks. Nothing to say: an empty
+tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.notices import warn_once
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+MAGIC = b"TEFP8S01"
+_HEADER = struct.Struct("<iii")
+_START = len(MAGIC) + _HEADER.size
+# What versions before 1.8 wrote. A BytesIO holds bytes and runs nothing; those in it stay unread.
+torch.serialization.add_safe_globals([io.BytesIO])
+_PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archive
+
+
+def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """The state of a module as CPU bytes.
+
+    Args:
+        scaling: of the two directions; empty without delayed scaling.
+        weights: fp32 scales of every weight that is kept in FP8.
+    """
+    if not (scaling or weights):
+        return torch.empty(0, dtype=torch.uint8)
+    states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
+    counts = [state.scale.numel() for state in states] or [0, 0]
+    length = states[0].amax_history.shape[0] if states else 0
+    header = MAGIC + _HEADER.pack(*counts, length)
+    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+    tensors = [t for state in states for t in (state.scale, state.amax_history)]
+    for tensor in (*tensors, *weights):
+        parts.append(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8))
+    return torch.cat(parts)
+
+
+def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict[str, ScalingState]:
+    """States from what `pack` made; empty for None, empty tensors and unknown contents.
+
+    Contents of another origin (pickles of other versions) are never executed: they are skipped
+    with one warning, and scaling starts anew.
+
+    Args:
+        state: of a state dict.
+        layer: whose it is.
+        weights: of its GEMMs; any of them may have been kept in FP8 where the state was made.
+
+    Raises:
+        ValueError: truncated, inconsistent or damaged contents.
+    """
+    raw = _bytes_of(state)
+    if raw is None or not raw.numel():
+        return {}
+    if not _is_ours(raw):
+        _announce(raw, layer)
+        return {}
+    (forward, backward, length), values = _contents(raw, layer)
+    states, start = {}, 0
+    for direction, columns in ((FORWARD, forward), (BACKWARD, backward)):
+        if not columns:
+            continue
+        restored = ScalingState(direction, columns, length, torch.device("cpu"))
+        scale = values[start : start + columns]
+        history = values[start + columns : start + columns * (1 + length)].view(length, columns)
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ValueError(
+                f"[load_state_dict] expected {direction} scales above 0 and finite, got "
+                f"{scale.tolist()}: the FP8 state is damaged (layer {layer})"
+            )
+        restored.replace(scale.clone(), history.clone())
+        states[direction] = restored
+        start += columns * (1 + length)
+    _check_weight_scales(values[start:], weights, layer)
+    return states
+
+
+def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], layer: str) -> None:
+    """What is behind the scaling state can be the scales of these weights.
+
+    Weights kept in FP8 replace a scale that cannot be theirs, so that they take any value.
+    """
+    kept = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    lengths = {sum(weight.scales.numel() for weight in kept)}
+    blocks = [torch.Size(block_scale_shape(w.shape[0], w.shape[1], 2)).numel() for w in weights]
+    for of_one_kind in ([2] * len(weights), blocks):
+        sums = {0}
+        for own in of_one_kind:  # a weight of sizes that FP8 cannot take has no scales
+            sums |= {some + own for some in sums}
+        lengths |= sums
+    count = scales.numel()
+    sound = (
+        bool(kept) or not count or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
+    )
+    if count not in lengths or not sound:
+        raise ValueError(
+            f"[load_state_dict] expected nothing behind the FP8 state but scales of "
+            f"{len(weights)} weight(s), got {4 * count} bytes that are none (layer {layer})"
+        )
+
+
+def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torch.Tensor] | None:
+    """fp32 scales, so many of each weight that was kept in FP8; None where the state has others."""
+    raw = _bytes_of(state)
+    if raw is None or not _is_ours(raw):
+        return None
+    (forward, backward, length), values = _contents(raw, layer)
+    scales = values[(forward + backward) * (1 + length) :]
+    return scales.split(list(sizes)) if scales.numel() == sum(sizes) else None
+
+
+def _bytes_of(state: Any) -> torch.Tensor | None:
+    if isinstance(state, io.BytesIO):
+        state = state.getvalue()
+    if isinstance(state, bytes | bytearray):
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
+    if not isinstance(state, torch.Tensor):
+        return None
+    return state.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_ours(raw: torch.Tensor) -> bool:
+    return bytes(raw[: len(MAGIC)].tolist()) == MAGIC
+
+
+def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torch.Tensor]:
+    """Counts of the header, and all numbers behind it.
+
+    Raises:
+        ValueError: the bytes do not fit the header.
+    """
+    header = bytes(raw[len(MAGIC) : _START].tolist())
+    counts = _HEADER.unpack(header) if len(header) == _HEADER.size else (-1, -1, -1)
+    forward, backward, length = counts
+    expected = _START + 4 * (1 + length) * (forward + backward)
+    if min(counts) < 0 or raw.numel() < expected or (raw.numel() - expected) % 8:
+        raise ValueError(
+            f"[load_state_dict] expected {expected} bytes of FP8 state, and 8 for each FP8 weight, "
+            f"got {raw.numel()} (layer {layer})"
+        )
+    return counts, raw[_START:].clone().view(torch.float32)
+
+
+def _announce(raw: torch.Tensor, layer: str) -> None:
+    """Say once what kind of state is ignored: the others of a checkpoint are of that kind too."""
+    start = bytes(raw[:4].tolist())
+    kind = "pickled" if start.startswith(_PICKLES) else "unknown"
+    warn_once(
+        "[load_state_dict] ignoring the _extra_state of another package version "
+        f"({kind}, never unpickled): FP8 scales start anew (layer {layer}, and others like it)",
+        about=f"{kind} _extra_state",
+        stacklevel=4,
+    )
+
+
+class OptionalExtraState:
+    """A module whose `_extra_state` a checkpoint may lack, as those of plain torch layers do.
+
+    Older versions have the key elsewhere; that is no error either.
+    """
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = len(missing_keys), len(unexpected_keys)
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
+            keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]

@@ -1,0 +1,143 @@
+"""`module.fp8_meta`: what programs read of a module's FP8 state, under the names that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack, get_default_recipe
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+
+_SCALES = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
+
+
+class Fp8Scales:
+    """Scales and amaxes of one direction: the state's own tensors, as they are now.
+
+    Columns are input, weight and output of each GEMM forward, gradients of output and input
+    backward.
+    """
+
+    _state: ScalingState
+    _layer: str
+
+    def __init__(self, state: ScalingState, layer: str) -> None:
+        vars(self).update(_state=state, _layer=layer)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """fp32 `[columns]`, what values are multiplied by."""
+        return self._state.scale
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """fp32 `[columns]`, computed from `scale`."""
+        return self.scale.reciprocal()
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """fp32 `[length, columns]`; row 0 is the running step's."""
+        return self._state.amax_history
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _refuse_write(name, self._layer)
+
+
+class Fp8Meta(Mapping[str, Any]):
+    """A view: nothing is kept in it.
+
+    - `recipe`, `fp8_group`: of the region that is open, else of the newest kind of call in FP8,
+      else the defaults.
+    - `fp8_max_fwd`, `fp8_max_bwd`: largest values of that recipe's formats.
+    - `num_gemms`: how many GEMMs the scales are for.
+    - `fp8_checkpoint`: whether state dicts of the module carry scales.
+    - `scaling_fwd`, `scaling_bwd`: see `Fp8Scales`; absent before delayed scaling.
+
+    >>> import transformer_engine.pytorch as te
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> with te.fp8_autocast(enabled=True):
+    ...     y = layer(torch.ones(16, 16))
+    >>> layer.fp8_meta["scaling_fwd"].scale[0]
+    tensor(448.)
+    """
+
+    def __init__(self, module: ScaledModule) -> None:
+        self._module = module
+
+    def _values(self) -> dict[str, Any]:
+        module = self._module
+        scope = _scope_of(module)
+        recipe: Any = scope.recipe or get_default_recipe()
+        autocast_stack().flush()
+        scaling = module.scaling
+        return {
+            "recipe": recipe,
+            "fp8_group": scope.group,
+            "fp8_max_fwd": recipe.fp8_format.value.max_fwd,
+            "fp8_max_bwd": recipe.fp8_format.value.max_bwd,
+            "num_gemms": module.gemm_count,
+            "fp8_checkpoint": bool(scaling),
+            **{
+                key: Fp8Scales(scaling[direction], module.name)
+                for key, direction in _SCALES.items()
+                if direction in scaling
+            },
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        values = self._values()
+        if key in _SCALES and key not in values:
+            raise KeyError(
+                f"[fp8_meta] expected {key!r} of a layer that has run with DelayedScaling, got one "
+                f"that has no scales (layer {self._module.name})"
+            )
+        return values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+    def __setitem__(self, key: str, value: object) -> None:
+        """Say what is so; anything else is an error."""
+        values = self._values()
+        if key in _SCALES or key not in values or values[key] != value:
+            _refuse_write(key, self._module.name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._values()})"
+
+
+def _scope_of(module: ScaledModule) -> Scope:
+    """The open region; else that of the newest kind of call that was in FP8, if any."""
+    stack = autocast_stack()
+    if stack.scope.enabled or stack.scope.calibrating:
+        return stack.scope
+    last = last_scope(module)
+    if last is not None:
+        return last
+    for state in module.scaling.values():
+        if state.member_of is not None:
+            return Scope(True, False, state.member_of.recipe, state.member_of.group)
+    return stack.scope
+
+
+def last_scope(module: ScaledModule) -> Scope | None:
+    """The region of the newest of the module's runs in FP8."""
+    known = {scope.number: scope for scope in autocast_stack().known.values() if scope.enabled}
+    parts: Any = getattr(module, "parts", tuple)()  # attention has no runs
+    numbers = [key[0] for part in parts for key in part._runs]
+    return next((known[number] for number in reversed(numbers) if number in known), None)
+
+
+def _refuse_write(name: str, layer: str) -> NoReturn:
+    raise TypeError(
+        f"[fp8_meta] expected to be read, got a write to {name!r}: autocast says the recipe and "
+        f"the group, load_state_dict brings scales (layer {layer})"
+    )

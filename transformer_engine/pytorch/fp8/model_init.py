@@ -1,0 +1,111 @@
+"""`quantized_model_init`: modules that keep their weights in FP8 and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+
+from transformer_engine.common.recipe import Float8BlockScaling, Recipe
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+
+
+@dataclass(frozen=True)
+class ModelInit:
+    """How modules that are made now keep the weights of their GEMMs.
+
+    Attributes:
+        enabled: in FP8.
+        recipe: that will use them; None leaves that open.
+        preserve: keep what they were initialised with, in high precision, on the CPU.
+    """
+
+    enabled: bool = False
+    recipe: Recipe | None = None
+    preserve: bool = False
+
+
+_IN_HIGH_PRECISION = ModelInit()
+
+
+def _check(recipe: Recipe) -> None:
+    in_blocks = isinstance(recipe, Float8BlockScaling)
+    if not (in_blocks or (isinstance(recipe, Recipe) and recipe.float8_per_tensor_scaling())):
+        raise ValueError(
+            "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or "
+            f"Float8BlockScaling, got {recipe!r}"
+        )
+    if in_blocks and recipe.w_block_scaling_dim != 2:  # type: ignore[attr-defined]
+        raise ValueError(
+            "[quantized_model_init] expected w_block_scaling_dim=2, got 1: blocks of 1 x 128 "
+            "values have no transpose, which the backward takes of a weight that is kept in FP8"
+        )
+
+
+def model_init() -> ModelInit:
+    """What holds for modules that are made now."""
+    scopes = autocast_stack().model_inits
+    return scopes[-1] if scopes else _IN_HIGH_PRECISION
+
+
+class quantized_model_init(ContextDecorator):
+    """Modules made inside keep the weights of their GEMMs in FP8, without a copy in high precision.
+
+    Parameters are `Float8Tensor`s, or `Float8BlockwiseQTensor`s for `Float8BlockScaling`, under the
+    dtype that they would have had. Optimizers of torch step them in place. Biases and norms stay as
+    they are, as do weights with sizes that FP8 cannot take. Outside of `autocast` such weights are
+    dequantised for every call.
+
+    Args:
+        enabled: False makes modules as usual.
+        recipe: `DelayedScaling`, `Float8CurrentScaling` or `Float8BlockScaling`, the only one that
+            may then use these weights; None allows the first two. It says how scales are rounded
+            and with what margin; they always come from the values that are written.
+        preserve_high_precision_init_val: keep the values before quantisation on the CPU, for
+            optimizers with master weights: `parameter.get_high_precision_init_val()` until
+            `parameter.clear_high_precision_init_val()`.
+
+    Raises:
+        ValueError: another recipe, or one with other blocks of weights than 128 x 128.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> with quantized_model_init():
+    ...     layer = te.Linear(16, 32, params_dtype=torch.bfloat16, device="cpu")
+    >>> type(layer.weight).__name__, layer.weight.dtype, layer.weight._data.dtype
+    ('Float8Tensor', torch.bfloat16, torch.uint8)
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if enabled and recipe is not None:
+            _check(recipe)
+        self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
+
+    def __enter__(self) -> None:
+        autocast_stack().model_inits.append(self._init)
+
+    def __exit__(self, *exception: object) -> None:
+        autocast_stack().model_inits.pop()
+
+
+class fp8_model_init(quantized_model_init):
+    """`quantized_model_init` under its older name.
+
+    Args:
+        enabled: see `quantized_model_init`.
+        recipe: see `quantized_model_init`.
+        preserve_high_precision_init_val: see `quantized_model_init`.
+
+    Raises:
+        ValueError: see `quantized_model_init`.
+
+    >>> import transformer_engine.pytorch as te
+    >>> with fp8_model_init(enabled=True):
+    ...     layer = te.Linear(16, 32, device="cpu")
+    >>> type(layer.weight).__name__
+    'Float8Tensor'
+    """

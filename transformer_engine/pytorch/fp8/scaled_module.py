@@ -1,0 +1,58 @@
+"""Modules with FP8 scaling state: what checkpointing, graphs and state dicts must know of them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
+from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
+from transformer_engine.pytorch.fp8.scaling_state import ScalingState
+
+
+class ScaledModule(OptionalExtraState, nn.Module):
+    """Base of the modules with GEMMs and of DotProductAttention.
+
+    Args:
+        gemms: how many GEMMs the columns of its scaling state are for, see `quantization.py`.
+    """
+
+    name: str
+
+    def __init__(self, gemms: int) -> None:
+        super().__init__()
+        self.gemm_count = gemms
+        self.scaling: dict[str, ScalingState] = {}  # by direction; empty before delayed scaling
+        self.in_foreign_region = False  # see `repeated`
+
+    def updates(self, scope: Scope) -> bool:
+        """Whether a step of this module in this scope ends with an update of scales."""
+        return scope.enabled and isinstance(scope.recipe, DelayedScaling)
+
+    @property
+    def fp8_meta(self) -> Fp8Meta:
+        """Recipe, scales and amaxes, to be read under the names that `Fp8Meta` lists."""
+        return Fp8Meta(self)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether calls made now are in a region that quantises."""
+        return autocast_stack().scope.enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether calls made now are in a region that notes amaxes alone."""
+        return autocast_stack().scope.calibrating
+
+    @property
+    def fp8_initialized(self) -> bool:
+        """Whether the module has run in FP8, or has the scales of one that has."""
+        return bool(self.scaling) or last_scope(self) is not None
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Does nothing: FP8 state is made where it is needed first.
+
+        Args:
+            num_gemms: of the module.
+        """

@@ -1,0 +1,224 @@
+"""Delayed scaling's state: scales and amax histories of a module, and the update of all of them.
+
+A module owns one `ScalingState` per direction. States register with the `ScalingRegistry`, which
+updates every member of a (recipe, group, direction) in one launch: the kernel reads a device table
+of addresses, rebuilt when members or addresses change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.kernels.delayed_scaling import (
+    delayed_scaling_update,
+    entry,
+    gather_amax,
+    spread,
+)
+
+FORWARD, BACKWARD = "forward", "backward"
+_ALIGNED = 4  # floats
+
+
+class ScalingState:
+    """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
+
+    Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
+    methods below, which raise `version`, so that the registry notices. A column is a run of memory
+    that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs
+    at other addresses, and amaxes would stay in the copies.
+    """
+
+    def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
+        self.direction = direction
+        options: Any = {"dtype": torch.float32, "device": device}
+        self.scale = _spread(torch.ones(count, **options))
+        self.amax_history = _spread(torch.zeros(length, count, **options))
+        self.version = 0
+        self.member_of: ScalingMembers | None = None
+        self._views()
+
+    def _views(self) -> None:
+        count = self.scale.numel()
+        self.scales = [self.scale[i : i + 1] for i in range(count)]
+        self.amaxes: list[torch.Tensor] = [column[:1] for column in self.amax_history.t()]
+        if not torch.compiler.is_compiling():
+            # As `torch._dynamo.mark_static_address`, which is slow to import: CUDA graphs of a
+            # compiler read and write these, not copies that they make of their inputs.
+            for view in (*self.scales, *self.amaxes):
+                view._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: object) -> ScalingState:
+        # Attribute by attribute, the views would become tensors of their own.
+        return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Among whose members it is, its module finds out at its next call.
+        return _state_of, (self.direction, self.scale.clone(), self.amax_history.clone())
+
+    def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Take over other values (loading, another device, another length)."""
+        self.scale, self.amax_history = _spread(scale), _spread(amax_history)
+        self.version += 1
+        self._views()
+
+    def fit(self, length: int, device: torch.device) -> None:
+        """Bring the state to a history length and device; the newest rows are kept."""
+        if self.scale.device != device:
+            if self.scale.is_meta:  # it ran without memory, so there is nothing to keep
+                self.replace(
+                    torch.ones_like(self.scale, device=device),
+                    torch.zeros_like(self.amax_history, device=device),
+                )
+            self.replace(self.scale.to(device), self.amax_history.to(device))
+        old = self.amax_history
+        if old.shape[0] == length:
+            return
+        # Row 0 is the running step, then oldest ... newest: keep row 0 and the end.
+        kept = min(length, old.shape[0]) - 1
+        history = old.new_zeros(length, old.shape[1])
+        history[0] = old[0]
+        if kept:
+            history[length - kept :] = old[old.shape[0] - kept :]
+        self.replace(self.scale, history)
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    """The values, each column (each value of a vector) by itself."""
+    room = spread(x, _ALIGNED)
+    return room[:, 0] if x.dim() == 1 else room.t()[: x.shape[0]]
+
+
+def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:
+    length, count = amax_history.shape
+    state = ScalingState(direction, count, length, scale.device)
+    state.replace(scale, amax_history)
+    return state
+
+
+class ScalingMembers:
+    """The live states of one (recipe, group, direction), and their table on the device."""
+
+    def __init__(self, recipe: DelayedScaling, group: Hashable, direction: str) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.direction = direction
+        self._states: list[weakref.ref[ScalingState]] = []
+        self._table: torch.Tensor | None = None
+        self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
+        self.columns = 0
+
+    def add(self, state: ScalingState) -> None:
+        """Take a state in; it leaves the members that it was among."""
+        if state.member_of is not self:
+            state.member_of = self
+            self._states.append(weakref.ref(state))
+
+    def alive(self) -> list[ScalingState]:
+        """The states that are still here, in order of registration."""
+        states = {id(s): s for ref in self._states if (s := ref()) and s.member_of is self}
+        if len(states) != len(self._states):
+            self._states = [weakref.ref(state) for state in states.values()]
+        return list(states.values())
+
+    def table(self, states: list[ScalingState]) -> torch.Tensor:
+        """int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
+        # References rather than ids: another state may lie where a dead one lay.
+        seen = [(weakref.ref(state), state.version) for state in states]
+        if self._table is None or seen != self._seen:
+            if capturing():
+                raise RuntimeError(
+                    "[delayed_scaling] the FP8 modules of this autocast changed inside a CUDA "
+                    "graph capture; run one step with the same modules before capturing"
+                )
+            rows = [entry(state.scale, state.amax_history) for state in states]
+            self._table = torch.tensor(rows, dtype=torch.int64).to(states[0].scale.device)
+            self._seen = seen
+            self.columns = sum(row[3] for row in rows)
+        return self._table
+
+    def update(self) -> None:
+        """End of a step: scales from histories, histories rolled.
+
+        States whose modules did not run have zeros in row 0, and the kernel leaves them alone.
+        """
+        by_device: dict[torch.device, list[ScalingState]] = {}
+        for state in self.alive():
+            by_device.setdefault(state.scale.device, []).append(state)
+        recipe, span = self.recipe, self.recipe.fp8_format.value
+        fp8_max = span.max_fwd if self.direction == FORWARD else span.max_bwd
+        for states in by_device.values():
+            reduced = self._reduced_amax(states)
+            algorithm = recipe.amax_compute_algo
+            if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
+                _update_with_callables(states, recipe, fp8_max, reduced)
+            else:
+                table = self.table(states)
+                delayed_scaling_update(table, reduced, algorithm, fp8_max, recipe.margin)
+
+    def _reduced_amax(self, states: list[ScalingState]) -> torch.Tensor | None:
+        """Row 0 of all states, maximum over the ranks of the group; None on a single rank."""
+        if not (self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
+            return None
+        if dist.get_world_size(self.group) == 1:  # type: ignore[arg-type]
+            return None
+        amaxes = gather_amax(self.table(states), self.columns)
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+        return amaxes
+
+
+class ScalingRegistry:
+    """The members of every (recipe, group, direction); modules are held weakly."""
+
+    def __init__(self) -> None:
+        self._members: dict[tuple[DelayedScaling, Hashable, str], ScalingMembers] = {}
+
+    def members(self, recipe: DelayedScaling, group: Hashable, direction: str) -> ScalingMembers:
+        """The members of a key, made at first use."""
+        key = (recipe, group, direction)
+        members = self._members.get(key)
+        if members is None:
+            members = self._members[key] = ScalingMembers(*key)
+        return members
+
+    def update(self, direction: str) -> None:
+        """Update all members of a direction."""
+        for members in self._members.values():
+            if members.direction == direction:
+                members.update()
+
+
+def _update_with_callables(
+    states: list[ScalingState],
+    recipe: DelayedScaling,
+    fp8_max: float,
+    reduced: torch.Tensor | None,
+) -> None:
+    """The same update with the recipe's own functions, state by state, in torch."""
+    start = 0
+    for state in states:
+        history, count = state.amax_history, state.scale.numel()
+        if reduced is not None:
+            history[0] = reduced[start : start + count]
+        start += count
+        algorithm = recipe.amax_compute_algo
+        if callable(algorithm):
+            amax = algorithm(history)
+        else:
+            amax = history.amax(dim=0) if algorithm == "max" else history[0]
+        if recipe.scaling_factor_compute_algo is not None:
+            scale = recipe.scaling_factor_compute_algo(amax, state.scale, fp8_max, recipe)
+        else:
+            scale = (fp8_max / amax) / 2.0**recipe.margin
+            scale = torch.where((amax > 0) & amax.isfinite(), scale, state.scale)
+            scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        state.scale.copy_(scale)
+        history.copy_(history.roll(-1, 0))
+        history[0].zero_()

@@ -1,0 +1,201 @@
+"""Weights that a module keeps in FP8: how they are made, moved, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, block_dimensions
+from transformer_engine.pytorch.fp8 import extra_state
+from transformer_engine.pytorch.fp8.model_init import ModelInit
+from transformer_engine.pytorch.fp8.recipe_quantizers import FEATURE_ALIGNMENT
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
+from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+class InitialValue:
+    """What a parameter was initialised with, on the CPU, until it is cleared."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value: torch.Tensor | None = value
+
+    def get(self) -> torch.Tensor | None:
+        """The values in high precision; None once they were cleared."""
+        return self._value
+
+    def clear(self) -> None:
+        """Free them."""
+        self._value = None
+
+
+def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
+    """The parameter in FP8, or in high precision where FP8 cannot take its sizes or dtype."""
+    fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
+    if not fits:
+        return nn.Parameter(values)
+    parameter = nn.Parameter(WeightQuantizer.of(init.recipe, label).unwritten(values))
+    if not values.is_meta:
+        start(parameter, values, init)
+    return parameter
+
+
+def start(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
+    """Let an FP8 parameter start with these values."""
+    values = values.detach()
+    parameter.quantize_(values)
+    if init.preserve:
+        kept = InitialValue(values.clone() if values.device.type == "cpu" else values.cpu())
+        parameter.get_high_precision_init_val = kept.get
+        parameter.clear_high_precision_init_val = kept.clear
+
+
+def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
+    """A module's own FP8 parameters by name, in order."""
+    own = module._parameters.items()
+    return {name: p for name, p in own if isinstance(p, QuantizedTensor)}  # type: ignore[misc]
+
+
+def rename(module: nn.Module, layer: str) -> None:
+    """Let messages name the layer as it is called now."""
+    for name, weight in fp8_weights(module).items():
+        if isinstance(weight._quantizer, WeightQuantizer):
+            weight._quantizer.label = f"{name} of layer {layer}"
+
+
+def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
+    """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay.
+
+    Args:
+        module: its FP8 parameters are changed and stay the same objects.
+        function: what `_apply` was given.
+        to_others: applies it to everything but them.
+    """
+    weights = fp8_weights(module)
+    for name in weights:
+        module._parameters[name] = None
+    try:
+        to_others()
+    finally:
+        for name, weight in weights.items():
+            module._parameters[name] = weight  # type: ignore[assignment]
+    for weight in weights.values():
+        _apply_to(weight, function)
+
+
+def _apply_to(weight: QuantizedTensor, function: Apply) -> None:
+    probe = function(torch.empty(0, dtype=weight.dtype, device=weight.device))
+    if probe.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"[quantized_model_init] expected float32, float16 or bfloat16 as the dtype of "
+            f"{weight.label}, got {probe.dtype}"
+        )
+    parts = [None if part is None else _moved(part, function, probe) for part in weight.parts]
+    if probe.dtype is weight.dtype and probe.device == weight.device:
+        weight.adopt(parts)
+        return
+    moved = weight.assembled(weight.shape, parts, {**weight.facts, "dtype": probe.dtype})
+    grad, weight.grad = weight.grad, None
+    other = nn.Parameter(moved, weight.requires_grad)
+    vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
+    try:
+        torch.utils.swap_tensors(weight, other)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[quantized_model_init] {weight.label} cannot be moved or converted while something "
+            f"else refers to it ({error})"
+        ) from error
+    weight.grad = None if grad is None else function(grad)
+
+
+def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Tensor:
+    """Codes go where the function puts them; scales stay in fp32 whatever it does to dtypes."""
+    if not part.is_floating_point():
+        return function(part)
+    return torch.empty_like(part, device=probe.device) if part.is_meta else part.to(probe.device)
+
+
+def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
+    for name, weight in fp8_weights(module).items():
+        state[prefix + name] = weight.dequantize()
+
+
+def scales_of(module: nn.Module) -> list[torch.Tensor]:
+    """The scales of every FP8 parameter that has values."""
+    return [w.scales for w in fp8_weights(module).values() if not w.is_meta]
+
+
+def quantized(
+    module: TransformerEngineBaseModule, state: Mapping[str, Any], prefix: str
+) -> Mapping[str, Any]:
+    """A state dict in which plain tensors for FP8 parameters are quantised.
+
+    With the scales that travel in `_extra_state` the codes become what they were; without, or
+    where they cannot hold the values, these get scales of their own.
+    """
+    weights = fp8_weights(module)
+    if not weights:
+        return state
+    raw = state.get(prefix + "_extra_state")
+    sizes = [weight.scales.numel() for weight in weights.values()]
+    scales = extra_state.weight_scales(raw, sizes, module.name)
+    found: dict[str, Any] = {}
+    for i, (name, weight) in enumerate(weights.items()):
+        values = state.get(prefix + name)
+        if not isinstance(values, torch.Tensor) or isinstance(values, QuantizedTensor):
+            continue
+        if values.shape == weight.shape and values.is_floating_point() and not values.is_meta:
+            found[prefix + name] = _cast(values, weight, None if scales is None else scales[i])
+    return {**state, **found}
+
+
+def _cast(
+    values: torch.Tensor, weight: QuantizedTensor, scales: torch.Tensor | None
+) -> QuantizedTensor:
+    device = values.device if weight.is_meta else weight.device
+    dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
+    values = values.detach().to(device, dtype).contiguous()
+    quantizer = WeightQuantizer.writing(weight)
+    matrix = quantizer.restored(values, scales)
+    return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
+
+
+def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
+    """Refuse a recipe that cannot take the module's FP8 weights; warn where nothing is in FP8.
+
+    Raises:
+        RuntimeError: the weights were made for another recipe.
+    """
+    for name, weight in fp8_weights(module).items():
+        rowwise = rowwise_of(weight)
+        if rowwise is None:
+            raise RuntimeError(
+                f"[{type(module).__name__}] expected row-wise codes in {name!r}, got column-wise "
+                f"codes alone (layer {module.name})"
+            )
+        quantizer = WeightQuantizer.writing(weight)
+        if not enabled:
+            _announce_dequantized(module, name)
+        elif not quantizer.serves(recipe) or block_dimensions(rowwise.format) == 1:
+            raise RuntimeError(
+                f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
+                f"{quantizer.made_for}, got {type(recipe).__name__}; give quantized_model_init the "
+                f"recipe of autocast (layer {module.name})"
+            )
+
+
+def _announce_dequantized(module: TransformerEngineBaseModule, name: str) -> None:
+    module.warn_once(
+        "outside autocast",
+        f"[{type(module).__name__}] {name} is kept in FP8 and is dequantised for every call "
+        f"outside of autocast (layer {module.name})",
+    )

@@ -1,0 +1,135 @@
+"""What constructors of modules refuse whatever they make."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.parallel.groups import check_group
+
+
+def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
+    """Arguments that count something.
+
+    Raises:
+        TypeError: one is no int.
+        ValueError: one is less than `least`.
+    """
+    for name, size in sizes.items():
+        try:
+            small = operator.index(size) < least
+        except TypeError as error:
+            raise TypeError(
+                f"[{module}] expected {name} to be an int, got {size!r}{_where(layer)}"
+            ) from error
+        if small:
+            raise ValueError(f"[{module}] expected {name} >= {least}, got {size}{_where(layer)}")
+
+
+def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
+    """Arguments that are rates, factors or small terms.
+
+    Raises:
+        TypeError: one is no real number.
+    """
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"[{module}] expected {name} to be a number, got {value!r}{_where(layer)}"
+            )
+
+
+def _where(layer: str | None) -> str:
+    return f" (layer {layer})" if layer else ""
+
+
+def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
+    """TypeError for keywords that a constructor does not know, with the nearest that it does.
+
+    Raises:
+        TypeError: always.
+    """
+    known = [name for name in inspect.signature(module).parameters if name != "others"]
+    described = []
+    for name in sorted(unknown):
+        near = difflib.get_close_matches(name, known, 1)
+        described.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    raise TypeError(
+        f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
+    )
+
+
+def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
+    """Groups of one rank are accepted, larger ones are not implemented.
+
+    Raises:
+        TypeError: it is no group.
+        NotImplementedError: it has several ranks.
+    """
+    kind, layer = type(module).__name__, str(module.name)
+    check_group(kind, argument, group, layer)
+    if group is None:
+        return
+    size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if size > 1:
+        raise NotImplementedError(
+            f"[{kind}] {argument} with {size} ranks: tensor, sequence and context parallelism "
+            f"are not implemented yet; a group of one rank is accepted (layer {layer})"
+        )
+
+
+def refuse_parallel_sizes(
+    module: nn.Module, tp_group: Any, tp_size: int, sequence_parallel: bool
+) -> None:
+    """Parallel arguments are accepted as long as they mean one rank."""
+    refuse_parallelism(module, "tp_group", tp_group)
+    kind = type(module).__name__
+    check_sizes(kind, str(module.name), 1, tp_size=tp_size)
+    if tp_size > 1:
+        raise NotImplementedError(
+            f"[{kind}] tp_size={tp_size}: tensor parallelism is not implemented yet "
+            f"(sequence_parallel={sequence_parallel} alone has no effect)"
+        )
+
+
+# Keywords of other versions that only tune communication between several ranks.
+_OVERLAP_ARGUMENTS = frozenset(
+    {
+        "ub_atomic_gemm_ag",
+        "ub_atomic_gemm_rs",
+        "ub_bulk_dgrad",
+        "ub_bulk_wgrad",
+        "ub_name",
+        "ub_overlap_ag",
+        "ub_overlap_rs",
+        "ub_overlap_rs_dgrad",
+        "ub_split_ag",
+        "ub_split_rs",
+        "ub_tp_comm_overlap",
+        "rng_tracker_name",
+        "symmetric_ar_type",
+    }
+)
+
+# Keywords of newer versions, and what they may be so far.
+_LATER = {"activation_params": None, "delay_wgrad_compute": False}
+
+
+def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:
+    """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
+    unknown = set(others) - _OVERLAP_ARGUMENTS - _LATER.keys()
+    if unknown:
+        refuse_keywords(module, unknown)
+    for name in others.keys() & _LATER.keys():
+        if others[name] != _LATER[name]:
+            raise NotImplementedError(
+                f"[{module.__name__}] {name}={others[name]!r} is not implemented yet, only "
+                f"{_LATER[name]!r} is"
+            )

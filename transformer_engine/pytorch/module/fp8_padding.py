@@ -1,0 +1,118 @@
+"""`Fp8Padding` and `Fp8Unpadding`: zero rows behind each part of the rows, and without them again.
+
+`GroupedLinear` pads within, where it must; these are for programs that pad once around several
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.chain.stages.matmul import TOKEN_ALIGNMENT
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.inputs import refuse_input
+
+
+class _Padding(nn.Module):
+    """What both directions share.
+
+    Args:
+        num_gemms: number of parts.
+        align_size: the padded parts have multiples of so many rows; None is what FP8 wants, 16.
+
+    Raises:
+        ValueError: no parts, or no positive size.
+    """
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.align_size = TOKEN_ALIGNMENT if align_size is None else align_size
+        sizes = {"num_gemms": num_gemms, "align_size": self.align_size}
+        check_sizes(type(self).__name__, None, 1, **sizes)
+
+    def _padded(self, m_splits: Sequence[int]) -> list[int]:
+        return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
+
+    def _check(self, inp: torch.Tensor, m_splits: Sequence[int], rows: int) -> None:
+        if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
+            refuse_input(type(self).__name__, "inp", inp, None)
+        if len(m_splits) != self.num_gemms or inp.ndim != 2 or inp.shape[0] != rows:
+            raise ValueError(
+                f"[{type(self).__name__}] expected inp of {rows} rows for {self.num_gemms} parts, "
+                f"got {tuple(inp.shape)} for m_splits {list(m_splits)}"
+            )
+
+    def extra_repr(self) -> str:
+        """Parts and size."""
+        return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
+
+
+class Fp8Padding(_Padding):
+    """Adds zero rows behind each part, up to a multiple of `align_size`.
+
+    Args:
+        num_gemms: number of parts.
+        align_size: rows of a padded part are a multiple of it; None is what FP8 wants, 16.
+
+    Raises:
+        ValueError: no parts, or no positive size.
+
+    >>> padded, splits = Fp8Padding(2)(torch.ones(5, 8), [3, 2])
+    >>> padded.shape, splits
+    (torch.Size([32, 8]), [16, 16])
+    """
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Pad.
+
+        Args:
+            inp: `[rows, features]`.
+            m_splits: rows of each part, in order.
+
+        Returns:
+            `(padded, sizes of its parts)`; `inp` itself where nothing is missing.
+        """
+        self._check(inp, m_splits, sum(m_splits))
+        padded = self._padded(m_splits)
+        if padded == list(m_splits):
+            return inp, padded
+        pieces: list[torch.Tensor] = []
+        for part, rows in zip(inp.split(list(m_splits)), padded, strict=True):
+            pieces += [part, inp.new_zeros(rows - part.shape[0], inp.shape[1])]
+        return torch.cat(pieces), padded
+
+
+class Fp8Unpadding(_Padding):
+    """Takes away what `Fp8Padding` has added.
+
+    Args:
+        num_gemms: number of parts.
+        align_size: of that `Fp8Padding`.
+
+    Raises:
+        ValueError: no parts, or no positive size.
+
+    >>> Fp8Unpadding(2)(torch.ones(32, 8), [3, 2]).shape
+    torch.Size([5, 8])
+    """
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
+        """Unpad.
+
+        Args:
+            inp: `[padded rows, features]`.
+            m_splits: rows of each part without padding, in order.
+
+        Returns:
+            `[rows, features]`; `inp` itself where nothing was added.
+        """
+        padded = self._padded(m_splits)
+        self._check(inp, m_splits, sum(padded))
+        if padded == list(m_splits):
+            return inp
+        parts = zip(inp.split(padded), m_splits, strict=True)
+        return torch.cat([part[:rows] for part, rows in parts])

@@ -1,0 +1,58 @@
+"""`L2Normalization`: y = x / sqrt(sum(x^2) + eps)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.chain.stages import Norm
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.module.norms import NormChain
+
+
+class L2Normalization(NormChain):
+    """Scale to length 1 over the last axis, in fp32. It has no parameters.
+
+    A root mean square norm is the same but for the number of elements: `eps` is divided by it, and
+    gamma by its root.
+
+    Args:
+        hidden_size: size of the last axis.
+        eps: added to the sum of squares.
+
+    >>> L2Normalization(8)(torch.randn(2, 8)).norm(dim=-1).round(decimals=4)
+    tensor([1., 1.])
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(Norm("RMSNorm", eps / hidden_size, zero_centered=False))
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self._gammas: dict[torch.device, torch.Tensor] = {}
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""
+        return self.normalised(inp, self._gamma(inp), None, inp.dtype)
+
+    def _gamma(self, like: torch.Tensor) -> torch.Tensor:
+        """Filled once for a device; anew where memory belongs to one graph or to one mode."""
+        compiling = torch.compiler.is_compiling() or type(like) is not torch.Tensor
+        known = None if compiling else self._gammas.get(like.device)
+        if known is not None:
+            return known
+        size, value = (self.hidden_size,), self.hidden_size**-0.5
+        if compiling or capturing():
+            return like.new_full(size, value, dtype=torch.float32)
+        with torch.inference_mode(False):
+            # Copied from the host, it is there for every stream before the host goes on.
+            gamma = torch.full(size, value, dtype=torch.float32, device="cpu").to(like.device)
+        self._gammas[like.device] = gamma
+        return gamma
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_gammas": {}}
+
+    def extra_repr(self) -> str:
+        """Size and setting."""
+        return f"{self.hidden_size}, eps={self.eps}"

@@ -1,0 +1,172 @@
+"""What the norms share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.chain.stages import Norm
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
+from transformer_engine.pytorch.module.arguments import (
+    check_numbers,
+    check_sizes,
+    refuse_keywords,
+)
+from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+from transformer_engine.pytorch.module.parameters import (
+    ParameterSet,
+    ParameterSpec,
+    params_dtype_of,
+)
+from transformer_engine.pytorch.module.single_stage import PlannedChain
+
+
+def norm_parameters(
+    kind: str, features: int, zero_centered: bool, sequence_parallel: bool | None, prefix: str = ""
+) -> list[ParameterSpec]:
+    """Gamma (and beta for LayerNorm), as `<prefix>weight` and `<prefix>bias`."""
+    attributes = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
+    start = nn.init.zeros_ if zero_centered else nn.init.ones_
+    specs = [ParameterSpec(f"{prefix}weight", (features,), start, attributes)]
+    if kind == "LayerNorm":
+        specs.append(ParameterSpec(f"{prefix}bias", (features,), nn.init.zeros_, attributes))
+    return specs
+
+
+def check_normalization(kind: str, module: str) -> str:
+    """Unsupported kinds are named together with the supported ones."""
+    if kind not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(
+            f"[{module}] Unsupported normalization type {kind!r}: expected 'LayerNorm' or 'RMSNorm'"
+        )
+    return kind
+
+
+class NormChain(PlannedChain):
+    """A chain of one Norm."""
+
+    def normalised(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Run the chain; the result has the given dtype."""
+        needs = (False,) * 3
+        if torch.is_grad_enabled():
+            bias_needs = bias is not None and bias.requires_grad
+            needs = (inp.requires_grad, weight.requires_grad, bias_needs)
+        return self.chain(inp.contiguous(), (weight, bias), self.run_of(dtype, needs))
+
+
+class NormModule(OptionalExtraState, NormChain):
+    """A norm with parameters. Subclasses say which kind."""
+
+    kind: str
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        normalized_shape: int | Sequence[int] | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        _check_others(type(self), others)
+        name = name or type(self).__name__
+        check_numbers(self.kind, name, eps=eps)
+        super().__init__(Norm(self.kind, eps, zero_centered_gamma))
+        self.name = name
+        self.hidden_size = _one_size(hidden_size, normalized_shape, type(self).__name__)
+        check_sizes(self.kind, name, hidden_size=self.hidden_size)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self._parameter_set = ParameterSet(None)
+        specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
+        self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise anew; parameters on meta get memory first.
+
+        Args:
+            defer_init: do nothing.
+        """
+        if not defer_init:
+            self._parameter_set.reset(self)
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last axis; statistics in fp32.
+
+        Args:
+            inp: `(..., hidden_size)`, fp32, fp16 or bf16.
+
+        Returns:
+            The shape of `inp`, in the dtype of the weight (of autocast where that is active).
+
+        Raises:
+            ValueError: another last size.
+            TypeError: no tensor, or another dtype.
+        """
+        if not isinstance(inp, torch.Tensor) or inp.layout is not torch.strided:
+            refuse_input(self.kind, "inp", inp, self.name)
+        shape = inp.shape
+        if not shape or shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
+                f"{tuple(shape)} (layer {self.name})"
+            )
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        if inp.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
+                f"(layer {self.name})"
+            )
+        return self.normalised(inp, weight, bias, autocast_dtype(inp) or weight.dtype)
+
+    def extra_repr(self) -> str:
+        """Size and settings."""
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _check_others(kind: type[NormModule], others: dict[str, Any]) -> None:
+    """Keywords of torch's norms that say what is so anyway, and one that only tunes kernels."""
+    for name in ("bias", "elementwise_affine"):
+        if not others.pop(name, True):
+            raise NotImplementedError(
+                f"[{kind.__name__}] {name}=False is not implemented: take torch.nn.{kind.__name__}"
+            )
+    others.pop("sm_margin", None)
+    if others:
+        refuse_keywords(kind, others)
+
+
+def _one_size(
+    hidden_size: int | Sequence[int] | None,
+    normalized_shape: int | Sequence[int] | None,
+    module: str,
+) -> int:
+    if (hidden_size is None) == (normalized_shape is None):
+        raise ValueError(
+            f"[{module}] expected one of hidden_size and normalized_shape, got "
+            f"{hidden_size} and {normalized_shape}"
+        )
+    size: Any = hidden_size if hidden_size is not None else normalized_shape
+    if isinstance(size, str) or not isinstance(size, Sequence):
+        return size  # type: ignore[return-value]
+    if len(size) == 1:
+        return size[0]
+    raise NotImplementedError(
+        f"[{module}] expected a size of one axis, got {tuple(size)}: flatten the last axes first"
+    )

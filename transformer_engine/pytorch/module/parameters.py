@@ -1,0 +1,213 @@
+"""Parameters of modules: their names, how they start, how a weight is split into several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._device import DeviceContext
+
+from transformer_engine.pytorch.fp8 import weights as fp8_weights
+from transformer_engine.pytorch.fp8.model_init import model_init
+from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+InitMethod = Callable[[torch.Tensor], Any]
+Split = Sequence[str] | Mapping[str, int] | None
+
+
+def default_init_method(weight: torch.Tensor) -> None:
+    """Normal with mean 0 and standard deviation 0.023, in place."""
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """None: a `torch.device` context if one is active, else cuda where there is one, else cpu."""
+    if device is not None:
+        return torch.device(device)
+    modes = torch.overrides._get_current_function_mode_stack()
+    chosen = any(isinstance(mode, DeviceContext) for mode in modes)  # torch.device("cpu") is one
+    if chosen or not torch.cuda.is_available():
+        return torch.get_default_device()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def params_dtype_of(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
+    """`params_dtype`, or its torch spelling `dtype`, or torch's default dtype."""
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(
+            f"[parameters] expected one of params_dtype and dtype, got {params_dtype} and {dtype}"
+        )
+    return params_dtype or dtype or torch.get_default_dtype()
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: its name, shape, initial value, and attributes that trainers read."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: InitMethod
+    attributes: dict[str, Any] = field(default_factory=dict)
+    tracked: bool = False  # initialised under the RNG state tracker
+    gemm_weight: bool = False  # may be kept in FP8, see quantized_model_init
+
+
+class ParameterSet:
+    """The parameters of one module, created in order and (re)initialised together.
+
+    It does not keep the module: a module in a cycle would not give its memory back when dropped.
+    """
+
+    def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
+        self._tracker = get_rng_state_tracker
+        self._specs: list[ParameterSpec] = []
+        self._init = model_init()
+
+    def create(
+        self,
+        module: nn.Module,
+        specs: Sequence[ParameterSpec],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        """Register a module's parameters in order and, unless they are on meta, initialise them."""
+        on = default_device(device)
+        for spec in specs:
+            _check(module, spec, dtype)
+            self._specs.append(spec)
+            self._register(module, spec, _empty(spec.shape, dtype, on))
+
+    def _register(self, module: nn.Module, spec: ParameterSpec, data: torch.Tensor) -> None:
+        parameter = _with_attributes(nn.Parameter(data), spec)
+        if not data.is_meta:
+            self._initialise(spec, parameter)
+        if self._init.enabled and spec.gemm_weight:
+            label = f"{spec.name} of layer {module.name}"
+            kept = fp8_weights.keep(parameter.detach(), self._init, label)
+            parameter = _with_attributes(kept, spec)
+        module.register_parameter(spec.name, parameter)
+
+    def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        tracker = self._tracker() if spec.tracked and self._tracker is not None else None
+        with torch.no_grad(), nullcontext() if tracker is None else tracker.fork():
+            spec.init(parameter)
+
+    def start_as(self, inits: Mapping[str, InitMethod]) -> None:
+        """Let parameters start otherwise, by name, from the next `reset` on."""
+        self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]
+
+    def reset(self, module: nn.Module) -> None:
+        """Initialise every parameter again; parameters on meta get memory first."""
+        for spec in self._specs:
+            parameter = getattr(module, spec.name)
+            if parameter.is_meta:
+                device = default_device(None)
+                if device.type == "meta":
+                    device = default_device("cuda" if torch.cuda.is_available() else "cpu")
+                self._register(module, spec, torch.empty_like(parameter, device=device))
+            elif isinstance(parameter, QuantizedTensor):
+                values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
+                self._initialise(spec, values)
+                fp8_weights.start(parameter, values, self._init)
+            else:
+                self._initialise(spec, parameter)
+
+
+def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
+    kind = type(module).__name__
+    if not callable(spec.init):
+        raise TypeError(
+            f"[{kind}] expected a function that initialises {spec.name}, got {spec.init!r} "
+            f"(layer {module.name})"
+        )
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(
+            f"[{kind}] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes"
+            f" FP8 weights), got {dtype}"
+        )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (AssertionError, RuntimeError) as error:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"[parameters] expected a device of this machine, got {device}, and torch sees no "
+                "GPU; without device= parameters lie on the CPU here (python -m "
+                "transformer_engine.doctor says what is missing)"
+            ) from error
+        raise
+
+
+def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
+    for key, value in spec.attributes.items():
+        setattr(parameter, key, value)
+    return parameter
+
+
+def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
+    """Name to size along dim 0; trailing underscores of names are dropped. `{}` for no split."""
+    if split is None:
+        return {}
+    if isinstance(split, Mapping):
+        sizes = {name.rstrip("_"): size for name, size in split.items()}
+        check_sizes(layer, None, **sizes)
+        if sum(sizes.values()) != features:
+            raise ValueError(
+                f"[{layer}] expected the sizes of parameters_split to add up to out_features="
+                f"{features}, got {dict(split)} (sum {sum(sizes.values())})"
+            )
+        return sizes
+    names = [name.rstrip("_") for name in split]
+    if not names or features % len(names):
+        raise ValueError(
+            f"[{layer}] expected out_features={features} to be divisible among parameters_split, "
+            f"got {list(split)}"
+        )
+    return dict.fromkeys(names, features // len(names))
+
+
+class SplitLinearParameters:
+    """Weight and bias of a Linear, as one parameter each or as several along dim 0.
+
+    Names: `weight` and `bias`, or `<part>_weight` and `<part>_bias`; all weights first.
+    """
+
+    def __init__(self, sizes: dict[str, int], features: int, bias: bool) -> None:
+        self.sizes = sizes or {"": features}
+        self.weight_names = [_suffixed(part, "weight") for part in self.sizes]
+        self.bias_names = [_suffixed(part, "bias") for part in self.sizes] if bias else []
+
+    def specs(
+        self, in_features: int, init: InitMethod, weight_attributes: dict[str, Any]
+    ) -> list[ParameterSpec]:
+        """The parameters to create, in order."""
+        weights = [
+            ParameterSpec(name, (size, in_features), init, weight_attributes, True, True)
+            for name, size in zip(self.weight_names, self.sizes.values(), strict=True)
+        ]
+        biases = [
+            ParameterSpec(name, (size,), nn.init.zeros_)
+            for name, size in zip(self.bias_names, self.sizes.values(), strict=False)
+        ]
+        return weights + biases
+
+    def of(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole weight `[out, in]` and the whole bias `[out]` (or None)."""
+        own = module._parameters
+        if len(self.weight_names) == 1:
+            return own[self.weight_names[0]], own[self.bias_names[0]] if self.bias_names else None  # type: ignore[return-value]
+        weight = torch.cat([own[name] for name in self.weight_names])  # type: ignore[misc]
+        if not self.bias_names:
+            return weight, None
+        return weight, torch.cat([own[name] for name in self.bias_names])  # type: ignore[misc]
+
+
+def _suffixed(part: str, kind: str) -> str:
+    return f"{part}_{kind}" if part else kind

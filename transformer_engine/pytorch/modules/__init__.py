@@ -1,1 +1,0 @@
-"""The modules, one file each."""

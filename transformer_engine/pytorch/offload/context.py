@@ -1,0 +1,298 @@
+"""`get_cpu_offload_context`: what layers save for the backward waits in host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.offload.groups import LEAST_ELEMENTS, Copies, Group, View
+from transformer_engine.pytorch.recompute.regions import graph_task
+
+Sync = Callable[..., Any]
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = True,
+    *,
+    model_layers: int | None = None,
+    double_buffering: bool = True,
+    offload_stream: Any = None,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+) -> tuple[AbstractContextManager[Any], Sync]:
+    """Keep activations in host memory from the forward of a layer to its backward.
+
+    Copies run beside the computation, on streams of their own. The layers that share one context
+    are offloaded in the order in which they run; copies of the first `num_layers` are spread over
+    the forward of all of them, and back over the backward. Gradients do not change by a bit. On the
+    CPU the same calls do nothing.
+
+    Args:
+        enabled: False gives a context and a function that do nothing.
+        num_layers: how many layers are offloaded; the first ones.
+        offload_activations: copy what layers save of their inputs and between their operations.
+        offload_weights: copy FP8 casts of weights that are saved for the backward too. Parameters
+            stay where they are.
+        model_layers: how many layers run in the context; None learns it from the first step.
+        double_buffering: accepted; copies always overlap with the computation.
+        offload_stream: CUDA stream of the copies to the host; None makes one.
+        manual_synchronization: False; a controller of one's own is not implemented.
+        retain_pinned_cpu_buffers: accepted; host memory is always kept from step to step.
+
+    Returns:
+        The context in which every layer's forward runs, and the function that is called after it:
+        with the layer's output, which it returns, or without arguments.
+
+    Raises:
+        TypeError: numbers of layers that are no ints.
+        ValueError: nothing to offload, or fewer layers in the model than offloaded ones.
+        NotImplementedError: `manual_synchronization`.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> layers = [te.Linear(16, 16, device="cpu") for _ in range(3)]
+    >>> context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=2)
+    >>> x = torch.ones(16, 16, requires_grad=True)
+    >>> for layer in layers:
+    ...     with context:
+    ...         x = layer(x)
+    ...     x = synchronize(x)
+    >>> x.sum().backward()
+    """
+    if manual_synchronization:
+        raise NotImplementedError(
+            "[cpu_offload] manual_synchronization=True is not implemented yet, only False is"
+        )
+    if not (offload_activations or offload_weights):
+        raise ValueError(
+            "[cpu_offload] expected offload_activations or offload_weights, got neither"
+        )
+    for name, layers in (("num_layers", num_layers), ("model_layers", model_layers)):
+        if not isinstance(layers, int) and not (layers is None and name == "model_layers"):
+            raise TypeError(f"[cpu_offload] expected {name} to be an int, got {layers!r}")
+    if num_layers < 1 or (model_layers is not None and model_layers < num_layers):
+        raise ValueError(
+            f"[cpu_offload] expected 1 <= num_layers <= model_layers, got {num_layers} and "
+            f"{model_layers}"
+        )
+    if not (enabled and torch.cuda.is_available()):
+        return nullcontext(), _same
+    copies = CudaCopies(offload_stream)
+    offload = Offload(num_layers, model_layers, offload_activations, offload_weights, copies)
+    return offload, offload.synchronize
+
+
+def mark_not_offload(*tensors: torch.Tensor) -> None:
+    """Let tensors stay on their device, whatever saves them in an offloading context.
+
+    Args:
+        tensors: these very objects; views made of them are not marked.
+
+    >>> import torch
+    >>> mark_not_offload(torch.ones(2), torch.ones(3))
+    """
+    for tensor in tensors:
+        tensor.never_offloaded = True  # type: ignore[attr-defined]
+
+
+def _same(output: Any = None) -> Any:
+    return output
+
+
+class Kept(NamedTuple):
+    """A tensor that stays, and whose layer is known."""
+
+    group: Group
+    x: torch.Tensor
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
+        return self.x
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """The context; one object for all layers of a model.
+
+    Args:
+        layers: to offload.
+        model_layers: in the context; None where that is yet to be seen.
+        activations: offload them.
+        weights: offload their FP8 casts.
+        copies: how.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        model_layers: int | None,
+        activations: bool,
+        weights: bool,
+        copies: Copies,
+    ) -> None:
+        super().__init__(self.pack, self.unpack)
+        self.layers = layers
+        self.model_layers = model_layers
+        self.activations = activations
+        self.weights = weights
+        self.copies = copies
+        self._open: Group | None = None  # of the layer that is running
+        self._groups: list[weakref.ref[Group]] = []
+        self._coming: list[Group] = []  # memory that copies are written to
+        self._backward = False
+
+    def __enter__(self) -> None:
+        if self._backward or not any(group() for group in self._groups):
+            self._restart()
+        super().__enter__()
+
+    def _restart(self) -> None:
+        """A new forward."""
+        if self._backward:
+            self.model_layers = max(len(self._groups), 1)
+        for group in self._coming:
+            group.arrive()
+        self._coming, self._groups, self._backward = [], [], False
+
+    def _group(self) -> Group:
+        if self._open is None:
+            self._open = Group(len(self._groups), self.copies)
+            self._groups.append(weakref.ref(self._open))
+        return self._open
+
+    def due(self, index: int) -> int:
+        """The layer after which the memory of an offloaded one is let go of.
+
+        Copies have equal shares of the forward; those of the last layer cannot have any.
+        """
+        layers = self.model_layers or self.layers
+        share = (layers - 1) / min(self.layers, layers)
+        return max(index + 1, int(-(-(index + 1) * share // 1)))
+
+    def _sends(self, index: int) -> bool:
+        unknown = self.model_layers is None
+        return index < self.layers and (unknown or self.due(index) < self.model_layers)  # type: ignore[operator]
+
+    def pack(self, x: torch.Tensor) -> Any:
+        """What autograd keeps of a tensor."""
+        if graph_task() != -1:  # a forward that is run again, for tensors that are needed at once
+            return x
+        group = self._group()
+        return group.save(x) if self._sends(group.index) and self._takes(x) else Kept(group, x)
+
+    pack.tensors_apart = True  # type: ignore[attr-defined]  # weights not among activations
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        wanted = self.weights if getattr(x, "weight_offloading", False) else self.activations
+        return (
+            wanted
+            and type(x) is torch.Tensor
+            and not isinstance(x, nn.Parameter)
+            and x.numel() >= LEAST_ELEMENTS
+            and x.layout is torch.strided
+            and not getattr(x, "never_offloaded", False)
+            and self.copies.takes(x)
+        )
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        view: View | Kept = kept
+        if not view.group.entered:
+            self._enter(view.group)
+        return view.tensor()
+
+    def _enter(self, group: Group) -> None:
+        """The backward of a layer begins."""
+        group.arrive()
+        if not any(ref() is group for ref in self._groups):
+            return  # of an earlier forward
+        self._backward = True
+        self._coming = [other for other in self._coming if other is not group]
+        for index, ref in enumerate(self._groups[: group.index]):
+            other = ref()
+            if other is not None and self.due(index) >= group.index and other.bring_back():
+                self._coming.append(other)
+
+    def synchronize(self, output: Any = None) -> Any:
+        """A layer has run.
+
+        Args:
+            output: of the layer.
+
+        Returns:
+            The same.
+        """
+        if not torch.is_grad_enabled() or graph_task() != -1:
+            return output
+        group = self._group()
+        self._open = None
+        if self._sends(group.index):
+            group.send()
+        else:
+            group.keep()
+        for index, ref in enumerate(self._groups):
+            other = ref()
+            if other is not None and self.due(index) <= group.index:
+                other.let_go()
+        return output
+
+
+class CudaCopies:
+    """Copies between CUDA devices and pinned memory, on two side streams.
+
+    Args:
+        outward: stream of the copies to the host; None makes one.
+    """
+
+    def __init__(self, outward: Any = None) -> None:
+        self._outward = outward or torch.cuda.Stream()
+        self._inward = torch.cuda.Stream()
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Those on CUDA devices."""
+        return x.is_cuda
+
+    def out(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+        """See `Copies`."""
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            hosts = [self._pinned(source.numel()) for source in sources]
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=True)
+            return hosts, self._outward.record_event()
+
+    def back(
+        self, sources: list[torch.Tensor], devices: list[torch.device]
+    ) -> tuple[list[torch.Tensor], object]:
+        """See `Copies`. The memory is the computing stream's."""
+        found = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=device)
+            for host, device in zip(sources, devices, strict=True)
+        ]
+        self._inward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._inward):
+            for own, host in zip(found, sources, strict=True):
+                own.copy_(host, non_blocking=True)
+            return found, self._inward.record_event()
+
+    def wait(self, event: Any) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream().wait_event(event)
+
+    def free(self, host: torch.Tensor) -> None:
+        """Keep pinned memory for the next step: to ask for it takes longer than to copy."""
+        self._free.setdefault(host.numel(), []).append(host)
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)

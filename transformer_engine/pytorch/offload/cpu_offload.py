@@ -1,0 +1,44 @@
+"""`get_cpu_offload_context` with its arguments in the order of newer versions."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformer_engine.pytorch.offload import context
+
+__all__ = ["get_cpu_offload_context"]
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    offload_stream: Any = None,
+) -> tuple[AbstractContextManager[Any], context.Sync]:
+    """`transformer_engine.pytorch.get_cpu_offload_context`, arguments in another order.
+
+    Args:
+        enabled: offload at all; False looks at no other argument.
+        num_layers: how many layers of them.
+        model_layers: how many layers there are.
+        offload_activations: offload activations.
+        offload_weights: offload weights too.
+        double_buffering: keep buffers on the device from step to step.
+        offload_stream: for the copies.
+    """
+    if not enabled:
+        return context.get_cpu_offload_context(enabled=False)
+    return context.get_cpu_offload_context(
+        enabled,
+        num_layers,
+        offload_activations,
+        offload_weights,
+        model_layers=model_layers,
+        double_buffering=double_buffering,
+        offload_stream=offload_stream,
+    )

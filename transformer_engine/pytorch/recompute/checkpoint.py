@@ -1,0 +1,237 @@
+"""`checkpoint`: activations of a part of a model are computed again instead of kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
+from transformer_engine.pytorch.recompute.regions import Region, announce, graph_task, place
+from transformer_engine.pytorch.rng import StatesOf, snapshot
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run `function` now, keep none of its activations, and run it again in the backward.
+
+    The second run sees the FP8 scope, the FP8 scales and the random numbers of the first, and
+    counts no amax again: gradients are those of a run without checkpointing, bit for bit. Regions
+    may be nested, contain autocast regions, and be called several times before their backwards.
+
+    Inside of code that `torch.compile` compiles, the function becomes a part of the graph that the
+    backward of the graph computes again; how it is called (`use_reentrant`) makes no difference.
+
+    Args:
+        function: a module or another callable.
+        args: what it takes. In reentrant mode a tensor among them (or among the keyword arguments)
+            must require a gradient, also within lists and dicts.
+        distribute_saved_activations: in reentrant mode, each rank of `tp_group` keeps only its part
+            of the first tensor among the arguments. Not inside of compiled code.
+        get_rng_state_tracker: returns the `CudaRNGStatesTracker` that `function` draws from. Not
+            inside of compiled code.
+        tp_group: of `distribute_saved_activations`; None is the default group.
+        use_reentrant: run the backward of `function` as a backward of its own within the whole
+            one. It works with `loss.backward()` alone, and keeps nothing but the arguments.
+        preserve_rng_state: the second run draws the random numbers of the first; those of graphs
+            always do.
+        kwargs: further keyword arguments of `function`; `context_fn`, `determinism_check` and
+            `debug` are torch's, for `use_reentrant=False`. In compiled code only the first of them
+            has an effect, and with it layers with delayed scaling are an error in the backward.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
+            `function` does something else than before, or the mode cannot do what is asked; in a
+            CUDA graph capture with `preserve_rng_state`.
+        NotImplementedError: `distribute_saved_activations` in reentrant mode or
+            `get_rng_state_tracker`, inside of compiled code.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> x = torch.randn(16, 32, requires_grad=True)
+    >>> with te.fp8_autocast(enabled=True):
+    ...     y = te.checkpoint(layer, x)
+    >>> y.sum().backward()
+    >>> x.grad.shape
+    torch.Size([16, 32])
+    """
+    if _is_positional(args):
+        warn(
+            "[checkpoint] distribute_saved_activations, get_rng_state_tracker and tp_group are "
+            "deprecated as positional arguments: give them by keyword",
+            stacklevel=2,
+            category=DeprecationWarning,
+        )
+        distribute_saved_activations, get_rng_state_tracker, tp_group, *args = args  # type: ignore[assignment]
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            distributes = distribute_saved_activations and use_reentrant
+            _check_compiled(distributes, get_rng_state_tracker is not None)
+        own, torchs = _split(kwargs, use_reentrant)
+        return checkpoint_in_graph(lambda: function(*args, **own), torchs.get("context_fn"))
+    if preserve_rng_state and capturing():
+        raise RuntimeError(
+            "[checkpoint] expected preserve_rng_state=False inside a CUDA graph capture, got True: "
+            "a graph cannot go back to earlier random numbers; this is for functions that draw none"
+        )
+    random: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if not torch.is_grad_enabled():
+        return function(*args, **_split(kwargs)[0])
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    ours = not isinstance(function, nn.Module) or any(
+        isinstance(module, ScaledModule) for module in function.modules()
+    )
+    run = _Function(function, tracker) if ours or tracker is not None else function
+    if not use_reentrant:
+        # Our documented promise: the whole function runs again.
+        early = torch_checkpoint.set_checkpoint_early_stop(False)
+        with early if ours else contextlib.nullcontext():
+            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **random, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def flat(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return run(*args, **kwargs)
+
+    with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
+        return torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
+
+
+def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:
+    """Keyword arguments of the function, and those of torch's checkpoint."""
+    torchs = () if use_reentrant else ("context_fn", "determinism_check", "debug")
+    own = {name: value for name, value in kwargs.items() if name not in torchs}
+    return own, {name: kwargs[name] for name in torchs if name in kwargs}
+
+
+def _check_compiled(distributes: bool, tracked: bool) -> None:
+    """Refuse what no graph can do.
+
+    Raises:
+        NotImplementedError: one of them.
+    """
+    if distributes:
+        raise NotImplementedError(
+            "[checkpoint] expected distribute_saved_activations=False under torch.compile, got "
+            "True: what a graph keeps is the compiler's to choose; shard the arguments instead"
+        )
+    if tracked:
+        raise NotImplementedError(
+            "[checkpoint] expected get_rng_state_tracker=None under torch.compile, got a tracker: "
+            "its states are Python's; torch's own random numbers are repeated without one"
+        )
+
+
+def _is_positional(args: tuple[Any, ...]) -> bool:
+    """Whether they begin as those of older versions: flag, tracker, group."""
+    return (
+        len(args) > 3
+        and isinstance(args[0], bool)
+        and callable(args[1])
+        and (args[2] is None or isinstance(args[2], dist.ProcessGroup))
+    )
+
+
+class _Function:
+    """A function with modules of ours: the first call is noted, further ones repeat it."""
+
+    def __init__(self, function: Callable[..., Any], tracker: Any) -> None:
+        stack = autocast_stack()
+        self.function = function
+        self.tracker = tracker
+        self.states = None if tracker is None else snapshot(tracker.get_states())
+        self.scope = stack.scope
+        self.around = place(stack.repeated, stack.regions)
+        self.region: Region | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._first() if self.region is None else self._again(self.region):
+            return self.function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        stack = autocast_stack()
+        self.region = Region()
+        before = stack.repeated, stack.regions
+        announce(self.region)
+        # A region within another one that is being run again repeats a part of that.
+        stack.repeated, stack.regions = self.around.repeats, (*self.around.records, self.region)
+        try:
+            yield
+        finally:
+            stack.repeated, stack.regions = before
+
+    @contextlib.contextmanager
+    def _again(self, region: Region) -> Iterator[None]:
+        stack = autocast_stack()
+        before = stack.repeated, stack.regions
+        stack.repeated, stack.regions = region, ()
+        region.restart()
+        states = StatesOf(self.tracker, self.states) if self.tracker else contextlib.nullcontext()
+        try:
+            with stack.resumed(self.scope), states:
+                try:
+                    yield
+                except torch_checkpoint.CheckpointError:  # torch has counted tensors
+                    region.finish()  # layers say more, if they differ
+                    raise
+                if graph_task() != -1:
+                    region.finish()
+        finally:
+            stack.repeated, stack.regions = before
+
+
+@contextlib.contextmanager
+def _distributed(group: Any) -> Iterator[None]:
+    """Let autograd keep one rank's part of the first tensor that it is given to keep."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "[checkpoint] expected torch.distributed to be initialised with "
+            "distribute_saved_activations=True, got a single process"
+        )
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    first = ranks > 1
+
+    def pack(x: torch.Tensor) -> Any:
+        nonlocal first
+        if not first:
+            return x
+        first = False
+        part = -(-x.numel() // ranks)
+        own = x.new_zeros(part)
+        mine = x.reshape(-1)[part * rank : part * (rank + 1)]
+        own[: mine.numel()].copy_(mine)
+        return own, x.shape
+
+    def unpack(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        own, shape = kept
+        whole = own.new_empty(ranks * own.numel())
+        dist.all_gather_into_tensor(whole, own, group=group)
+        return whole[: shape.numel()].view(shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

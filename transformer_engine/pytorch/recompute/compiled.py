@@ -1,0 +1,70 @@
+"""Checkpoints in code that is being compiled: parts that its graph computes again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.kernels.library import is_exporting
+
+_Policy = torch_checkpoint.CheckpointPolicy
+
+
+def _policy(context: object, operator: object, *args: object, **kwargs: object) -> Any:
+    """Everything is computed again, but for scales, which by then have moved on, and new states."""
+    kept = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
+    return _Policy.MUST_SAVE if operator in kept else _Policy.PREFER_RECOMPUTE
+
+
+_contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, _policy)
+
+
+@torch.compiler.assume_constant_result
+def _exports() -> bool:
+    return is_exporting()  # of which Dynamo has opinions that depend on its version
+
+
+def checkpoint_in_graph(
+    function: Callable[[], Any], context_fn: Callable[[], Any] | None = None
+) -> Any:
+    """What `function` returns, which the backward of the graph computes again.
+
+    Both runs draw the same random numbers. What it does to the state of Python happens once.
+
+    Args:
+        function: closes over its arguments.
+        context_fn: of torch's checkpoint; with it, layers with delayed scaling are refused.
+    """
+    stack = autocast_stack()
+    # All of an outer one is computed again.
+    if stack.runs_again or _exports() or not torch.is_grad_enabled():
+        return function()
+    _read_numbers(stack.scope.recipe)
+    unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+    stack.runs_again = True
+    try:
+        return torch_checkpoint.checkpoint(
+            lambda: unchecked(function), use_reentrant=False, context_fn=context_fn or _contexts
+        )
+    finally:
+        stack.runs_again = False
+
+
+def _read_numbers(recipe: Recipe | None) -> None:
+    """Under dynamic shapes floats are inputs of the graph, and belong to where they are read first.
+
+    What parts of the graph share must therefore be read outside of them all.
+    """
+    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+        for cast in (
+            recipe.fp8_quant_fwd_inp,
+            recipe.fp8_quant_fwd_weight,
+            recipe.fp8_quant_bwd_grad,
+        ):
+            cast.amax_epsilon + 0.0

@@ -1,0 +1,87 @@
+"""Compiled layers whose forward runs again in a backward, because a checkpoint says so.
+
+Compiled code keeps no record of a first forward (see `regions`): it takes the scope that is open
+and the scales that it finds. Within a graph, `te.checkpoint` lets the scales of the first forward
+be kept (see `graph_checkpoint`). Where those of now are not those of then, that is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.recompute.regions import graph_task
+
+
+@library_op("scales_of_call(Tensor[] scales, bool settles, bool recorded, int rows) -> Tensor")
+def scales_of_call(
+    scales: list[torch.Tensor], settles: bool, recorded: bool, rows: int, *, launch: bool = True
+) -> torch.Tensor:
+    """What a call of a compiled layer with delayed scaling casts with: fp32 `[rows, scales]`.
+
+    The first row are copies of the scales, so that a forward which runs again may use those of the
+    first; the second are zeros, for amaxes that must not be counted twice (see `count_amaxes`).
+
+    Args:
+        scales: fp32 `[1]` each.
+        settles: do the updates first that compiled code has put off. Where a scope is entered in
+            eager mode, entering it does them; between the operators of a graph nothing may run, so
+            that the first who asks for scales does them, and whoever casts comes later.
+        recorded: by autograd.
+        rows: 1 or 2.
+
+    Raises:
+        RuntimeError: a call that autograd records runs within a backward.
+    """
+    if launch and recorded and graph_task() != -1:
+        raise RuntimeError(
+            "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
+            " one whose forward runs again in the backward, when its scales have moved on: call"
+            " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
+            " inside of the checkpointed function, or use Float8CurrentScaling"
+        )
+    if launch and settles:
+        autocast_stack().flush()
+    copies = torch.cat(scales).unsqueeze(0)
+    return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
+
+
+@library_op("count_amaxes(Tensor after, Tensor values, Tensor[] amaxes) -> ()", writes_unseen=True)
+def count_amaxes(
+    after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True
+) -> None:
+    """Raise the amaxes of the running step to those of a call; a backward has no call to count.
+
+    Args:
+        after: a result of the call, for which everything was cast.
+        values: what `scales_of_call` gave, with the amaxes of the casts in its second row.
+        amaxes: fp32 `[1]` each.
+    """
+    del after
+    if launch and graph_task() == -1:
+        torch._foreach_maximum_(amaxes, list(values[1].split(1)))
+
+
+@torch.compiler.assume_constant_result
+def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
+    """A layer is being compiled.
+
+    Args:
+        kind: its class.
+        weights: their shapes.
+        fp8: in an enabled scope.
+
+    Raises:
+        RuntimeError: within a backward and without a scope, where one like it had a scope before.
+    """
+    stack = autocast_stack()
+    if fp8:
+        stack.compiled_in_fp8.add((kind, weights))
+    elif (kind, weights) in stack.compiled_in_fp8 and graph_task() != -1 and stack.repeated is None:
+        raise RuntimeError(
+            "[checkpoint] expected the autocast of a compiled layer to be open when a checkpoint"
+            f" runs its forward again, got none for {kind} of weights {[*weights]}: enter the"
+            " autocast inside of the checkpointed function, or use"
+            " transformer_engine.pytorch.checkpoint, which restores it"
+        )

@@ -1,8 +1,0 @@
-"""Stages, the parts that every module is a list of."""
-
-from transformer_engine.pytorch.stages.activation import Activation
-from transformer_engine.pytorch.stages.base import Run, Saved, Stage
-from transformer_engine.pytorch.stages.matmul import Matmul
-from transformer_engine.pytorch.stages.norm import Norm
-
-__all__ = ["Activation", "Matmul", "Norm", "Run", "Saved", "Stage"]
