@@ -1,7 +1,7 @@
 // Bindings of the activations. `current_scales` asks for current scaling, `rowwise` or `columnwise`
 // for delayed scaling; `format` and `amax` belong to the one that was asked for.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
 #include "bindings/workspace.h"
 #include "ops/activation.h"
@@ -59,11 +59,11 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
 void bind_activation(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("activation_forward", recorded<&forward_into>, arg("x"), arg("kind"), arg("y"),
+  m.def("activation_forward", recordable<&forward_into>, arg("x"), arg("kind"), arg("y"),
         arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"), arg("amax"),
         arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("moments") = none(),
         arg("active") = none());
-  m.def("activation_backward", recorded<&backward_into>, arg("dy"), arg("x"), arg("kind"),
+  m.def("activation_backward", recordable<&backward_into>, arg("dy"), arg("x"), arg("kind"),
         arg("dx"), arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"),
         arg("amax"), arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("dbias"),
         arg("moments") = none(), arg("active") = none());

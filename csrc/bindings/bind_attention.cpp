@@ -1,5 +1,4 @@
-// Bindings of attention. `allocate(bytes)` gives scratch memory, a tensor of bytes, where the
-// stream's own is too small: its size is known only when the graph is.
+// Bindings of attention.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -8,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "bindings/workspace.h"
 #include "ops/attention.h"
@@ -67,8 +67,7 @@ AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors 
           .fp8 = {}};
 }
 
-void run(const AttentionArgs& args, const AttentionGradients* gradients,
-         const py::function& allocate) {
+void run(const AttentionArgs& args, const AttentionGradients* gradients) {
   const Stream stream = bridge::current_stream(args.query.device);
   const int64_t bytes = attention_workspace_bytes(args, gradients, stream);
   if (bytes <= kLargestScratch) {
@@ -79,21 +78,20 @@ void run(const AttentionArgs& args, const AttentionGradients* gradients,
                    : stream_scratch(args.query.device, stream, static_cast<int64_t>(room));
     return attention(args, gradients, scratch, stream);
   }
-  const py::object scratch = allocate(bytes);
+  const py::object scratch = large_scratch(args.query.device, bytes);
   attention(args, gradients, py::cast<TensorView>(scratch), stream);
 }
 
 void attention_forward_into(const Inputs& inputs, const Settings& settings, float scale,
                             float dropout, const Sequences& sequences, const Extras& extras,
-                            const Results& results, const py::function& allocate) {
-  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), nullptr, allocate);
+                            const Results& results) {
+  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), nullptr);
 }
 
 // `gradients`: of the result; then, written, of query, key, value, bias and sink.
 void attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
                              float dropout, const Sequences& sequences, const Extras& extras,
-                             const Results& results, const std::array<TensorView, 6>& gradients,
-                             const py::function& allocate) {
+                             const Results& results, const std::array<TensorView, 6>& gradients) {
   const auto& [out, query, key, value, bias, sink] = gradients;
   const AttentionGradients given{.out = with_heads(out, inputs[0]),
                                  .query = query,
@@ -101,7 +99,7 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
                                  .value = value,
                                  .bias = bias,
                                  .sink = sink};
-  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given, allocate);
+  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given);
 }
 
 using Fp8 = std::array<TensorView, 2>;  // scales, amax
@@ -117,16 +115,14 @@ AttentionArgs fp8_arguments(const Inputs& inputs, const Settings& settings, floa
 }
 
 void fp8_attention_forward_into(const Inputs& inputs, const Settings& settings, float scale,
-                                const Results& results, const Fp8& fp8,
-                                const py::function& allocate) {
-  run(fp8_arguments(inputs, settings, scale, results, fp8), nullptr, allocate);
+                                const Results& results, const Fp8& fp8) {
+  run(fp8_arguments(inputs, settings, scale, results, fp8), nullptr);
 }
 
 // `gradients`: of the result; then, written, of query, key and value; codes of `format`.
 void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings, float scale,
                                  const Results& results, const Fp8& fp8,
-                                 const std::array<TensorView, 4>& gradients, int format,
-                                 const py::function& allocate) {
+                                 const std::array<TensorView, 4>& gradients, int format) {
   const auto codes = [&](int i) {
     return with_format(gradients[static_cast<size_t>(i)], static_cast<DType>(format));
   };
@@ -136,7 +132,7 @@ void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings,
                                  .value = codes(3),
                                  .bias = {},
                                  .sink = {}};
-  run(fp8_arguments(inputs, settings, scale, results, fp8), &given, allocate);
+  run(fp8_arguments(inputs, settings, scale, results, fp8), &given);
 }
 
 // A contiguous tensor that has no memory.
@@ -213,18 +209,18 @@ std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Set
 
 void bind_attention(py::module_& m) {
   using py::arg;
-  m.def("attention_forward", &attention_forward_into, arg("inputs"), arg("settings"), arg("scale"),
-        arg("dropout"), arg("sequences"), arg("extras"), arg("results"), arg("allocate"));
-  m.def("attention_backward", &attention_backward_into, arg("inputs"), arg("settings"),
+  m.def("attention_forward", recordable<&attention_forward_into>, arg("inputs"), arg("settings"), arg("scale"),
+        arg("dropout"), arg("sequences"), arg("extras"), arg("results"));
+  m.def("attention_backward", recordable<&attention_backward_into>, arg("inputs"), arg("settings"),
         arg("scale"), arg("dropout"), arg("sequences"), arg("extras"), arg("results"),
-        arg("gradients"), arg("allocate"));
+        arg("gradients"));
   m.def("attention_refusal", &refusal, arg("sizes"), arg("dtype"), arg("device"), arg("settings"),
         arg("dropout"), arg("padded"), arg("bias"), arg("bias_grad"), arg("sink"), arg("sink_grad"),
         arg("training"));
-  m.def("fp8_attention_forward", &fp8_attention_forward_into, arg("inputs"), arg("settings"),
-        arg("scale"), arg("results"), arg("fp8"), arg("allocate"));
-  m.def("fp8_attention_backward", &fp8_attention_backward_into, arg("inputs"), arg("settings"),
-        arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"), arg("allocate"));
+  m.def("fp8_attention_forward", recordable<&fp8_attention_forward_into>, arg("inputs"), arg("settings"),
+        arg("scale"), arg("results"), arg("fp8"));
+  m.def("fp8_attention_backward", recordable<&fp8_attention_backward_into>, arg("inputs"), arg("settings"),
+        arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"));
   m.def("fp8_attention_refusal", &fp8_refusal, arg("sizes"), arg("device"), arg("settings"),
         arg("statistics"), arg("format"));
   m.def("attention_graph_count", &cuda::attention_graph_count);

@@ -1,6 +1,6 @@
 // Binding of cast.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/cast.h"
 
@@ -15,7 +15,7 @@ void cast_into(const TensorView& x, const TensorView& y) {
 
 void bind_cast(pybind11::module_& m) {
   using pybind11::arg;
-  m.def("cast", recorded<&cast_into>, arg("x"), arg("y"));
+  m.def("cast", recordable<&cast_into>, arg("x"), arg("y"));
 }
 
 }  // namespace te::bindings

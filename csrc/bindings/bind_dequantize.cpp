@@ -1,6 +1,6 @@
 // Bindings of dequantize and transpose.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/dequantize.h"
@@ -30,9 +30,9 @@ void transpose_into(const TensorView& x, const TensorView& out, const TensorView
 void bind_dequantize(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("dequantize", recorded<&dequantize_into>, arg("codes"), arg("format"), arg("scales"),
+  m.def("dequantize", recordable<&dequantize_into>, arg("codes"), arg("format"), arg("scales"),
         arg("x"));
-  m.def("transpose", recorded<&transpose_into>, arg("x"), arg("out"), arg("scales") = none(),
+  m.def("transpose", recordable<&transpose_into>, arg("x"), arg("out"), arg("scales") = none(),
         arg("out_scales") = none());
 }
 

@@ -1,6 +1,6 @@
 // Bindings of dropout_add.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "bindings/workspace.h"
 #include "ops/dropout_add.h"
@@ -30,9 +30,9 @@ void dropout_add_backward_into(const TensorView& dout, const TensorView& seed, f
 void bind_dropout_add(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("dropout_add_forward", recorded<&dropout_add_forward_into>, arg("x"), arg("bias") = none(),
+  m.def("dropout_add_forward", recordable<&dropout_add_forward_into>, arg("x"), arg("bias") = none(),
         arg("residual") = none(), arg("seed") = none(), arg("p"), arg("out"));
-  m.def("dropout_add_backward", recorded<&dropout_add_backward_into>, arg("dout"),
+  m.def("dropout_add_backward", recordable<&dropout_add_backward_into>, arg("dout"),
         arg("seed") = none(), arg("p"), arg("dx") = none(), arg("dbias") = none());
 }
 

@@ -4,7 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
 #include "bindings/workspace.h"
 #include "ops/gemm.h"
@@ -70,7 +70,7 @@ bool gemm_quantized(const TensorView& codes, int format, const TensorView& scale
 void bind_gemm(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("gemm", recorded<&gemm_into>, arg("d"), arg("a"), arg("b"), arg("a_scales"),
+  m.def("gemm", recordable<&gemm_into>, arg("d"), arg("a"), arg("b"), arg("a_scales"),
         arg("b_scales"), arg("a_format"), arg("b_format"), arg("a_transposed"), arg("b_transposed"),
         arg("accumulate"), arg("fast_accumulation"), arg("bias"), arg("bias_grad"),
         arg("activation"), arg("aux"), arg("allow_tf32"));

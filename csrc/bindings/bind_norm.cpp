@@ -1,7 +1,7 @@
 // Bindings of the norms. `current` asks for current scaling, `rowwise` or `columnwise` for delayed
 // scaling; `scales`, `amax` and `format` belong to the one that was asked for.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
 #include "bindings/workspace.h"
 #include "ops/norm.h"
@@ -61,13 +61,13 @@ void backward_into(const TensorView& dy, const TensorView& x, const TensorView& 
 void bind_norm(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("norm_forward", recorded<&forward_into>, arg("x"), arg("gamma"), arg("beta"), arg("kind"),
+  m.def("norm_forward", recordable<&forward_into>, arg("x"), arg("gamma"), arg("beta"), arg("kind"),
         arg("epsilon"), arg("zero_centered"), arg("y"), arg("rowwise"), arg("columnwise"),
         arg("scales"), arg("mean"), arg("rstd"), arg("format"), arg("scale"), arg("amax"),
         arg("current"), arg("amax_epsilon"), arg("power_of_2"), arg("moments") = none(),
         arg("active") = none());
   m.def("norm_takes_moments", &norm_takes_moments, arg("x"), arg("gamma"), arg("beta"));
-  m.def("norm_backward", recorded<&backward_into>, arg("dy"), arg("x"), arg("gamma"), arg("mean"),
+  m.def("norm_backward", recordable<&backward_into>, arg("dy"), arg("x"), arg("gamma"), arg("mean"),
         arg("rstd"), arg("kind"), arg("zero_centered"), arg("residual_grad"), arg("dx"),
         arg("dgamma"), arg("dbeta"));
 }

@@ -1,5 +1,6 @@
 // Binding of rope.
 #include "bindings/bindings.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/rope.h"
 
@@ -25,7 +26,7 @@ void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& s
 void bind_rope(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("rope", &rope_into, arg("x"), arg("freqs"), arg("starts") = none(),
+  m.def("rope", recordable<&rope_into>, arg("x"), arg("freqs"), arg("starts") = none(),
         arg("cu_seqlens") = none(), arg("batch_first"), arg("interleaved"), arg("backward"),
         arg("out"));
 }

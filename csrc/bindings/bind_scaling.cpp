@@ -1,6 +1,6 @@
 // Bindings of the ops that find scales: amax, scale_from_amax, delayed_scaling_update, gather_amax.
 #include "bindings/bindings.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "bindings/workspace.h"
 #include "ops/amax.h"
@@ -52,9 +52,9 @@ void gather_amax_into(const TensorView& table, const TensorView& out) {
 
 void bind_scaling(pybind11::module_& m) {
   using pybind11::arg;
-  m.def("amax", recorded<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
+  m.def("amax", recordable<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
-  m.def("scale_from_amax", &scale_from_amax_into, arg("amax"), arg("scales"), arg("format"),
+  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),
         arg("fp8_max"), arg("margin"));

@@ -2,7 +2,7 @@
 // Python allocated; none returns a tensor.
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/program.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "bindings/workspace.h"
 
@@ -12,7 +12,7 @@ PYBIND11_MODULE(_C, m) {
   te::bridge::bind_tensor_bridge(m);
   te::bindings::bind_runtime(m);
   te::bindings::bind_workspace(m);
-  te::bindings::bind_program(m);
+  te::bindings::bind_recording(m);
   te::bindings::bind_gemm(m);
   te::bindings::bind_activation(m);
   te::bindings::bind_cast(m);

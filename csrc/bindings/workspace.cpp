@@ -24,7 +24,8 @@ struct Buffer {
 
 // Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
 struct Table {
-  py::object allocate;  // (bytes, CUDA device index) -> int32 tensor of zeros
+  py::object zeros;  // (bytes, CUDA device index) -> int32 tensor
+  py::object empty;  // (bytes, CUDA device index) -> uint8 tensor, uninitialised
   std::map<std::tuple<Purpose, int32_t, void*>, Buffer> buffers;
   std::vector<Buffer> outgrown;
 };
@@ -38,7 +39,7 @@ TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) 
   Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
   if (!found.view || found.view.bytes() < bytes) {
     if (found.view) table().outgrown.push_back(found);
-    found.tensor = table().allocate(bytes, device.index);
+    found.tensor = table().zeros(bytes, device.index);
     found.view = py::cast<TensorView>(found.tensor);
   }
   return found.view;
@@ -72,6 +73,10 @@ TensorView stream_scratch(Device device, Stream stream, int64_t bytes) {
   return buffer(Purpose::Scratch, device, stream, bytes);
 }
 
+py::object large_scratch(Device device, int64_t bytes) {
+  return table().empty(bytes, device.index);
+}
+
 TensorView amax_scratch(Device device, Stream stream) {
   constexpr int64_t kCount = 2;
   static int32_t on_cpu[kCount] = {};  // checked like any other scratch, and never written
@@ -85,8 +90,12 @@ TensorView amax_scratch(Device device, Stream stream) {
 
 void bind_workspace(py::module_& m) {
   m.def(
-      "set_workspace_allocator", [](const py::object& allocate) { table().allocate = allocate; },
-      py::arg("allocate"));
+      "set_workspace_allocators",
+      [](const py::object& zeros, const py::object& empty) {
+        table().zeros = zeros;
+        table().empty = empty;
+      },
+      py::arg("zeros"), py::arg("empty"));
 }
 
 }  // namespace te::bindings

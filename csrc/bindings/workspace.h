@@ -32,6 +32,9 @@ MomentsSink moments_sink(const TensorView& row, const TensorView& active, const 
 constexpr int64_t kLargestScratch = 32 * 1024 * 1024;
 TensorView stream_scratch(Device device, Stream stream, int64_t bytes);
 
+// A tensor of that many bytes, for one call that needs more.
+pybind11::object large_scratch(Device device, int64_t bytes);
+
 // int32 [2], all zero: kernels that find an amax leave it zero again.
 TensorView amax_scratch(Device device, Stream stream);
 

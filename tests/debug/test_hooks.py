@@ -72,13 +72,13 @@ def test_mlp_names_both_gemms_each_way() -> None:
     ]
 
 
-def test_layer_without_features_keeps_its_run_and_asks_once() -> None:
+def test_layer_without_features_keeps_its_plan_and_asks_once() -> None:
     recorder = Recorder()
     with session(("elsewhere", recorder, {})) as s:
         module = build("norm linear", "cpu")
         train(module, RECIPES["delayed"], steps=3, after_step=s.step)
-        (run,) = module._runs.values()
-        assert run.inspection.first is None and run.inspect_at > s.inspector.tick + 1000
+        (plan,) = module._plans.values()
+        assert plan.inspection.first is None and plan.inspect_at > s.inspector.tick + 1000
     assert not recorder.calls
     assert s.plans == [
         f"layer: Tensor: {tensor}, gemm {gemm} - FP8 quantization"

@@ -20,7 +20,7 @@ from transformer_engine.debug.plans import (
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
-from transformer_engine.pytorch.chain.stages.base import Run
+from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
@@ -63,20 +63,20 @@ class StatisticsProvider(Protocol):
 
 @dataclass
 class Inspection:
-    """What was decided about a run, for the ticks in `[begin, end)`."""
+    """What was decided about a plan, for the ticks in `[begin, end)`."""
 
     begin: int
     end: int
-    first: Run | None  # None: the run stays as it is
-    repeated: Run | None  # the same for a forward that is computed again in a backward
+    first: CallPlan | None  # None: the plan stays as it is
+    repeated: CallPlan | None  # the same for a forward that is computed again in a backward
     awaited: bool  # graphs must hear of statistics, or of a feature, that are due at another time
 
 
 class Inspector:
     """One session.
 
-    A tick counts sessions and iterations. Each `Run` of a module keeps the tick from which it may
-    be of interest: all that a layer without features pays is one comparison.
+    A tick counts sessions and iterations. Each `CallPlan` of a module has the tick from which it
+    may be of interest: all that a layer without features pays is one comparison.
 
     Args:
         manager: of the session; see `nvdlfw_inspect.debug_manager`.
@@ -108,47 +108,47 @@ class Inspector:
         provider = getattr(self.manager, "statistics", None)
         return provider if hasattr(provider, "attach") else None
 
-    def run_for(self, module: TransformerEngineBaseModule, run: Run) -> Run:
-        """The run to use for this call; called when `tick >= run.inspect_at`."""
-        found: Inspection | None = run.inspection
+    def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
+        """The plan to use for this call; called when `tick >= call.inspect_at`."""
+        found: Inspection | None = call.inspection
         if capturing():
-            found = self._captured(module, run)
+            found = self._captured(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
-            found = run.inspection = self._inspect(module, run)
+            found = call.inspection = self._inspect(module, call)
             stays = found.first is None and not found.awaited
-            run.inspect_at = found.end if stays else found.begin
+            call.inspect_at = found.end if stays else found.begin
         if found.first is None:
-            return run
+            return call
         if torch._C._current_graph_task_id() == -1:
             return found.first
-        return found.repeated or run  # inside a backward: a recomputed forward
+        return found.repeated or call  # inside a backward: a recomputed forward
 
-    def _inspect(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
+    def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features of every layer of the module."""
         provided, names = self._statistics is not None, module.chain.gemm_names
         plans = [
             Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
-            for name, quantizers in zip(names, run.quantizers, strict=True)
+            for name, quantizers in zip(names, call.quantizers, strict=True)
         ]
         for plan in plans:
             self._log(plan)
         following = [p.next_iteration for p in plans if p.next_iteration is not None]
         attached = [
             self._attach(module, p, q, following)
-            for p, q in zip(plans, run.quantizers, strict=True)
+            for p, q in zip(plans, call.quantizers, strict=True)
         ]
         active = any(p.active for p in plans)
         statistics = any(tensor.statistics for p in plans for tensor in p.tensors.values())
         end = (self.session + 1) * _ITERATIONS
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
-        if not active and attached == list(run.quantizers):
+        if not active and attached == list(call.quantizers):
             awaited = statistics or (bool(following) and self.refusal(names, "", True) is not None)
             return Inspection(self.tick, end, None, None, awaited)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
         first, repeated = (
-            self._wrapped(module, run, plans, attached, again) for again in (False, True)
+            self._wrapped(module, call, plans, attached, again) for again in (False, True)
         )
         return Inspection(self.tick, end, first, repeated, statistics)
 
@@ -179,14 +179,14 @@ class Inspector:
     def _wrapped(
         self,
         module: TransformerEngineBaseModule,
-        run: Run,
+        call: CallPlan,
         plans: list[LayerPlan],
         attached: list[GemmQuantizers],
         repeated: bool,
-    ) -> Run:
-        """The run with inspected quantizers; one that is repeated shows nothing a second time."""
+    ) -> CallPlan:
+        """The plan with inspected quantizers; one that is repeated shows nothing a second time."""
         quantizers = []
-        for plan, normal, seen in zip(plans, run.quantizers, attached, strict=True):
+        for plan, normal, seen in zip(plans, call.quantizers, attached, strict=True):
             changed: dict[str, Quantizer] = {}
             modifies = False
             for tensor in plan.tensors.values():
@@ -194,16 +194,16 @@ class Inspector:
                 again = repeated and about.name in ("activation", "weight", "output")
                 inner = getattr(normal if again else seen, about.quantizer)
                 calls = self._calls(module, plan, tensor, again)
-                changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, run.dtype)
+                changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = normal.replaced(changed)
             gemms.fp8 = normal.fp8 or modifies  # tokens are padded where a feature may make FP8
             quantizers.append(gemms)
-        result = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
-        result.kept = run.kept
-        result.recording, result.rehearses = run.recording, run.rehearses
-        module.chain.plan(result)
-        return result
+        result = CallPlan(call.dtype, call.needs, quantizers, call.first_microbatch)
+        result.fp8_weights = call.fp8_weights
+        result.requires_grad = call.requires_grad
+        result.in_first_forward = call.in_first_forward
+        return module.chain.prepare(result)
 
     def _calls(
         self,
@@ -315,12 +315,12 @@ class Inspector:
         if feed in self.feeds:
             self.feeds[feed].take(x, rowwise, columnwise)
 
-    def _captured(self, module: TransformerEngineBaseModule, run: Run) -> Inspection:
+    def _captured(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """What a graph that is being captured does in all iterations in which it is replayed."""
         reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture", captured=True)
         if reason is not None:
             raise RuntimeError(reason)
-        return self._inspect(module, run)
+        return self._inspect(module, call)
 
 
 def _wrapping(

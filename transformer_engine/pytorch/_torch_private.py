@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,33 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return bare(*args)
 
     return apply
+
+
+def release_saved_tensors(ctx: Any) -> None:
+    """Let go of the tensors that a node has saved, once its backward has taken them.
+
+    Each is then freed as soon as the backward drops it, not when it ends. A graph that is retained
+    keeps them. Seen in torch 2.5 to 2.13; where it is missing, they are freed at the end.
+    """
+    release = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is not None:
+        release()
+
+
+def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
+    """Gradients for a graph of the backward (`create_graph=True`), whose own backward is an error.
+
+    Args:
+        gradients: without autograd; None where there is none.
+        layer: for the message.
+    """
+    where = f" (layer {layer})" if layer else ""
+    message = (
+        "[backward] expected one backward of layers of transformer_engine, got a second one through"
+        f" their gradients: gradients of gradients are not supported{where}"
+    )
+    error: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
+    return tuple(error(*[g if g is None else g.detach().requires_grad_() for g in gradients]))
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

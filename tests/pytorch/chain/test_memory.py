@@ -40,7 +40,7 @@ def test_new_empty(device, monkeypatch, short, shape):
 
 
 def test_modes_see_what_is_allocated(device):
-    """Or a tape would miss memory that Python asks for while it is recorded."""
+    """Or a recording would miss memory that Python asks for while it is recorded."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -61,12 +61,12 @@ def test_fake_tensors_have_no_memory():
     assert isinstance(made, torch._subclasses.FakeTensor)
 
 
-def test_a_tape_asks_the_next_allocator_where_torch_lacks_the_short_way(device, monkeypatch):
+def test_a_recording_asks_the_next_allocator_where_torch_lacks_the_short_way(device, monkeypatch):
     layer = te.Linear(16, 32, device=device)
     x = torch.randn(16, 16, device=device)
     expected = layer(x)
     torch_lacks_the_short_way(monkeypatch)
-    layer._runs.clear()
+    layer.drop_plans()
     assert torch.equal(layer(x), expected)
 
 
@@ -74,7 +74,7 @@ def test_a_tape_asks_the_next_allocator_where_torch_lacks_the_short_way(device, 
 def test_results_lie_where_the_layer_does_whichever_gpu_is_current():
     layer, x = te.Linear(16, 32, device="cuda:1"), torch.randn(16, 16, device="cuda:1")
     for recorded, current in ((0, 1), (1, 0)):
-        layer._runs.clear()
+        layer.drop_plans()
         for index in (recorded, current):
             with torch.cuda.device(index):
                 y = layer(x)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fp8_kinds import codes
+from recordings import all_recorded
 from rulers import assert_bitwise
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -14,7 +15,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 
 RECIPES = {
@@ -37,8 +38,8 @@ MODULES = {
 }
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "MultiheadAttention": 2}
 KINDS = {"current": Float8Tensor, "blocks": Float8BlockwiseQTensor}
-# Each module with each recipe on the stages, and half of them replayed.
-CASES = [(m, r, replayed) for m in MODULES for r in RECIPES for replayed in (True, False)]
+# Each module with each recipe on the stages, and half of them recorded.
+CASES = [(m, r, recorded) for m in MODULES for r in RECIPES for recorded in (True, False)]
 
 
 @pytest.fixture(params=["current", "blocks"])
@@ -170,12 +171,12 @@ def test_scopes_nest_and_what_fp8_cannot_take_stays() -> None:
     assert isinstance(build().weight, Float8Tensor)
 
 
-@pytest.mark.parametrize(("name", "recipe", "replayed"), CASES)
+@pytest.mark.parametrize(("name", "recipe", "recorded"), CASES)
 def test_computes_what_a_module_with_these_values_does(
-    name: str, recipe: str, replayed: bool, device: str, monkeypatch
+    name: str, recipe: str, recorded: bool, device: str, monkeypatch
 ) -> None:
-    if not replayed:
-        monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+    if not recorded:
+        monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
     module = made(name, device, recipe, params_dtype=torch.bfloat16)
     plain = plainly(name, device, recipe, params_dtype=torch.bfloat16)
     x = inputs(recipe, 16, 2, device=device, dtype=torch.bfloat16)
@@ -184,19 +185,13 @@ def test_computes_what_a_module_with_these_values_does(
     for ours, theirs in zip(step(module, x, recipe), step(plain, x, recipe), strict=True):
         assert type(ours) is torch.Tensor
         assert_bitwise(ours, theirs)
-    assert tapes(module) == tapes(plain)
-    assert all(tapes(module)) is replayed
+    assert by_recordings(module) == by_recordings(plain)
+    assert all(by_recordings(module)) is recorded
 
 
-def tapes(module: torch.nn.Module) -> list[bool]:
-    """Of every module with weights, whether forward and backward were repeated from a tape."""
-    chains = [m for m in module.modules() if m._parameters and hasattr(m, "_runs")]
-    replays = [
-        [r for run in m._runs.values() for r in (run.replays or {}).values()] for m in chains
-    ]
-    return [
-        bool(found) and all(r and all(r._backwards.values()) for r in found) for found in replays
-    ]
+def by_recordings(module: torch.nn.Module) -> list[bool]:
+    """Of every module with weights, whether forward and backward ran from recordings."""
+    return [all_recorded(m) for m in module.modules() if m._parameters and hasattr(m, "_plans")]
 
 
 def test_nominal_dtype_and_torch_autocast(recipe: str, device: str) -> None:
@@ -247,12 +242,12 @@ def test_main_grad_is_accumulated(recipe: str, device: str) -> None:
     assert module.weight.grad is None and once.abs().sum() > 0
 
 
-@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
 def test_weights_are_neither_cast_nor_kept_twice(
-    replayed: bool, recipe: str, device: str, monkeypatch
+    recorded: bool, recipe: str, device: str, monkeypatch
 ) -> None:
-    if not replayed:
-        monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+    if not recorded:
+        monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
     module = made("Linear", device, recipe, params_dtype=torch.bfloat16)
     x = inputs(recipe, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
@@ -272,7 +267,7 @@ def test_weights_are_neither_cast_nor_kept_twice(
         assert others < x.numel() + module.weight.numel()  # the input's codes, no transpose
     assert sum(part is not None for part in module.weight.parts) == 2
     assert getattr(module.weight, "_transpose", None) is None
-    assert tapes(module) == [replayed]
+    assert by_recordings(module) == [recorded]
 
 
 def test_outside_autocast_the_weight_is_dequantised(recipe: str, device: str) -> None:

@@ -13,8 +13,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain import gemm, segments
 from transformer_engine.pytorch.chain.stages import activation as activation_stage
 from transformer_engine.pytorch.chain.stages import norm as norm_stage
 from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer
@@ -320,7 +319,7 @@ def test_the_plain_norm_is_dropped_once_it_is_cast(monkeypatch, tapped, recipe) 
         alive.append(plain[0]() is not None)
         return fprop(*arguments)
 
-    monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+    monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
     monkeypatch.setattr(norm_stage, "norm_forward", watched_norm)
     monkeypatch.setattr(gemm, "fprop", watched_fprop)
     layer = te.LayerNormLinear(32, 48, return_layernorm_output=tapped, device="cpu")
@@ -341,7 +340,7 @@ def test_current_scaling_drops_the_gradient_of_an_activation_before_the_cast(mon
         alive.extend(gradient() is not None for gradient in gradients)
         return cast(*arguments)
 
-    monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+    monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
     monkeypatch.setattr(activation_stage, "activation_backward", watched_backward)
     monkeypatch.setattr(CurrentQuantizer, "cast", watched_cast)
     module = te.LayerNormMLP(32, 64, device="cpu")

@@ -1,42 +1,168 @@
-"""The chain runs a list of stages forward and backward: the one autograd function of modules."""
+"""A chain is the data flow of a module: a list of stages, and the values that pass between them.
+
+Values, parameters and gradients are numbered alike: first the values that come in, then the
+parameters of all stages, then the results of each stage. A chain runs forward and backward stage by
+stage; `segments.py` repeats such a run by one call, and `node.py` makes it one node of autograd's
+graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import bare_apply, transforms_active
-from transformer_engine.pytorch.chain.gemm import count_group
-from transformer_engine.pytorch.chain.replay import Replay
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage, Uncast
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import PendingCast, Saved, Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
-from transformer_engine.pytorch.chain.stages.norm import Norm
-from transformer_engine.pytorch.chain.tape import Memory
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 
-_MOST_REPLAYS = 32  # shapes of one run; other shapes run by stages
+
+class Step(NamedTuple):
+    """One stage of a chain.
+
+    Attributes:
+        stage: what runs.
+        inputs: numbers of the values that it reads.
+        parameters: numbers of its parameters, which are neighbours.
+        outputs: numbers of the values that it makes.
+        consumer: the step that alone reads its first result, first of all; -1 where that is
+            something else, or the result leaves the chain. It may request what it wants to read.
+        producer: the step that made its first input, if nobody else reads that; else -1.
+        last_reads: the values that no later step reads, and that stay in the chain.
+    """
+
+    stage: Stage
+    inputs: tuple[int, ...]
+    parameters: slice
+    outputs: tuple[int, ...]
+    consumer: int = -1
+    producer: int = -1
+    last_reads: tuple[int, ...] = ()
+
+    def draw_seed(self, plan: Any, values: list[Any]) -> None:
+        """Put a new seed among the parameters, where none is there."""
+        seed = self.parameters.stop - 1
+        if values[seed] is None:
+            values[seed] = self.stage.draw(plan, values[self.inputs[0]].device)
+
+
+class ChainBuilder:
+    """Lists stages. Values are ints; `add` returns those that the stage makes.
+
+    Args:
+        names: of the values that come in.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+        self.inputs = len(names)
+        self.stages: list[tuple[Stage, tuple[int, ...], tuple[int, ...]]] = []
+        self.parts: list[int] = []  # the first stage of each
+
+    def begin_part(self) -> None:
+        """Stages that follow are planned together, and apart from those before."""
+        self.parts.append(len(self.stages))
+
+    def add(self, stage: Stage, *inputs: int) -> list[int]:
+        """Run a stage on these values.
+
+        Returns:
+            Its results.
+        """
+        outputs = tuple(range(len(self.names), len(self.names) + len(stage.results)))
+        self.names += stage.results
+        self.stages.append((stage, inputs, outputs))
+        return list(outputs)
+
+    def chain(self, *outputs: int) -> Chain:
+        """The chain that returns these values."""
+        return Chain(self, outputs)
 
 
 class Chain:
-    """A fixed list of stages. Calls are `chain(x, parameters, run)`.
+    """A fixed list of stages.
 
-    `parameters` lists those of all stages in order. The result is `y`, or `(y, tap)` where the
-    first stage is a Norm with a tap.
+    Args:
+        built: the stages.
+        outputs: the values that a call returns.
+
+    Attributes:
+        inputs: how many values come in.
+        arguments: how many these and the parameters are.
+        names: of all values.
+        parts: the first step, and the one behind the last, of what is planned together.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = tuple(stages)
-        slot = 1  # needs[0] is the input's
-        for stage in self.stages:
-            stage.slot = slot
-            slot += stage.parameter_count
-        first = self.stages[0]
-        self.has_tap = isinstance(first, Norm) and first.tap is not None
-        self.taps_output = isinstance(first, Norm) and first.tap == "output"
+    def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
+        self.inputs = built.inputs
+        count = sum(stage.parameter_count for stage, _, _ in built.stages)
+        self.arguments = self.inputs + count  # values that come in, and parameters
+        made = built.names[self.inputs :]
+        self.names = (*built.names[: self.inputs], *["parameter"] * count, *made)
+        self.results = [None] * len(made)
+
+        def numbers(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple([v if v < self.inputs else v + count for v in values])
+
+        self.outputs = numbers(outputs)
+        steps, first = [], self.inputs
+        for stage, read, results in built.stages:
+            own = slice(first, first + stage.parameter_count)
+            steps.append(Step(stage, numbers(read), own, numbers(results)))
+            first = own.stop
+        self.parts = tuple(pairwise([*(built.parts or [0]), len(steps)]))
+        self.steps = tuple(self._linked(steps))
+        self.layer = ""  # for messages
         self.gemm_names = self._gemm_names()
+
+    @classmethod
+    def of(cls, *stages: Stage) -> Chain:
+        """Stages one after the other; further results of the first one are the chain's, too."""
+        built = ChainBuilder("input")
+        value = 0
+        further: list[int] = []
+        for i, stage in enumerate(stages):
+            value, *results = built.add(stage, value)
+            further = results if i == 0 else further
+        return built.chain(value, *further)
+
+    def _linked(self, steps: Sequence[Step]) -> Iterable[Step]:
+        readers: dict[int, list[int]] = {value: [] for value in range(len(self.names))}
+        makers: dict[int, int] = {}
+        part_of = {i: part for part, (a, b) in enumerate(self.parts) for i in range(a, b)}
+        for i, step in enumerate(steps):
+            for value in step.inputs:
+                readers[value].append(i)
+            makers.update(dict.fromkeys(step.outputs, i))
+
+        def talk(maker: int, value: int) -> int:
+            """The step that may say how it wants to read a value; -1: none."""
+            reader = readers[value][0] if len(readers[value]) == 1 else -1
+            if reader < 0 or value in self.outputs or steps[reader].inputs[0] != value:
+                return -1
+            return reader if part_of[reader] == part_of[maker] else -1
+
+        for i, step in enumerate(steps):
+            maker = makers.get(step.inputs[0], -1)
+            first = maker >= 0 and steps[maker].outputs[0] == step.inputs[0]
+            producer = maker if first and talk(maker, step.inputs[0]) == i else -1
+            ended = [v for v in set(step.inputs) if readers[v][-1] == i and v not in self.outputs]
+            unread = [v for v in step.outputs if not readers[v] and v not in self.outputs]
+            yield step._replace(
+                consumer=talk(i, step.outputs[0]),
+                producer=producer,
+                last_reads=tuple(ended + unread),
+            )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Its stages, in order."""
+        return [step.stage for step in self.steps]
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -48,224 +174,148 @@ class Chain:
 
     def rename(self, layer: str) -> None:
         """Let every stage follow the name of the module."""
+        self.layer = layer
         for stage in self.stages:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
 
-    def plan(self, run: Run) -> Run:
-        """Let every stage decide what it can for all calls of a run."""
-        run.chain = self
-        run.compiling = torch.compiler.is_compiling()
-        run.exporting = exporting()
-        run.recording = run.recording and not run.exporting
-        run.plans = plans = [stage.prepare(run) for stage in self.stages]
-        if not run.compiling and all(
-            stage.replayable(plan) for stage, plan in zip(self.stages, plans, strict=True)
-        ):
-            run.replays = {}
-        run.caching = [one for one in zip(self.stages, plans, strict=True) if one[0].caches(one[1])]
-        return run
+    def prepare(self, plan: CallPlan) -> CallPlan:
+        """Let every stage decide what it can for all calls of a plan."""
+        plan.chain = self
+        plan.compiling = torch.compiler.is_compiling()
+        plan.exporting = exporting()
+        plan.requires_grad = plan.requires_grad and not plan.exporting
+        plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
+        plan.stage_plans = plans
+        if not plan.compiling and not plan.exporting:
+            plan.recordings = {}
+        plan.accumulates = plan.requires_grad and any(
+            [step.stage.accumulates(own) for step, own in zip(self.steps, plans, strict=True)]
+        )
+        pairs = [(step.stage, own) for step, own in zip(self.steps, plans, strict=True)]
+        plan.caching = [pair for pair in pairs if pair[0].caches(pair[1])]
+        return plan
 
-    def __call__(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
-        """Run forward, recorded by autograd where a gradient is wanted."""
-        if run.recording:
-            if run.compiling or transforms_active():
-                result = _ChainFunction.apply(run, x, *parameters)
-                for stage, _ in run.caching:
-                    stage.detach_cache()
-                if run.columns is not None:
-                    run.columns.note_amaxes(result[0] if self.has_tap else result)
-                return result
-            return _bare_apply(run, x, *parameters)
-        replayed = self.replayed((x, *parameters), run)
-        if replayed is not None:
-            replay, memory = replayed
-            return replay.result(memory)
-        if run.exporting:
-            return self.exported(x, parameters, run)
-        return self.forward_by_stages(x, parameters, run)[0]
-
-    def replayed(
-        self, inputs: tuple[torch.Tensor | None, ...], run: Run
-    ) -> tuple[Replay, Memory] | None:
-        """Run forward by one call of `_C`, of the input and all parameters; None: cannot be."""
-        replays = run.replays
-        if replays is None:
-            return None
-        shape = inputs[0].shape  # type: ignore[union-attr]
-        replay = replays.get(shape)
-        given = _unpacked(inputs, run.kept) if run.kept else inputs
-        if run.caching:
-            cached = _cached(run.caching)
-            if cached is None:
-                return None
-            given += cached
-        if replay is None:
-            if shape in replays or len(replays) >= _MOST_REPLAYS:
-                return None
-            replay = replays[shape] = Replay.of(run, given, inputs[1:])
-            if replay is None:
-                return None
-        memory = replay.run(given)
-        if memory is None:
-            return None
-        count_group(replay.gemms)
-        return replay, memory
-
-    def forward_by_stages(
-        self, x: torch.Tensor, parameters: Parameters, run: Run
-    ) -> tuple[Any, list[Saved]]:
-        """The result, and what each stage saved."""
-        value: Any = x
-        record: list[Saved] = []
-        tap = None
-        stages = self.stages
-        plans = run.plans
-        for i, stage in enumerate(stages):
-            wants = None
-            if i + 1 < len(stages) and isinstance(value, torch.Tensor):
-                wants = stages[i + 1].demand(plans[i + 1], value)
-            own = parameters[stage.slot - 1 : stage.slot - 1 + stage.parameter_count]
-            value, saved = stage.forward(value, own, plans[i], wants)
-            if isinstance(value, Uncast):
-                value = value.cast()
-            tap = saved.tap if i == 0 else tap
-            record.append(saved)
-        return ((value, tap) if self.has_tap else value), record
-
-    def exported(self, x: torch.Tensor, parameters: Parameters, run: Run) -> Any:
-        """The result as a graph of ONNX operators, see export.py."""
-        value, tap = x, x
-        for i, stage in enumerate(self.stages):
-            own = parameters[stage.slot - 1 : stage.slot - 1 + stage.parameter_count]
-            value = stage.exported(value, own, run.plans[i])
-            if i == 0 and self.taps_output:
-                tap = value.to(run.dtype)
-        value = value.to(run.dtype)
-        return (value, tap) if self.has_tap else value
-
-    def backward_by_stages(
-        self,
-        grad: torch.Tensor | None,
-        record: list[Saved],
-        run: Run,
-    ) -> list[torch.Tensor | None]:
-        """Gradients of the input and of every parameter; the first record has the tap's."""
-        grads: list[torch.Tensor | None] = [None] * len(run.needs)
-        value: Any = grad
-        for i in range(len(self.stages) - 1, -1, -1):
-            stage, saved = self.stages[i], record[i]
-            if value is None and saved.tap is None:
-                continue
-            wants = None
-            if i > 0 and isinstance(value, torch.Tensor):
-                wants = self.stages[i - 1].grad_demand(run.plans[i - 1], value)
-            # Without a value there is the gradient of a Norm's tap.
-            value, carry = stage.backward_data(value, saved, run.plans[i], wants)
-            if isinstance(value, Uncast):
-                value = value.cast()
-            own = stage.backward_params(carry, saved, run.plans[i])
-            for k, parameter_grad in enumerate(own):
-                if run.needs[stage.slot + k]:
-                    grads[stage.slot + k] = parameter_grad
-        if run.needs[0]:
-            grads[0] = value
-        return grads
+    def __str__(self) -> str:
+        """The data flow: a line for each stage, with the values that it reads and makes."""
+        rows = [
+            (
+                step.stage.label,
+                ", ".join(self.names[v] for v in step.inputs),
+                ", ".join(self.names[v] for v in step.outputs),
+            )
+            for step in self.steps
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  -> {c}" for a, b, c in rows]
+        return "\n".join([*lines, f"returns {', '.join(self.names[v] for v in self.outputs)}"])
 
 
-def _unpacked(
-    inputs: tuple[torch.Tensor | None, ...], kept: tuple[int, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """Weights kept in FP8 as what they consist of, behind everything else."""
-    weights: list[Any] = [inputs[i] for i in kept]
-    others = [None if i in kept else t for i, t in enumerate(inputs)]
-    return (*others, *(t for w in weights for t in w.parts))
+def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> list[Saved]:
+    """Run some steps of a plan's chain, stage by stage; autograd does not look.
 
-
-def _cached(stages: Sequence[tuple[Stage, Any]]) -> tuple[torch.Tensor | None, ...] | None:
-    """What stages have kept for these plans; None where one has yet to make it."""
-    tensors: tuple[torch.Tensor | None, ...] = ()
-    for stage, plan in stages:
-        cached = stage.cached(plan)
-        if cached is None:
-            return None
-        tensors += cached
-    return tensors
-
-
-Facts = Sequence[tuple[int, Any]]  # of stages: how many tensors are whose, and what else each keeps
-Forward = tuple[Any, Sequence[torch.Tensor | None], Replay | None, Facts]
-
-
-def run_forward(run: Run, inputs: tuple[torch.Tensor | None, ...]) -> Forward:
-    """Run the forward of a run's chain on its input and parameters, for a backward.
-
-    Returns:
-        What the chain returns; the tensors that its backward reads; the replay by which it ran,
-        None by stages; the facts of the stages.
+    Args:
+        plan: of the call.
+        values: of the chain, parameters included. What steps make is put there, seeds are drawn
+            and put there, and what nobody will read is taken out.
+        start: the first step.
+        stop: the one behind the last.
     """
-    chain = run.chain
-    replayed = chain.replayed(inputs, run)
-    run.replayed = replayed is not None
-    if replayed is not None:
-        replay, memory = replayed
-        return replay.result(memory), replay.kept(memory), replay, ()
-    result, record = chain.forward_by_stages(inputs[0], inputs[1:], run)
-    tensors = [tensor for saved in record for tensor in saved.tensors]
-    return result, tensors, None, [(len(saved.tensors), saved.facts) for saved in record]
+    steps, plans = plan.chain.steps, plan.stage_plans
+    record: list[Saved] = []
+    for i in range(start, stop):
+        step = steps[i]
+        inputs = [values[v] for v in step.inputs]
+        request = None
+        if step.consumer >= 0 and isinstance(inputs[0], torch.Tensor):
+            request = steps[step.consumer].stage.request(plans[step.consumer], inputs[0])
+        if step.stage.draws:
+            step.draw_seed(plans[i], values)
+        results, saved = step.stage.forward(inputs, values[step.parameters], plans[i], request)
+        for v in step.last_reads:
+            values[v] = None
+        inputs.clear()
+        for v, result in zip(step.outputs, results, strict=True):
+            values[v] = result.cast() if isinstance(result, PendingCast) else result
+        del results, result  # the plain values of what was cast
+        record.append(saved)
+    return record
 
 
 def run_backward(
-    run: Run,
-    replay: Replay | None,
-    facts: Facts,
-    tensors: Sequence[torch.Tensor | None],
-    grad: torch.Tensor | None,
-    tap_grad: torch.Tensor | None,
-) -> Sequence[torch.Tensor | None]:
-    """Gradients of the input and of every parameter.
+    plan: CallPlan, grads: list[Any], record: list[Saved], start: int, stop: int
+) -> None:
+    """Run the backward of some steps, the last one first, stage by stage.
 
     Args:
-        run: of the forward.
-        replay: see `run_forward`.
-        facts: see `run_forward`.
-        tensors: see `run_forward`.
-        grad: of the result, contiguous.
-        tap_grad: of the tap, contiguous.
+        plan: of the forward.
+        grads: of all values, parameters included. Those of what the steps read are put there or
+            added to what is there.
+        record: what the steps saved. It is emptied, so that memory is free as soon as its stage is
+            done.
+        start: the first step.
+        stop: the one behind the last.
     """
-    if replay is not None:
-        return replay.backward(run, (grad, tap_grad), tensors)
-    start, record = 0, []
-    for count, fact in facts:
-        record.append(Saved(tuple(tensors[start : start + count]), fact, tap_grad))
-        start += count
-        tap_grad = None  # the first stage's alone
-    grads: list[torch.Tensor | None] = run.chain.backward_by_stages(grad, record, run)
-    return grads
+    steps, plans = plan.chain.steps, plan.stage_plans
+    for i in range(stop - 1, start - 1, -1):
+        step, saved = steps[i], record.pop()
+        mine = [grads[v] for v in step.outputs]
+        for v in step.outputs:
+            grads[v] = None
+        if not any([grad is not None for grad in mine]):
+            continue
+        request = None
+        if step.producer >= 0 and isinstance(mine[0], torch.Tensor):
+            request = steps[step.producer].stage.grad_request(plans[step.producer], mine[0])
+        results, carry = step.stage.backward_data(mine, saved, plans[i], request)
+        mine.clear()
+        for v, result in zip(step.inputs, results, strict=True):
+            grads[v] = add_grads(grads[v], result)
+        del results, result
+        for v, grad in enumerate(step.stage.backward_params(carry, saved, plans[i])):
+            grads[step.parameters.start + v] = grad
+        del carry, saved
 
 
-class _ChainFunction(torch.autograd.Function):
-    """Forward and backward of a chain. The tensors that stages save go through autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, *inputs: Any) -> Any:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        result, tensors, ctx.replay, ctx.facts = run_forward(run, inputs)
-        ctx.save_for_backward(*tensors)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, tap_grad: torch.Tensor | None = None) -> Any:
-        if grad is not None and not grad.is_contiguous():
-            grad = grad.contiguous()
-        if tap_grad is not None and not tap_grad.is_contiguous():
-            tap_grad = tap_grad.contiguous()
-        run = ctx.run
-        grads = run_backward(run, ctx.replay, ctx.facts, ctx.saved_tensors, grad, tap_grad)
-        if run.ends_backward:
-            autocast_stack().end_backward()
-        return (None, *grads)
+def add_grads(grad: Any, more: Any) -> Any:
+    """The gradient of a value that several stages read."""
+    if isinstance(more, PendingCast):
+        more = more.cast()
+    if grad is None or more is None:
+        return more if grad is None else grad
+    if torch.compiler.is_compiling():
+        return grad + more
+    return dropout_add_forward(more.contiguous(), None, grad, None, 0.0)
 
 
-_bare_apply = bare_apply(_ChainFunction)
+def run_exported(plan: CallPlan, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a call as a graph of ONNX operators."""
+    chain: Chain = plan.chain
+    values = [*inputs, *chain.results]
+    for step, own in zip(chain.steps, plan.stage_plans, strict=True):
+        read = [values[v] for v in step.inputs]
+        made = step.stage.exported(read, values[step.parameters], own)
+        for v, result in zip(step.outputs, made, strict=True):
+            values[v] = result
+    first, *others = [values[v] for v in chain.outputs]
+    return first.to(plan.dtype), *others
+
+
+Targets = Mapping[int, Any]  # where weight gradients go, by step
+
+
+def wgrad_targets(plan: CallPlan, inputs: Sequence[Any]) -> Targets:
+    """Where the weight gradients of a call go, for those that do not go into fresh tensors."""
+    targets = {}
+    for i, (step, own) in enumerate(zip(plan.chain.steps, plan.stage_plans, strict=True)):
+        target = step.stage.wgrad_target(own, inputs[step.parameters])
+        if target is not None:
+            targets[i] = target
+    return targets
+
+
+def reader(numbers: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
+    """A function that takes these elements out of a sequence."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda sequence: [sequence[number] for number in numbers]

@@ -7,6 +7,9 @@ error that names the layer and the GEMM. Every call is counted for `gemm_report`
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +23,24 @@ from transformer_engine.pytorch.kernels import gemm as kernel
 _STACK = autocast_stack()
 _NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class _Counters(threading.local):
+    own: dict[tuple[str, str, str], int] | None = None  # of a recording; else all count together
+
+
+_counters = _Counters()
+
+
+@contextmanager
+def counting_apart() -> Iterator[dict[tuple[str, str, str], int]]:
+    """GEMMs of this thread are counted in the dict that it gives, and nowhere else."""
+    counts: dict[tuple[str, str, str], int] = {}
+    _counters.own = counts
+    try:
+        yield counts
+    finally:
+        _counters.own = None
 
 
 def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
@@ -36,7 +57,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
     if not torch.compiler.is_compiling():
-        counts = _STACK.gemm_counts
+        counts = _STACK.gemm_counts if _counters.own is None else _counters.own
         key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
         counts[key] = counts.get(key, 0) + 1
     return fp8
@@ -128,6 +149,12 @@ class WgradTarget(NamedTuple):
     accumulate: bool = False
     announced: bool = False
     zeroed: bool = False
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """What a GEMM does with it, whatever memory it is."""
+        assert self.main_grad is not None
+        return self.accumulate, self.main_grad.dtype
 
     def stand_in(self) -> torch.Tensor | None:
         """What autograd gets for a gradient that went into `main_grad`."""

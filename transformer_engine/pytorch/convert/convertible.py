@@ -164,7 +164,7 @@ def _te_linear_refusal(module: Any) -> str | None:
         return "return_bias=True has no counterpart"
     if any(getattr(stage, "fuse_wgrad", False) for stage in module.chain.stages):
         return "fuse_wgrad_accumulation=True has no counterpart"
-    if isinstance(module, LayerNormLinear) and module.chain.has_tap:
+    if isinstance(module, LayerNormLinear) and len(module.chain.outputs) > 1:
         return "it returns the output of its norm too"
     return _zero_centered(module)
 

@@ -129,10 +129,10 @@ def _scope_of(module: ScaledModule) -> Scope:
 
 
 def last_scope(module: ScaledModule) -> Scope | None:
-    """The region of the newest of the module's runs in FP8."""
+    """The region of the newest of the module's plans in FP8."""
     known = {scope.number: scope for scope in autocast_stack().known.values() if scope.enabled}
-    parts: Any = getattr(module, "parts", tuple)()  # attention has no runs
-    numbers = [key[0] for part in parts for key in part._runs]
+    parts: Any = getattr(module, "parts", tuple)()  # attention has no plans
+    numbers = [key[0] for part in parts for key in part._plans]
     return next((known[number] for number in reversed(numbers) if number in known), None)
 
 

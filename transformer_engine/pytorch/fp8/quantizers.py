@@ -80,6 +80,10 @@ class Quantizer:
         """What does the same again, with the scale of the first time, and leaves no trace."""
         return self
 
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """Tensors that outlive a call and that kernels read or write for it."""
+        return []
+
 
 class WrappingQuantizer(Quantizer):
     """Base of quantizers that add something to another one's work (the debugger does).
@@ -209,6 +213,10 @@ class DelayedQuantizer(Fp8Quantizer):
         """The same format with a given scale."""
         assert scale is not None
         return DelayedQuantizer(scale, None, self.format)
+
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """The scale and the running amax."""
+        return [self.scale] if self.amax is None else [self.scale, self.amax]
 
     def __repr__(self) -> str:
         return f"DelayedQuantizer({FP8_NAMES[self.format]})"
@@ -362,6 +370,10 @@ class GemmQuantizers:
         self.native = all(type(quantizer) in _NATIVE for quantizer in six)
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
+
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """Those of all six."""
+        return [t for name in SIX for t in getattr(self, name).persistent_tensors()]
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
         """The same, or a copy in which those of some names are others that look at its GEMMs."""

@@ -30,4 +30,9 @@ def _allocate_workspace(size: int, device: int) -> torch.Tensor:
     return made.zero_()
 
 
-_C.set_workspace_allocator(_allocate_workspace)
+def _allocate_scratch(size: int, device: int) -> torch.Tensor:
+    """Memory for one call."""
+    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+_C.set_workspace_allocators(_allocate_workspace, _allocate_scratch)

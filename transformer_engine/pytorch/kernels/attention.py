@@ -9,8 +9,6 @@ There is no CPU kernel: `attention/backends/unfused.py` is the definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from transformer_engine import _C
@@ -103,7 +101,6 @@ def attention_forward(
             sequences,
             (bias, sink, seed),
             (out, kept),
-            allocator(query.device),
         )
     return out, kept
 
@@ -111,15 +108,6 @@ def attention_forward(
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where cuDNN could not read it 16 bytes at a time."""
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
-    """Scratch memory of so many bytes, where that of the stream is too small."""
-
-    def allocate(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=device)
-
-    return allocate
 
 
 def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
@@ -189,7 +177,6 @@ def attention_backward(
             (bias, sink, seed),
             (out, statistics),
             (grad, *written, of_bias, of_sink),
-            allocator(query.device),
         )
     if bias is not None and of_bias is not None:
         of_bias = of_bias.to(bias.dtype)

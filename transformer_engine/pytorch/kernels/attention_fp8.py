@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.attention import allocator, empty_statistics
+from transformer_engine.pytorch.kernels.attention import empty_statistics
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -62,7 +62,6 @@ def fp8_attention_forward(
             scale,
             (out, kept),
             (scales, found),
-            allocator(query.device),
         )
         _raise(amaxes, found)
     return out, kept
@@ -116,7 +115,6 @@ def fp8_attention_backward(
             (scales, found),
             (grad, *gradients),
             format,
-            allocator(query.device),
         )
         of_product, *of_inputs = found.split(1)
         counted = [amax for amax, needed in zip(of_inputs, needs, strict=True) if needed]

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.chain.recorded import tensor_at
 from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory_views import tensor_at
 
 PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
@@ -178,7 +178,7 @@ def gemm_into(
         if not _C.gemm(*arguments):
             _define(*arguments)
         if bias_grad is not None and grad is not None and grad is not bias_grad:
-            bias_grad.copy_(grad)
+            _C.cast(grad, bias_grad)
 
 
 @library_op(

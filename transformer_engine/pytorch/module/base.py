@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, needs_of
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
+from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
@@ -40,11 +42,11 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.recompute.compiled_scales import note_scope
-from transformer_engine.pytorch.recompute.module_calls import begin_in_region
+from transformer_engine.pytorch.recompute.module_calls import plan_in_region
 from transformer_engine.pytorch.recompute.regions import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-_MOST_RUNS = 64
+_MOST_PLANS = 64
 _STACK = autocast_stack()
 
 # Found once: looking up names of torch takes a tenth of what a call has to spend.
@@ -52,7 +54,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-def may_repeat() -> bool:
+def may_recompute() -> bool:
     """Whether a call may be the first or the second of a region."""
     stack = _STACK
     if (stack.scope.number or stack.inspector is not None) and (
@@ -84,7 +86,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self.sequence_parallel = False
         self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
-        self._runs: dict[Any, Run] = {}
+        self._plans: dict[Any, CallPlan] = {}
         self._announced: set[Hashable] = set()
 
     @property
@@ -97,7 +99,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self._name = name
         if "chain" in self.__dict__:
             self.chain.rename(name)
-            self._runs.clear()
+            self.drop_plans()
             fp8_weights.rename(self, name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -137,12 +139,21 @@ class TransformerEngineBaseModule(ScaledModule):
     def renew_weights(self) -> None:
         """Cast anew, in the scope that is open, what `is_first_microbatch=False` reads."""
         number = _STACK.scope.number
-        runs = [r for k, r in self._runs.items() if k[0] == number and r.first_microbatch is False]
-        for run in sorted(runs, key=lambda run: run.recording)[-1:]:
+        plans = [p for k, p in self._plans.items() if k[0] == number]
+        plans = [p for p in plans if p.first_microbatch is False]
+        for plan in sorted(plans, key=lambda plan: plan.requires_grad)[-1:]:
             weights = self._weights()
-            for stage, plan in run.caching:
+            for stage, own in plan.caching:
                 assert isinstance(stage, Matmul)
-                stage.renew(weights[stage.index], plan)
+                stage.renew(weights[stage.index], own)
+
+    def drop_plans(self) -> None:
+        """Plan calls anew, and record them anew: what plans and recordings point to has changed.
+
+        That is: the name, a parameter that was registered, dtype or device (`_apply`), scaling
+        state that was replaced, loaded or joined another update, and settings of stages.
+        """
+        self._plans.clear()
 
     def _call(
         self,
@@ -165,67 +176,55 @@ class TransformerEngineBaseModule(ScaledModule):
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
         check_features(self, x, features)
-        chain = self.chain
-        if not _is_compiling() and may_repeat():
-            run = begin_in_region(self, x, parameters, first_microbatch)
+        if not _is_compiling() and may_recompute():
+            plan, ends = plan_in_region(self, x, parameters, first_microbatch)
         else:
             needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
-            run = self.run_outside(x, parameters, needs, first_microbatch)
-        out = chain(x.contiguous(), parameters, run)
-        if not (self.return_bias or chain.has_tap):
+            plan = self.plan_for(x, parameters, needs, first_microbatch)
+            ends = plan.requires_grad and _STACK.first_pending and self._ends_backward()
+        out = call_chain(plan, ends, x.contiguous(), *parameters)
+        tapped = len(self.chain.outputs) > 1
+        if not (self.return_bias or tapped):
             return out
-        out, *tap = out if chain.has_tap else (out,)
-        extra = [None if bias is None else bias.to(run.dtype)] if self.return_bias else []
+        out, *tap = out if tapped else (out,)
+        extra = [None if bias is None else bias.to(plan.dtype)] if self.return_bias else []
         return (out, *extra, *tap)
 
-    def run_outside(
+    def plan_for(
         self,
         x: torch.Tensor,
         parameters: Parameters,
         needs: tuple[bool, ...],
         first_microbatch: bool | None,
-    ) -> Run:
-        """The run of a call outside of all regions; arguments as of `run_of`."""
-        run = self.run_of(x, parameters, needs, first_microbatch)
-        if _STACK.first_pending and run.recording and self.updates(_STACK.scope):
-            return self._first_run(run)
-        return run
-
-    def run_of(
-        self,
-        x: torch.Tensor,
-        parameters: Parameters,
-        needs: tuple[bool, ...],
-        first_microbatch: bool | None,
-        rehearses: bool = False,
-    ) -> Run:
-        """The run of a call in the scope that is open. Runs are kept by what they depend on.
+        in_first_forward: bool = False,
+    ) -> CallPlan:
+        """The plan of a call in the scope that is open. Plans are cached by what they depend on.
 
         Args:
             x: the input.
             parameters: of the chain.
-            needs: see `Run`; empty where autograd does not record.
+            needs: see `CallPlan`; empty where autograd does not record.
             first_microbatch: what the caller said.
-            rehearses: see `Run`.
+            in_first_forward: see `CallPlan`.
         """
         autocast = autocast_dtype(x)
         if _is_compiling():
             self._note_compiled()
-            return self._make_run(x, parameters, needs, autocast, first_microbatch)
+            return self._make_plan(x, parameters, needs, autocast, first_microbatch)
         scope = _STACK.scope.number
-        key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, rehearses)
-        found = self._runs.get(key)
+        key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
+        found = self._plans.get(key)
         if found is None:
-            found = self._make_run(x, parameters, needs, autocast, first_microbatch)
-            if rehearses:
-                found.recording, found.rehearses = False, True
-                self.chain.plan(found)
-            if len(self._runs) >= _MOST_RUNS:  # a recipe per step would pile them up
-                self._runs.clear()
-            self._runs[key] = found
+            found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
+            if in_first_forward:
+                found.requires_grad, found.in_first_forward = False, True
+                self.chain.prepare(found)
+            if len(self._plans) >= _MOST_PLANS:  # a recipe per step would pile them up
+                self.drop_plans()
+            self._plans[key] = found
         inspector = _STACK.inspector
         if inspector is not None and inspector.tick >= found.inspect_at:
-            return inspector.run_for(self, found)
+            return inspector.plan_for(self, found)
         return found
 
     def _note_compiled(self) -> None:
@@ -235,23 +234,28 @@ class TransformerEngineBaseModule(ScaledModule):
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
             note_scope(kind, weights, _STACK.scope.enabled)
 
-    def _first_run(self, run: Run) -> Run:
-        """The first run recorded in its outermost scope ends the backward step."""
+    def _ends_backward(self) -> bool:
+        """Whether the backward of this call ends the step: of the first one in the outermost scope.
+
+        It is asked once for a call that autograd records.
+        """
         stack = autocast_stack()
+        if not self.updates(stack.scope):
+            return False
         stack.first_pending = False
         if torch.compiler.is_compiling():
             stack.defer_end_backward()
-            return run
-        return run.once(ends_backward=True)
+            return False
+        return True
 
-    def _make_run(
+    def _make_plan(
         self,
         x: torch.Tensor,
         parameters: Parameters,
         needs: tuple[bool, ...],
         autocast: torch.dtype | None,
         first_microbatch: bool | None,
-    ) -> Run:
+    ) -> CallPlan:
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
@@ -262,12 +266,13 @@ class TransformerEngineBaseModule(ScaledModule):
             # A session is a new object, so this is traced again.
             layers = self.chain.gemm_names
             quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
-        run = Run(dtype, needs or (False,) * (1 + len(parameters)), quantizers, first_microbatch)
-        run.columns = columns
-        run.kept = tuple(i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor))
+        needs = needs or (False,) * (1 + len(parameters))
+        plan = CallPlan(dtype, needs, quantizers, first_microbatch)
+        plan.columns = columns
+        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
+        plan.fp8_weights = tuple(in_fp8)
         fp8_weights.check(self, scope.recipe, scope.enabled)
-        self.chain.plan(run)
-        return run
+        return self.chain.prepare(plan)
 
     def _quantizers_in(
         self, scope: Scope, recording: bool, device: torch.device
@@ -275,7 +280,7 @@ class TransformerEngineBaseModule(ScaledModule):
         """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
         quantizers, moved, columns = build_quantizers(self, scope, recording, device)
         if moved:
-            self._runs.clear()  # they point into state that was replaced, or left another update
+            self.drop_plans()
         for i, shape in enumerate(self._gemm_weights()):
             if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
                 self._announce_fallback(shape)
@@ -298,16 +303,16 @@ class TransformerEngineBaseModule(ScaledModule):
             warn(text, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies make runs of their own: these point into this module's scaling state.
-        return {**self.__dict__, "_runs": {}}
+        # Copies make plans of their own: these point into this module's scaling state.
+        return {**self.__dict__, "_plans": {}}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's. Another parameter may be of another kind, so runs are planned anew."""
+        """As torch's. Another parameter may be of another kind, so calls are planned anew."""
         super().register_parameter(name, param)
-        self._runs.clear()
+        self.drop_plans()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._runs.clear()  # dtypes and devices may change
+        self.drop_plans()
         apply = super()._apply
         fp8_weights.apply(self, fn, lambda: apply(fn, recurse))
         return self
@@ -345,7 +350,7 @@ class TransformerEngineBaseModule(ScaledModule):
         check_columns(restored, self.gemm_count, self.name)
         if restored:
             self.scaling = restored
-            self._runs.clear()
+            self.drop_plans()
 
     def extra_repr(self) -> str:
         """Sizes, what else tells layers apart, and the layer's name."""

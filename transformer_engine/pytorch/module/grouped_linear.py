@@ -108,7 +108,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             part.scaling = {
                 direction: _cut(state, i, len(self._parts)) for direction, state in scaling.items()
             }
-            part._runs.clear()
+            part.drop_plans()
 
     @property
     def save_original_input(self) -> bool:
@@ -163,7 +163,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         for part in self._parts:
-            part._runs.clear()
+            part.drop_plans()
         return self
 
     def forward(

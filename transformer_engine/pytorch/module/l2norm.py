@@ -8,10 +8,10 @@ import torch
 
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
-from transformer_engine.pytorch.module.norms import NormChain
+from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
 
-class L2Normalization(NormChain):
+class L2Normalization(SingleStageModule):
     """Scale to length 1 over the last axis, in fp32. It has no parameters.
 
     A root mean square norm is the same but for the number of elements: `eps` is divided by it, and
@@ -33,7 +33,7 @@ class L2Normalization(NormChain):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""
-        return self.normalised(inp, self._gamma(inp), None, inp.dtype)
+        return self.run(inp.dtype, inp, self._gamma(inp), None)
 
     def _gamma(self, like: torch.Tensor) -> torch.Tensor:
         """Filled once for a device; anew where memory belongs to one graph or to one mode."""

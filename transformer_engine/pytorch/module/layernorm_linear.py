@@ -131,11 +131,9 @@ class LayerNormLinear(OneWeight):
             self.layer_norm_bias = None
         if not bias:
             self.bias = None
-        self.chain = Chain(
-            [
-                Norm(normalization, eps, zero_centered_gamma, tap),
-                Matmul(0, self.name, fuse_wgrad_accumulation),
-            ]
+        self.chain = Chain.of(
+            Norm(normalization, eps, zero_centered_gamma, tap),
+            Matmul(0, self.name, fuse_wgrad_accumulation),
         )
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:

@@ -141,13 +141,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.layer_norm_bias = None
         if not bias:
             self.fc1_bias = self.fc2_bias = None
-        self.chain = Chain(
-            [
-                Norm(normalization, eps, zero_centered_gamma, tap),
-                Matmul(0, self.name, fuse_wgrad_accumulation, "fc1"),
-                Activation(kind),
-                Matmul(1, self.name, fuse_wgrad_accumulation, "fc2"),
-            ]
+        self.chain = Chain.of(
+            Norm(normalization, eps, zero_centered_gamma, tap),
+            Matmul(0, self.name, fuse_wgrad_accumulation, "fc1"),
+            Activation(kind),
+            Matmul(1, self.name, fuse_wgrad_accumulation, "fc2"),
         )
 
     def _linear_specs(self, first: InitMethod, second: InitMethod) -> list[ParameterSpec]:

@@ -139,7 +139,7 @@ class Linear(OneWeight):
         if not bias:
             self.bias = None
         self._matmul = Matmul(0, self.name, fuse_wgrad_accumulation)
-        self.chain = Chain([self._matmul])
+        self.chain = Chain.of(self._matmul)
         self.save_original_input = save_original_input
 
     @property
@@ -150,7 +150,7 @@ class Linear(OneWeight):
     @save_original_input.setter
     def save_original_input(self, value: bool) -> None:
         self._matmul.save_original_input = value
-        self._runs.clear()
+        self.drop_plans()
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.module.parameters import (
     ParameterSpec,
     params_dtype_of,
 )
-from transformer_engine.pytorch.module.single_stage import PlannedChain
+from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
 
 def norm_parameters(
@@ -46,25 +46,7 @@ def check_normalization(kind: str, module: str) -> str:
     return kind
 
 
-class NormChain(PlannedChain):
-    """A chain of one Norm."""
-
-    def normalised(
-        self,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Run the chain; the result has the given dtype."""
-        needs = (False,) * 3
-        if torch.is_grad_enabled():
-            bias_needs = bias is not None and bias.requires_grad
-            needs = (inp.requires_grad, weight.requires_grad, bias_needs)
-        return self.chain(inp.contiguous(), (weight, bias), self.run_of(dtype, needs))
-
-
-class NormModule(OptionalExtraState, NormChain):
+class NormModule(OptionalExtraState, SingleStageModule):
     """A norm with parameters. Subclasses say which kind."""
 
     kind: str
@@ -133,7 +115,7 @@ class NormModule(OptionalExtraState, NormChain):
                 f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
                 f"(layer {self.name})"
             )
-        return self.normalised(inp, weight, bias, autocast_dtype(inp) or weight.dtype)
+        return self.run(autocast_dtype(inp) or weight.dtype, inp, weight, bias)
 
     def extra_repr(self) -> str:
         """Size and settings."""

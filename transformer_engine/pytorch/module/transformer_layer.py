@@ -35,7 +35,6 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import InitMethod
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.module.whole_layer import whole_layer
 
 
 class TransformerLayer(nn.Module):
@@ -335,8 +334,6 @@ class TransformerLayer(nn.Module):
             alibi_slopes=alibi_slopes,
             **sequences,
         )
-        if (whole := whole_layer(self, hidden_states, attention_mask, core)) is not None:
-            return whole
         modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
         block: Any = modules["self_attention"](hidden_states, attention_mask, **core)
         of_tokens = _packed_sequences(self.attn_input_format, sequences)

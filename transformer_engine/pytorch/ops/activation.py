@@ -12,11 +12,11 @@ import torch
 from transformer_engine.pytorch.chain.stages import Activation
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
 from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
-from transformer_engine.pytorch.module.single_stage import PlannedChain
+from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
 
-class _Activation(PlannedChain, FusibleOperation):
+class _Activation(SingleStageModule, FusibleOperation):
     """An activation without parameters; the result has the dtype of the input, or autocast's.
 
     Args:
@@ -48,8 +48,7 @@ class _Activation(PlannedChain, FusibleOperation):
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
             )
         dtype = autocast_dtype(x) or x.dtype
-        recorded = torch.is_grad_enabled() and x.requires_grad
-        return self.chain(x.to(dtype).contiguous(), (), self.run_of(dtype, (recorded,)))
+        return self.run(dtype, x.to(dtype))
 
 
 class GELU(_Activation):

@@ -1,6 +1,6 @@
 """Calls of modules in regions whose forward runs twice: see `regions.py`.
 
-Both forwards run from tapes, or both by stages, so that autograd is given equal tensors to keep.
+Both forwards run from recordings, or both stage by stage, so that autograd saves equal tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, needs_of
+from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
+from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 from transformer_engine.pytorch.recompute.regions import Call, Place, Region, graph_task, place
@@ -20,19 +21,22 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
-def begin_in_region(
+def plan_in_region(
     module: TransformerEngineBaseModule,
     x: torch.Tensor,
     parameters: Parameters,
     first_microbatch: bool | None,
-) -> Run:
-    """The run of a call that may be the first or the second of a region, or neither.
+) -> tuple[CallPlan, bool]:
+    """The plan of a call that may be the first or the second of a region, or neither.
 
     Args:
         module: that is called.
         x: its input.
         parameters: of its chain.
         first_microbatch: what the caller said.
+
+    Returns:
+        The plan, and whether the backward of the call ends the step.
 
     Raises:
         RuntimeError: the call repeats one that cannot be found.
@@ -43,20 +47,22 @@ def begin_in_region(
     if where.rehearses or torch.is_grad_enabled():
         needs = needs_of(where.rehearses or x.requires_grad, parameters)
     if graph_task() == -1 or not repeats(module, where.repeats):
-        run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
-        return _noted(module, run, where, stack.scope)
+        plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+        return _first_plan(module, plan, where, stack.scope)
     assert where.repeats is not None
     if not where.repeats.knows(module):  # it ran in high precision
         with stack.resumed(OUTSIDE):
-            return module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
+            plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+            return plan, False
     call = where.repeats.again(module)
     with stack.resumed(call.scope):
-        run = module.run_of(x, parameters, needs, first_microbatch, where.rehearses)
-    ends = ends_again(where.repeats, call, run.recording or run.rehearses)
-    again = _again(module, run, call, ends and run.recording)
+        plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+    counts = plan.requires_grad or plan.in_first_forward
+    ends = ends_again(where.repeats, call, counts)
+    again = _recompute_plan(module, plan, call)
     for region in where.records:
-        region.note(module, call._replace(ends_backward=ends, run=again))
-    return again
+        region.note(module, call._replace(ends_backward=ends, plan=again))
+    return again, ends and plan.requires_grad
 
 
 def repeats(module: ScaledModule, region: Region | None) -> bool:
@@ -75,7 +81,7 @@ def repeats(module: ScaledModule, region: Region | None) -> bool:
 
 
 def first_call(module: ScaledModule, where: Place, counts: bool) -> Call:
-    """What regions must know of a call that they see for the first time, but for its run.
+    """What regions must know of a call that they see for the first time, but for its plan.
 
     Args:
         module: that is called, in the scope that is open.
@@ -102,40 +108,43 @@ def ends_again(region: Region, call: Call, counts: bool) -> bool:
     return ends
 
 
-def _noted(module: TransformerEngineBaseModule, run: Run, where: Place, scope: Scope) -> Run:
-    """A first forward; the regions around it are told what it does."""
+def _first_plan(
+    module: TransformerEngineBaseModule, plan: CallPlan, where: Place, scope: Scope
+) -> tuple[CallPlan, bool]:
+    """Of a first forward; the regions around it are told what it does."""
     if not (scope.enabled or scope.calibrating):
-        return run
-    call = first_call(module, where, run.recording or run.rehearses)
-    result = run.once(call.ends_backward and run.recording)
+        return plan, False
+    call = first_call(module, where, plan.requires_grad or plan.in_first_forward)
+    result = plan.copy()
     for region in where.records:
-        region.note(module, call._replace(run=result))
+        region.note(module, call._replace(plan=result))
     if where.apart:
-        result.replays = None
-    return result
+        result.recordings = None
+    return result, call.ends_backward and plan.requires_grad
 
 
-def _again(module: TransformerEngineBaseModule, run: Run, call: Call, ends: bool) -> Run:
-    """A run with the scales of the first time, from tapes if that was.
+def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: Call) -> CallPlan:
+    """A plan with the scales of the first time, recorded if that was.
 
-    Tapes know scales by their address, so those of each call are put into one place.
+    Recordings know scales by their address, so those of each call are put into one place.
     """
-    again = run.again
+    again = plan.recompute_plan
     if again is None:
         scales = None if call.scales is None else call.scales.clone()
         quantizers = [
             gemm.repeating(None if scales is None else scales[3 * i : 3 * i + 3])
-            for i, gemm in enumerate(run.quantizers)
+            for i, gemm in enumerate(plan.quantizers)
         ]
-        again = Run(run.dtype, run.needs, quantizers, run.first_microbatch)
-        again.recording, again.rehearses, again.repeats = run.recording, run.rehearses, True
-        again.scales, again.kept = scales, run.kept
-        run.again = module.chain.plan(again)
+        again = CallPlan(plan.dtype, plan.needs, quantizers, plan.first_microbatch)
+        again.requires_grad, again.in_first_forward = plan.requires_grad, plan.in_first_forward
+        again.is_recompute = True
+        again.recompute_scales, again.fp8_weights = scales, plan.fp8_weights
+        plan.recompute_plan = module.chain.prepare(again)
     elif call.scales is not None:
-        assert again.scales is not None
-        again.scales.copy_(call.scales)
-    result = again.once(ends)
-    assert call.run is not None
-    if run.recording and call.run.recording and not call.run.replayed:
-        result.replays = None
+        assert again.recompute_scales is not None
+        again.recompute_scales.copy_(call.scales)
+    result = again.copy()
+    assert call.plan is not None
+    if plan.requires_grad and call.plan.requires_grad and not call.plan.recorded:
+        result.recordings = None
     return result

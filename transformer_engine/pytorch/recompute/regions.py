@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from transformer_engine.pytorch.chain.stages.base import Run
+    from transformer_engine.pytorch.chain.plan import CallPlan
     from transformer_engine.pytorch.fp8.autocast import Scope
 
 _KEY = "_te_region"
@@ -34,13 +34,13 @@ class Call(NamedTuple):
         scope: that was open.
         scales: fp32 `[3 * gemms]`, copied, under delayed scaling.
         ends_backward: the module's backward is the last of its step.
-        run: its run, which knows how it went; None of attention, which has no chain.
+        plan: of the call, which knows how it went; None of attention, which has no chain.
     """
 
     scope: Scope
     scales: torch.Tensor | None
     ends_backward: bool
-    run: Run | None = None
+    plan: CallPlan | None = None
 
 
 class Region:

@@ -1,8 +1,8 @@
 """Stages, the parts that every module is a list of."""
 
 from transformer_engine.pytorch.chain.stages.activation import Activation
-from transformer_engine.pytorch.chain.stages.base import Run, Saved, Stage
+from transformer_engine.pytorch.chain.stages.base import Saved, Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.chain.stages.norm import Norm
 
-__all__ = ["Activation", "Matmul", "Norm", "Run", "Saved", "Stage"]
+__all__ = ["Activation", "Matmul", "Norm", "Saved", "Stage"]

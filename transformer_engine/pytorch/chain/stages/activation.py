@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import (
     Parameters,
-    Result,
-    Run,
+    Results,
     Saved,
     Stage,
-    Value,
+    Values,
     fused_arguments,
     fused_result,
 )
@@ -28,46 +26,51 @@ from transformer_engine.pytorch.kernels.activation import (
 class Activation(Stage):
     """No parameters. `kind` is the number of the activation in `kernels.activation`."""
 
+    label = "activation"
+    results = ("activated",)
+
     def __init__(self, kind: int) -> None:
         self.kind = kind
 
-    def replayable(self, plan: Run) -> bool:
+    def recordable(self, plan: CallPlan) -> bool:
         """Always."""
         return True
 
     def forward(
-        self, x: Value, parameters: Parameters, plan: Run, wants: Demand | None
-    ) -> tuple[Result, Saved]:
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
-        assert isinstance(x, torch.Tensor)
-        fused = fused_arguments(wants)
+        (x,) = inputs
+        fused = fused_arguments(request)
         y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
-        value = fused_result(wants, y, codes, transposed, scales)
-        return value, Saved((x,) if plan.recording else ())
+        value = fused_result(request, y, codes, transposed, scales)
+        return (value,), Saved((x,) if plan.requires_grad else ())
 
-    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Run) -> torch.Tensor:
+    def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
         """In fp32, as it is computed."""
+        (x,) = inputs
         function = DEFINITIONS[self.kind // 2]
         if not is_gated(self.kind):
-            return function(x.float())
+            return (function(x.float()),)
         gate, linear = x.float().chunk(2, dim=-1)
-        return function(gate) * linear
+        return (function(gate) * linear,)
 
     def backward_data(
-        self, grad: Value, saved: Saved, plan: Run, wants: Demand | None
-    ) -> tuple[Result | None, Any]:
+        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Any]:
         """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
+        (grad,) = grads
         assert not isinstance(grad, Operands)
         (x,) = saved.tensors
         assert x is not None
-        fused = fused_arguments(wants)
+        fused = fused_arguments(request)
         dx, codes, transposed, scales, bias_grad = activation_backward(
             grad,
             x,
             self.kind,
             *fused[:-2],
-            None if wants is None else wants.bias_grad,
+            None if request is None else request.bias_grad,
             fused.moments,
             fused.active,
         )
-        return fused_result(wants, dx, codes, transposed, scales, bias_grad), None
+        return (fused_result(request, dx, codes, transposed, scales, bias_grad),), None

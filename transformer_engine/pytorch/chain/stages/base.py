@@ -1,8 +1,9 @@
 """Stages are what modules are made of: forward, data gradient, parameter gradients.
 
-A stage holds no tensors of its own: parameters come in with every call, and what backward needs
-goes out as `Saved`. Fusion is negotiation: a stage is told what the next one demands (walking back:
-what the previous one demands of its gradient), and may return `Operands` instead of a tensor.
+A stage reads values, and tensors that belong to the call (parameters, masks, angles), and makes
+values. It holds no tensors of its own: what its backward needs goes out as `Saved`. Fusion is
+negotiation: a stage is told what the next one requests (walking back: what the previous one
+requests of its gradient), and may return `Operands` instead of a tensor.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.fp8.operands import Demand, Operands
 from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
     BlockQuantizer,
     CurrentQuantizer,
     DelayedQuantizer,
-    GemmQuantizers,
     Quantizer,
     WrappingQuantizer,
 )
@@ -26,24 +27,24 @@ from transformer_engine.pytorch.fp8.quantizers import (
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 
 
-class Uncast(NamedTuple):
+class PendingCast(NamedTuple):
     """A result whose current scales are known, or whose blocks will have their own.
 
-    The chain casts it once the stage has returned and nothing holds what the stage took: that and
+    The chain casts it once the stage has returned and nothing holds what the stage read: that and
     the codes together would set the peak of memory.
     """
 
     plain: torch.Tensor
     scales: torch.Tensor | None
-    wants: Demand
+    request: Demand
     bias_grad: torch.Tensor | None
 
     def cast(self) -> Operands:
         """The operands; the column sums have been taken already."""
-        wants = self.wants
-        quantizer: CurrentQuantizer | BlockQuantizer = wants.quantizer  # type: ignore[assignment]
+        request = self.request
+        quantizer: CurrentQuantizer | BlockQuantizer = request.quantizer  # type: ignore[assignment]
         sides = Demand(
-            quantizer, wants.rowwise, wants.columnwise, None, wants.moments, wants.active
+            quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
         )
         if self.scales is None:
             operands = quantizer.operands(self.plain, sides)
@@ -54,126 +55,63 @@ class Uncast(NamedTuple):
         return operands
 
 
-Value: TypeAlias = torch.Tensor | Operands  # what a stage takes
-Result: TypeAlias = Value | Uncast  # what it returns
+Value: TypeAlias = torch.Tensor | Operands  # what a stage reads
+Result: TypeAlias = Value | PendingCast  # what it makes
+Values: TypeAlias = Sequence[Any]  # of a stage, in order; None is a gradient that nobody has
+Results: TypeAlias = tuple[Any, ...]
 
 
 class Saved(NamedTuple):
-    """What a stage keeps for backward: tensors for autograd to hold, and plain facts."""
+    """What a stage leaves for its backward: tensors for autograd to save, and plain facts.
+
+    `target` says where a weight gradient goes; it belongs to the call.
+    """
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
-    tap: torch.Tensor | None = None  # forward: a second result of the chain; backward: its gradient
-
-
-class Run:
-    """The facts of a call of a chain. They seldom change, so modules keep their runs.
-
-    Args:
-        dtype: of activations.
-        needs: whether a gradient is wanted, of the input and of each parameter in order.
-        quantizers: of each Matmul in order.
-        first_microbatch: what the caller said.
-        ends_backward: the backward of this call is the last of its step.
-
-    Attributes:
-        rehearses: autograd does not record this call, and will record one that repeats it. Its
-            stages do all the same, so that no bit differs.
-        repeats: this call repeats one (see `regions`).
-        replayed: its forward ran from a tape.
-        again: the run of calls that repeat those of this one.
-        scales: where such a run finds the scales of the call that it repeats.
-        columns: of the module's scaling state that it casts with.
-    """
-
-    __slots__ = (
-        "again",
-        "caching",
-        "chain",
-        "columns",
-        "compiling",
-        "dtype",
-        "ends_backward",
-        "exporting",
-        "first_microbatch",
-        "inspect_at",
-        "inspection",
-        "kept",
-        "needs",
-        "plans",
-        "quantizers",
-        "recording",
-        "rehearses",
-        "repeats",
-        "replayed",
-        "replays",
-        "scales",
-    )
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        needs: tuple[bool, ...],
-        quantizers: Sequence[GemmQuantizers] = (),
-        first_microbatch: bool | None = None,
-        ends_backward: bool = False,
-    ) -> None:
-        self.dtype = dtype
-        self.needs = needs
-        self.quantizers = quantizers
-        self.first_microbatch = first_microbatch
-        self.ends_backward = ends_backward
-        self.recording = any(needs)  # autograd will call backward
-        self.rehearses = self.repeats = self.replayed = False
-        self.again: Run | None = None
-        self.scales: torch.Tensor | None = None
-        self.columns: Any = None
-        self.chain: Any = None  # that planned it
-        self.plans: Sequence[Any] = ()  # of each stage
-        self.compiling = False
-        self.exporting = False  # to ONNX, see export.py
-        self.kept: tuple[int, ...] = ()  # which of (input, parameters) are weights kept in FP8
-        self.caching: Sequence[Any] = ()  # the stages that read what they have cached
-        self.inspect_at = 0  # the tick of the inspector from which it may want to look
-        self.inspection: Any = None  # what it decided last
-        self.replays: dict[Any, Any] | None = None  # by shape of the input; None: by stages alone
-
-    def once(self, ends_backward: bool) -> Run:
-        """The same run, for one call."""
-        own = Run.__new__(Run)
-        for name in Run.__slots__:
-            setattr(own, name, getattr(self, name))
-        own.ends_backward, own.replayed = ends_backward, False
-        return own
-
-
-def needs_of(input_needs: bool, parameters: Parameters) -> tuple[bool, ...]:
-    """`Run.needs`, where autograd records."""
-    return (input_needs, *[p is not None and p.requires_grad for p in parameters])
+    target: Any = None
 
 
 class Stage:
-    """Base of all stages. `slot` is the index of its first parameter in the chain's list.
+    """Base of all stages.
 
-    `prepare` turns a run into a plan: whatever the stage can decide once for all calls of that run.
+    `prepare` makes a plan: whatever the stage can decide once for all calls that share a
+    `CallPlan`. Methods get that of their stage back.
+
+    Attributes:
+        label: what the printed data flow calls it.
+        results: names of the values that it makes.
+        parameter_count: how many tensors it reads beside values.
+        draws: the last of those is a seed: None where the stage shall draw it itself.
     """
 
+    label = "stage"
+    results: tuple[str, ...] = ("result",)
     parameter_count = 0
-    slot = 0
+    draws = False
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
 
-    def prepare(self, run: Run) -> Any:
-        """The plan; the run itself where there is nothing to decide."""
-        return run
+    def prepare(self, call: CallPlan, first: int) -> Any:
+        """The plan; the call's where there is nothing to decide.
 
-    def replayable(self, plan: Any) -> bool:
-        """Whether calls of this plan do nothing but allocate and call `_C`, always alike."""
+        Args:
+            call: of the chain.
+            first: index of the stage's first parameter among the inputs of the call.
+        """
+        return call
+
+    def recordable(self, plan: Any) -> bool:
+        """Whether calls do nothing but allocate and call `_C`, the same for equal shapes."""
         return False
 
+    def persistent_tensors(self, plan: Any) -> list[torch.Tensor]:
+        """What such calls read or write beside values and parameters."""
+        return []
+
     def caches(self, plan: Any) -> bool:
-        """Whether calls of this plan read tensors kept from earlier ones."""
+        """Whether calls read tensors that earlier ones have cached."""
         return False
 
     def cached(self, plan: Any) -> tuple[torch.Tensor | None, ...] | None:
@@ -183,31 +121,57 @@ class Stage:
     def detach_cache(self) -> None:
         """Take those tensors out of autograd's graph, which compiled code makes them part of."""
 
-    def demand(self, plan: Any, x: torch.Tensor) -> Demand | None:
+    def draw(self, plan: Any, device: torch.device) -> torch.Tensor | None:
+        """A new seed; None where the plan has no use for one."""
+        return None
+
+    def accumulates(self, plan: Any) -> bool:
+        """Whether `wgrad_target` may say something."""
+        return False
+
+    def wgrad_target(self, plan: Any, parameters: Parameters) -> Any:
+        """Where the weight gradient of this call goes; None for a fresh tensor."""
+        return None
+
+    def request(self, plan: Any, x: torch.Tensor) -> Demand | None:
         """What this stage wants its input to become; `x` is a tensor with as many tokens."""
         return None
 
-    def grad_demand(self, plan: Any, grad: torch.Tensor) -> Demand | None:
-        """What this stage wants the gradient of its output to become."""
+    def grad_request(self, plan: Any, grad: torch.Tensor) -> Demand | None:
+        """What this stage wants the gradient of its result to become."""
         return None
 
     def forward(
-        self, x: Value, parameters: Parameters, plan: Any, wants: Demand | None
-    ) -> tuple[Result, Saved]:
-        """The output, and what backward needs."""
+        self, inputs: Values, parameters: Parameters, plan: Any, request: Demand | None
+    ) -> tuple[Results, Saved]:
+        """The results, and what backward needs.
+
+        Args:
+            inputs: the values that it reads.
+            parameters: tensors of the call.
+            plan: what `prepare` has returned.
+            request: of the stage that reads the first result, if that is the only one.
+        """
         raise NotImplementedError
 
-    def exported(self, x: torch.Tensor, parameters: Parameters, plan: Any) -> torch.Tensor:
-        """The forward in torch's operators and those of `export.py`, for a graph of ONNX.
+    def exported(self, inputs: Values, parameters: Parameters, plan: Any) -> Results:
+        """The forward in torch's operators and those of `export`, for a graph of ONNX.
 
-        `x` and the result may be in fp32 where they would only be rounded before a cast to FP8.
+        Values may be in fp32 where they would only be rounded before a cast to FP8.
         """
         raise NotImplementedError
 
     def backward_data(
-        self, grad: Value, saved: Saved, plan: Any, wants: Demand | None
-    ) -> tuple[Result | None, Any]:
-        """The gradient of the input, and what `backward_params` carries on with."""
+        self, grads: Values, saved: Saved, plan: Any, request: Demand | None
+    ) -> tuple[Results, Any]:
+        """The gradients of the values that it read, and what `backward_params` carries on with.
+
+        Args:
+            grads: of its results; None where nobody has one, but not of all of them.
+            saved: what forward returned.
+            plan: what `prepare` has returned.
+            request: of the stage that made the first input, if nobody else reads that.
+        """
         raise NotImplementedError
 
     def backward_params(self, carry: Any, saved: Saved, plan: Any) -> Parameters:
@@ -287,12 +251,14 @@ def fused_result(
         assert wants is not None
         inner = quantizer.inner_demand(wants)
         cast = fused_result(inner, plain, codes, transposed, scales, bias_grad)
-        return quantizer.finish(plain, cast.cast() if isinstance(cast, Uncast) else cast, wants)
+        return quantizer.finish(
+            plain, cast.cast() if isinstance(cast, PendingCast) else cast, wants
+        )
     if isinstance(quantizer, DelayedQuantizer):
         assert scales is not None
         return quantizer.pack(codes, transposed, scales, bias_grad)
     assert plain is not None
     if isinstance(quantizer, CurrentQuantizer | BlockQuantizer):
         assert wants is not None
-        return Uncast(plain, scales, wants, bias_grad)
+        return PendingCast(plain, scales, wants, bias_grad)
     return plain if bias_grad is None else Operands(plain, plain, bias_grad)

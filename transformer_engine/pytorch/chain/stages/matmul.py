@@ -9,7 +9,14 @@ import torch
 from torch.nn.functional import linear
 
 from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage, Value
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import (
+    Parameters,
+    Results,
+    Saved,
+    Stage,
+    Values,
+)
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers, Scaling
@@ -35,9 +42,9 @@ class _Facts(NamedTuple):
 
     x_format: int
     weight_format: int
-    target: gemm.WgradTarget
+    weight_dtype: torch.dtype
     padding: int
-    weight_kept: bool  # what is saved is the weight itself, row-wise
+    saves_fp8_weight: bool  # the parameter itself, row-wise
 
 
 _NOTHING = Saved(())
@@ -87,44 +94,47 @@ class _Plan:
 
     __slots__ = (
         "compiling",
-        "demand",
         "dtype",
         "fast_accumulation",
         "first_microbatch",
         "fp8",
-        "grad_demand",
-        "input_later",
-        "kept",
+        "fp8_weight",
+        "grad_request",
+        "input_in_backward",
+        "is_first",
+        "is_recompute",
         "needs_bias",
         "needs_input",
         "needs_weight",
         "quantizers",
-        "recording",
-        "repeats",
-        "weight_demand",
+        "request",
+        "requires_grad",
+        "weight_request",
         "wrapped",
     )
 
-    def __init__(self, run: Run, quantizers: GemmQuantizers, slot: int) -> None:
-        self.dtype = run.dtype
-        self.compiling = torch.compiler.is_compiling()
-        self.recording = run.recording
-        self.repeats = run.repeats
-        self.first_microbatch = run.first_microbatch
+    def __init__(self, call: CallPlan, quantizers: GemmQuantizers, first: int) -> None:
+        needs = call.needs
+        self.dtype = call.dtype
+        self.compiling = call.compiling
+        self.requires_grad = call.requires_grad
+        self.is_recompute = call.is_recompute
+        self.is_first = first == call.chain.inputs
+        self.first_microbatch = call.first_microbatch
         self.quantizers = quantizers
         self.fp8 = quantizers.fp8
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
-        self.kept = slot in run.kept  # the weight exists in FP8 alone
-        self.needs_input = any(run.needs[:slot])
-        self.needs_weight, self.needs_bias = run.needs[slot], run.needs[slot + 1]
-        self.input_later: Demand | None = None  # the columns of the input are cast in backward
-        self.demand = Demand(quantizers.input, True, self.needs_weight)
-        self.weight_demand = Demand(quantizers.weight, True, self.needs_input)
-        bias_grad = run.dtype if self.needs_bias else None
-        self.grad_demand: Demand | None = None  # only the bias is trained
+        self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
+        self.needs_input = any(needs[:first])
+        self.needs_weight, self.needs_bias = needs[first], needs[first + 1]
+        self.input_in_backward: Demand | None = None  # the columns of the input are cast there
+        self.request = Demand(quantizers.input, True, self.needs_weight)
+        self.weight_request = Demand(quantizers.weight, True, self.needs_input)
+        bias_grad = call.dtype if self.needs_bias else None
+        self.grad_request: Demand | None = None  # only the bias is trained
         if self.needs_input or self.needs_weight:
-            self.grad_demand = Demand(
+            self.grad_request = Demand(
                 quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
             )
 
@@ -139,11 +149,13 @@ class Matmul(Stage):
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
     """
 
+    label = "matmul"
     parameter_count = 2
 
     def __init__(self, index: int, layer: str, fuse_wgrad: bool = False, part: str = "") -> None:
         self.index = index
         self.part = part
+        self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
         self.save_original_input = False  # keep it for backward as it came, instead of in FP8
         self.cached_weight: tuple[Hashable, Operands] | None = None
@@ -154,9 +166,9 @@ class Matmul(Stage):
         """Follow the name of the module."""
         self.name = f"{layer}.{self.part}" if self.part else layer
 
-    def prepare(self, run: Run) -> _Plan:
+    def prepare(self, call: CallPlan, first: int) -> _Plan:
         """Which operands are wanted, and of which quantizers."""
-        plan = _Plan(run, run.quantizers[self.index], self.slot)
+        plan = _Plan(call, call.quantizers[self.index], first)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
             if quantizer.scaling is Scaling.DELAYED:
@@ -164,37 +176,41 @@ class Matmul(Stage):
                     "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
                     f"gone when the input is cast again; use another recipe (layer {self.name})"
                 )
-            plan.demand = Demand(quantizer, True, False)
-            plan.input_later = Demand(quantizer, False, True)
+            plan.request = Demand(quantizer, True, False)
+            plan.input_in_backward = Demand(quantizer, False, True)
         return plan
 
-    def replayable(self, plan: _Plan) -> bool:
+    def recordable(self, plan: _Plan) -> bool:
         """Where no quantizer looks at tensors in torch, and no state outlives the call."""
-        if (self.fuse_wgrad and plan.needs_weight) or plan.input_later is not None:
-            return False
-        makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.kept
-        return plan.quantizers.native and not makes_cache
+        makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.fp8_weight
+        later = plan.input_in_backward is not None
+        return plan.quantizers.native and not (makes_cache or later)
+
+    def persistent_tensors(self, plan: _Plan) -> list[torch.Tensor]:
+        """Scales and amaxes."""
+        return plan.quantizers.persistent_tensors()
 
     def caches(self, plan: _Plan) -> bool:
         """The FP8 weight, between micro-batches."""
-        return plan.fp8 and plan.first_microbatch is not None and not plan.kept
+        return plan.fp8 and plan.first_microbatch is not None and not plan.fp8_weight
 
     def cached(self, plan: _Plan) -> tuple[torch.Tensor | None, ...] | None:
         """The FP8 weight of an earlier micro-batch."""
-        return None if self._kept_weight(plan) is None else self._cached_tensors
+        return None if self._cached_operands(plan) is None else self._cached_tensors
 
-    def demand(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
+    def request(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
         """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
-        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.demand
+        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.request
 
-    def grad_demand(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
+    def grad_request(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
-        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_demand
+        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_request
 
     def forward(
-        self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
-    ) -> tuple[Value, Saved]:
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Saved]:
         """The product."""
+        (x,) = inputs
         weight, bias = parameters
         assert weight is not None
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
@@ -204,10 +220,10 @@ class Matmul(Stage):
             operands = x
         else:
             padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
-            operands = plan.quantizers.input.padded(x, padding, plan.demand)
-        if plan.kept:
+            operands = plan.quantizers.input.padded(x, padding, plan.request)
+        if plan.fp8_weight:
             own = _matrix(weight)
-            w = plan.quantizers.weight.kept(own, plan.weight_demand, plan.dtype)
+            w = plan.quantizers.weight.kept(own, plan.weight_request, plan.dtype)
         else:
             w = self._weight_operands(weight, plan)
         y = gemm.fprop(
@@ -216,36 +232,36 @@ class Matmul(Stage):
         if padding:
             assert isinstance(x, torch.Tensor)
             y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
-            if plan.compiling and plan.recording:  # autograd functions in graphs save no views
+            if plan.compiling and plan.requires_grad:  # functions in graphs save no views
                 y = y.clone()
         if plan.wrapped:
             y = plan.quantizers.output.result(y)
-        if not plan.recording:
-            return y, _NOTHING
-        column = x if plan.input_later is not None else operands.columnwise
-        x_data, x_scales, x_format = _flatten(column if plan.needs_weight else None)  # type: ignore[arg-type]
-        weight_kept = plan.kept and w.columnwise is None
-        column = own if weight_kept else w.columnwise
+        if not plan.requires_grad:
+            return (y,), _NOTHING
+        column = x if plan.input_in_backward is not None else operands.columnwise
+        x_data, x_scales, x_format = _flatten(column if plan.needs_weight else None)
+        saves_fp8_weight = plan.fp8_weight and w.columnwise is None
+        column = own if saves_fp8_weight else w.columnwise
         w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
-        target = self._wgrad_target(weight, plan)
         if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
             # For `offload`: the parameter itself stays, what was made of it is a weight.
-            setattr(w_data, "never_offloaded" if weight_kept else "weight_offloading", True)
-        facts = _Facts(x_format, w_format, target, padding, weight_kept)
-        return y, Saved((x_data, x_scales, w_data, w_scales), facts)
+            setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
+        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight)
+        return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
-    def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
+    def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
         """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
+        (x,) = inputs
         weight, bias = parameters
         assert weight is not None
-        x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=self.slot == 1)
-        if plan.kept:
+        x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=plan.is_first)
+        if plan.fp8_weight:
             weight = kept_values(weight, plan.fp8, plan.dtype, self.name)  # type: ignore[arg-type]
         else:
             weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
         if bias is not None:
             bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
-        return linear(x, weight, bias).to(plan.dtype)
+        return (linear(x, weight, bias).to(plan.dtype),)
 
     def detach_cache(self) -> None:
         """A weight that stays in the graph would hold all that the first micro-batch has saved."""
@@ -263,20 +279,20 @@ class Matmul(Stage):
         if not plan.fp8 and weight.dtype is not plan.dtype:
             weight = cast(weight, plan.dtype)
         if plan.first_microbatch is None or not (plan.fp8 or plan.wrapped):
-            return quantizer.operands(weight, plan.weight_demand)
-        cached = self._kept_weight(plan)
-        if (plan.first_microbatch and not plan.repeats) or cached is None:
+            return quantizer.operands(weight, plan.weight_request)
+        cached = self._cached_operands(plan)
+        if (plan.first_microbatch and not plan.is_recompute) or cached is None:
             return self.renew(weight, plan)
         return cached
 
     def renew(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """Cast the weight and keep it."""
         quantizer = plan.quantizers.weight
-        cast = quantizer.refreshed(weight, plan.weight_demand, self._kept_weight(plan))
+        cast = quantizer.refreshed(weight, plan.weight_request, self._cached_operands(plan))
         self._cache(quantizer.cache_key, cast)
         return cast
 
-    def _kept_weight(self, plan: _Plan) -> Operands | None:
+    def _cached_operands(self, plan: _Plan) -> Operands | None:
         """The cached weight, where it serves this plan."""
         if self.cached_weight is None:
             return None
@@ -284,9 +300,16 @@ class Matmul(Stage):
         complete = operands.columnwise is not None or not plan.needs_input
         return operands if complete and key == plan.quantizers.weight.cache_key else None
 
-    def _wgrad_target(self, weight: torch.Tensor, plan: _Plan) -> gemm.WgradTarget:
-        if not (self.fuse_wgrad and plan.needs_weight):
-            return gemm.WgradTarget(weight.dtype)
+    def accumulates(self, plan: _Plan) -> bool:
+        """With `fuse_wgrad`."""
+        return self.fuse_wgrad and plan.needs_weight
+
+    def wgrad_target(self, plan: _Plan, parameters: Parameters) -> gemm.WgradTarget | None:
+        """`main_grad` of the weight."""
+        if not self.accumulates(plan):
+            return None
+        weight = parameters[0]
+        assert weight is not None
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
             raise ValueError(
@@ -306,27 +329,28 @@ class Matmul(Stage):
         return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
 
     def backward_data(
-        self, grad: Value, saved: Saved, plan: _Plan, wants: Demand | None
-    ) -> tuple[Value | None, Any]:
+        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Any]:
         """The gradient of the input."""
+        (grad,) = grads
         facts = saved.facts
         if isinstance(grad, Operands):
             operands = grad
-        elif plan.grad_demand is None:
-            return None, Operands(grad, None)
+        elif plan.grad_request is None:
+            return (None,), Operands(grad, None)
         else:
             quantizer = plan.quantizers.grad_output
-            operands = quantizer.padded(grad, facts.padding, plan.grad_demand)
+            operands = quantizer.padded(grad, facts.padding, plan.grad_request)
         if not plan.needs_input:
-            return None, operands
+            return (None,), operands
         weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
-        if facts.weight_kept:
+        if facts.saves_fp8_weight:
             weight = _columnwise(weight, operands.rowwise, plan.dtype)
         dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
             dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
-        return plan.quantizers.dgrad.result(dx) if plan.wrapped else dx, operands
+        return (plan.quantizers.dgrad.result(dx) if plan.wrapped else dx,), operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The weight gradient and the bias gradient."""
@@ -345,24 +369,24 @@ class Matmul(Stage):
             return None, bias_grad
         facts = saved.facts
         x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-        if plan.input_later is not None:
-            cast = plan.quantizers.input.padded(x, facts.padding, plan.input_later)  # type: ignore[arg-type]
-            x = cast.columnwise
-        target, fast = facts.target, plan.fast_accumulation[2]
+        if plan.input_in_backward is not None:
+            later = plan.input_in_backward
+            x = plan.quantizers.input.padded(x, facts.padding, later).columnwise  # type: ignore[arg-type]
+        wanted: gemm.WgradTarget = saved.target or gemm.WgradTarget(facts.weight_dtype)
+        target, fast = wanted, plan.fast_accumulation[2]
         quantizer = plan.quantizers.wgrad
-        apart = quantizer is not IDENTITY and target.main_grad is not None
+        apart = quantizer is not IDENTITY and wanted.main_grad is not None
         if apart:  # to be seen before it is added
-            target = gemm.WgradTarget(target.main_grad.dtype)
+            assert wanted.main_grad is not None
+            target = gemm.WgradTarget(wanted.main_grad.dtype)
         dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
         if quantizer is not IDENTITY:
             assert dw is not None
             dw = quantizer.result(dw)
         if apart and quantizer.replaces:
-            dw = _delivered(dw, facts.target)
+            dw = _delivered(dw, wanted)
         elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
-            dw, _ = gemm.wgrad(grad.columnwise, x, facts.target, fast, None, self.name)
-        if dw is None:
-            dw = facts.target.stand_in()
+            dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
         return dw, summed if bias_grad is None else bias_grad
 
 

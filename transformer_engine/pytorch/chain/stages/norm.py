@@ -7,14 +7,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn.functional import layer_norm, rms_norm
 
+from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import (
     FusedArguments,
     Parameters,
-    Result,
-    Run,
+    Results,
     Saved,
     Stage,
-    Value,
+    Values,
     fused_arguments,
     fused_result,
 )
@@ -41,7 +41,7 @@ KINDS = {"LayerNorm": LAYER_NORM, "RMSNorm": RMS_NORM}
 
 class _Plan(NamedTuple):
     dtype: torch.dtype
-    recording: bool
+    requires_grad: bool
     epsilon: float
 
 
@@ -56,6 +56,7 @@ class Norm(Stage):
             comes back on the latter is added by the kernel that makes the input's gradient.
     """
 
+    label = "norm"
     parameter_count = 2
 
     def __init__(
@@ -67,24 +68,25 @@ class Norm(Stage):
         self._constant_epsilon = repr(epsilon)
         self.zero_centered = zero_centered
         self.tap = tap
+        self.results = ("normalized",) if tap is None else ("normalized", "residual")
 
-    def prepare(self, run: Run) -> _Plan:
+    def prepare(self, call: CallPlan, first: int) -> _Plan:
         """What a call reads; torch.compile wants numbers to be read before autograd is entered."""
-        epsilon = float(self._constant_epsilon) if run.compiling else self.epsilon
-        return _Plan(run.dtype, run.recording, epsilon)
+        epsilon = float(self._constant_epsilon) if call.compiling else self.epsilon
+        return _Plan(call.dtype, call.requires_grad, epsilon)
 
-    def replayable(self, plan: _Plan) -> bool:
+    def recordable(self, plan: _Plan) -> bool:
         """Always."""
         return True
 
     def forward(
-        self, x: Value, parameters: Parameters, plan: _Plan, wants: Demand | None
-    ) -> tuple[Result, Saved]:
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Saved]:
         """Normalise."""
-        assert isinstance(x, torch.Tensor)
+        (x,) = inputs
         gamma, beta = parameters
         assert gamma is not None
-        fused = fused_arguments(wants)
+        fused = fused_arguments(request)
         apart = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
             # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
@@ -95,11 +97,11 @@ class Norm(Stage):
         y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
         if apart is not None:
             y = self._call(x, gamma, beta, plan, plan.dtype, apart)[0]
-        value = fused_result(wants, y, codes, transposed, scales)
-        tensors = (x, gamma, mean, rstd) if plan.recording else ()
-        # Without a tap nothing holds the plain result once it is cast.
-        tap = None if self.tap is None else x if self.tap == "input" else y
-        return value, Saved(tensors, None, tap)
+        value = fused_result(request, y, codes, transposed, scales)
+        saved = Saved((x, gamma, mean, rstd) if plan.requires_grad else ())
+        if self.tap is None:  # nothing holds the plain result once it is cast
+            return (value,), saved
+        return (value, x if self.tap == "input" else y), saved
 
     def _call(
         self,
@@ -114,36 +116,41 @@ class Norm(Stage):
             x, gamma, beta, self.kind, plan.epsilon, self.zero_centered, dtype, *fused[1:]
         )
 
-    def exported(self, x: torch.Tensor, parameters: Parameters, plan: _Plan) -> torch.Tensor:
+    def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
         """In fp32, as it is computed."""
+        (x,) = inputs
         gamma, beta = parameters
         assert gamma is not None
         factor = gamma.float() + 1.0 if self.zero_centered else gamma.float()
         if self.kind == RMS_NORM:
-            return rms_norm(x.float(), factor.shape, factor, plan.epsilon)
-        offset = None if beta is None else beta.float()
-        return layer_norm(x.float(), factor.shape, factor, offset, plan.epsilon)
+            y = rms_norm(x.float(), factor.shape, factor, plan.epsilon)
+        else:
+            offset = None if beta is None else beta.float()
+            y = layer_norm(x.float(), factor.shape, factor, offset, plan.epsilon)
+        if self.tap is None:
+            return (y,)
+        return y, x if self.tap == "input" else y.to(plan.dtype)
 
     def backward_data(
-        self, grad: Value | None, saved: Saved, plan: _Plan, wants: Demand | None
-    ) -> tuple[Result | None, Any]:
+        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
+        grad, tap_grad = grads if self.tap is not None else (grads[0], None)
         assert not isinstance(grad, Operands)
         residual_grad = None
-        if saved.tap is not None:
+        if tap_grad is not None:
             if self.tap == "output":
-                grad = saved.tap if grad is None else grad + saved.tap
+                grad = tap_grad if grad is None else grad + tap_grad
             elif grad is None:
-                return saved.tap, (None, None)
+                return (tap_grad,), (None, None)
             else:
-                residual_grad = saved.tap.contiguous()
-        assert grad is not None
+                residual_grad = tap_grad.contiguous()
         x, gamma, mean, rstd = saved.tensors
         assert x is not None and gamma is not None and rstd is not None
         dx, dgamma, dbeta = norm_backward(
             grad, x, gamma, mean, rstd, self.kind, self.zero_centered, residual_grad
         )
-        return dx, (dgamma, dbeta)
+        return (dx,), (dgamma, dbeta)
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The gradients of gamma and beta."""

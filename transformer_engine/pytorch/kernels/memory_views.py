@@ -1,4 +1,4 @@
-"""Tensors that a recorded call names by their memory (csrc/bindings/program.h)."""
+"""Tensors that a recorded call names by their memory (csrc/bindings/recording.h)."""
 
 from __future__ import annotations
 

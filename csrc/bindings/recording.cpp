@@ -1,4 +1,4 @@
-#include "bindings/program.h"
+#include "bindings/recording.h"
 
 #include <pybind11/stl.h>
 
@@ -10,7 +10,7 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr const char* kOp = "program";
+constexpr const char* kOp = "recording";
 
 py::object& gemm_definition() {
   static auto* kept = new py::object;
@@ -23,26 +23,38 @@ bool same(const TensorView& a, const TensorView& b) {
 }
 
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
-using Recipe = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
+using Allocation = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
 
-// Slots are, in this order: the inputs, scratch memory, and what the other recipes make. A tensor
-// is the first allocator's if that made it on the device of the inputs, else the next one's.
-class Program {
+// Slots are, in this order: the inputs, scratch memory, and what the other allocations make. A
+// tensor is the first allocator's if that made it on the device of the inputs, else the next one's.
+class Recording {
  public:
-  Program(const Recorder& recorder, const std::vector<TensorView>& inputs,
-          const std::vector<Address>& addresses, const std::vector<Recipe>& recipes,
-          const std::vector<py::object>& allocators, Device device)
-      : steps_(recorder.steps),
-        inputs_(inputs),
-        recipes_(recipes),
+  Recording(const std::vector<TensorView>& inputs, const std::vector<Allocation>& allocations,
+            const std::vector<py::object>& allocators, const py::list& persistent)
+      : inputs_(inputs),
+        allocations_(allocations),
         allocators_(allocators),
-        device_(device) {
-    Regions regions;
-    for (const auto& [address, bytes, slot, offset] : addresses)
-      regions[address] = {bytes, {slot, offset}};
-    for (const auto& step : steps_) step->place(regions, device);
-    const Recipe& scratch = recipes_.at(0);
+        persistent_(persistent) {
+    for (const TensorView& input : inputs)
+      if (input) device_ = input.device;
+    const Allocation& scratch = allocations_.at(0);
     if (scratch) scratch_bytes_ = py::cast<int64_t>(py::tuple((*scratch)[0])[0]);
+  }
+
+  // Takes over the calls; "" or why they cannot be repeated.
+  std::string place(const Recorder& recorder, const std::vector<Address>& addresses) {
+    Ranges ranges;
+    for (const auto& tensor : persistent_) {
+      const auto view = py::cast<TensorView>(tensor);
+      if (view.data != nullptr) ranges[reinterpret_cast<uintptr_t>(view.data)] = {extent(view), {}};
+    }
+    for (const auto& [address, bytes, slot, offset] : addresses)
+      ranges[address] = {bytes, {slot, offset}};
+    std::string problem;
+    for (const auto& call : recorder.calls)
+      if (!call->place(ranges, device_, problem)) return problem;
+    calls_ = recorder.calls;
+    return {};
   }
 
   // The slots, those of the inputs included; None, with nothing done, where an input does not look
@@ -50,7 +62,7 @@ class Program {
   py::object run(const py::tuple& inputs) const {
     const size_t count = inputs_.size();
     if (inputs.size() != count) return py::none();
-    Memory memory(count + recipes_.size());
+    Memory memory(count + allocations_.size());
     for (size_t i = 0; i < count; ++i) {
       const py::object tensor = inputs[i];
       TensorView view;
@@ -58,13 +70,13 @@ class Program {
       if (!same(view, inputs_[i])) return py::none();
       memory.put(i, tensor, view);
     }
-    for (size_t i = 0; i < recipes_.size(); ++i) {
+    for (size_t i = 0; i < allocations_.size(); ++i) {
       if (const TensorView own = i == 0 ? own_scratch() : TensorView{})
         memory.put(count, py::none(), own);
       else
-        make(recipes_[i], memory, count + i);
+        make(allocations_[i], memory, count + i);
     }
-    for (const auto& step : steps_) step->run(memory.bases);
+    for (const auto& call : calls_) call->run(memory.bases);
     return memory.tensors;
   }
 
@@ -81,10 +93,17 @@ class Program {
     Bases bases;
   };
 
-  void make(const Recipe& recipe, Memory& memory, size_t slot) const {
-    if (!recipe) return memory.put(slot, py::none(), {});
+  // Bytes from a view's first element to its last.
+  static int64_t extent(const TensorView& view) {
+    int64_t last = 0;
+    for (int i = 0; i < view.rank; ++i) last += (view.size(i) - 1) * view.stride(i);
+    return (last + 1) * size_of(view.dtype);
+  }
+
+  void make(const Allocation& allocation, Memory& memory, size_t slot) const {
+    if (!allocation) return memory.put(slot, py::none(), {});
     for (const py::object& allocate : allocators_) {
-      PyObject* made = PyObject_CallObject(allocate.ptr(), recipe->ptr());
+      PyObject* made = PyObject_CallObject(allocate.ptr(), allocation->ptr());
       if (made == nullptr) throw py::error_already_set();
       const auto tensor = py::reinterpret_steal<py::object>(made);
       const auto view = py::cast<TensorView>(tensor);
@@ -98,32 +117,26 @@ class Program {
     return stream_scratch(device_, bridge::current_stream(device_), scratch_bytes_);
   }
 
-  std::vector<std::shared_ptr<Step>> steps_;
+  std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<TensorView> inputs_;
-  std::vector<Recipe> recipes_;
+  std::vector<Allocation> allocations_;
   std::vector<py::object> allocators_;
+  py::list persistent_;  // references, so that no address of theirs is given to another tensor
   Device device_;
   int64_t scratch_bytes_ = 0;
 };
 
-Program make_program(const Recorder& recorder, const std::vector<TensorView>& inputs,
-                     const std::vector<Address>& addresses, const std::vector<Recipe>& recipes,
-                     const std::vector<py::object>& allocators) {
-  for (const TensorView& input : inputs)
-    if (input) return {recorder, inputs, addresses, recipes, allocators, input.device};
-  fail(Kind::Internal, kOp, "expected an input, got none");
-}
-
 }  // namespace
 
-std::optional<Place> find(const Regions& regions, const TensorView& view) {
+std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view) {
   const auto address = reinterpret_cast<uintptr_t>(view.data);
-  auto next = regions.upper_bound(address);
-  if (next == regions.begin()) return std::nullopt;
-  const auto& [start, region] = *--next;
+  auto next = ranges.upper_bound(address);
+  if (next == ranges.begin()) return std::nullopt;
+  const auto& [start, range] = *--next;
   const auto distance = static_cast<int64_t>(address - start);
-  if (distance >= region.bytes) return std::nullopt;
-  return Place{region.place.slot, region.place.offset + distance};
+  if (distance >= range.bytes) return std::nullopt;
+  if (range.slice.slot < 0) return BufferSlice{};
+  return BufferSlice{range.slice.slot, range.slice.offset + distance};
 }
 
 Recorder*& Recorder::active() {
@@ -146,7 +159,7 @@ void run_definition(const std::vector<py::object>& arguments) {
   gemm_definition()(*packed);
 }
 
-void bind_program(py::module_& m) {
+void bind_recording(py::module_& m) {
   using py::arg;
   py::class_<Recorder>(m, "Recorder")
       .def(py::init())
@@ -154,13 +167,15 @@ void bind_program(py::module_& m) {
       .def("stop", [](Recorder&) { Recorder::active() = nullptr; })
       .def("addresses", [](const Recorder& self) {
         std::vector<std::vector<uintptr_t>> found;
-        for (const auto& step : self.steps) found.push_back(step->addresses());
+        for (const auto& call : self.calls) found.push_back(call->addresses());
         return found;
       });
-  py::class_<Program>(m, "Program")
-      .def(py::init(&make_program), arg("recorder"), arg("inputs"), arg("addresses"),
-           arg("recipes"), arg("allocators"))
-      .def("run", &Program::run);
+  py::class_<Recording>(m, "Recording")
+      .def(py::init<const std::vector<TensorView>&, const std::vector<Allocation>&,
+                    const std::vector<py::object>&, const py::list&>(),
+           arg("inputs"), arg("allocations"), arg("allocators"), arg("persistent"))
+      .def("place", &Recording::place, arg("recorder"), arg("addresses"))
+      .def("run", &Recording::run);
   m.def(
       "set_gemm_definition", [](const py::object& definition) { gemm_definition() = definition; },
       arg("definition"));

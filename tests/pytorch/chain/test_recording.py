@@ -1,14 +1,18 @@
-"""Replays of chains: the same bits as running stage by stage; what may not be recorded is not."""
+"""Recordings of chains: the same bits as stage by stage; what may not be recorded is not."""
+
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from precisions import RECIPES, scope
+from recordings import all_recorded, segments_of
 from rulers import assert_bitwise
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import tape
-from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine import _C
+from transformer_engine.pytorch.chain import recording, segments
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 MODULES = {
@@ -29,8 +33,8 @@ pairs = pytest.mark.parametrize(
 
 @pytest.fixture
 def by_stages(monkeypatch):
-    """A switch: no chain replays any more."""
-    return lambda: monkeypatch.setattr(Chain, "replayed", lambda *_: None)
+    """A switch: no chain is recorded any more."""
+    return lambda: monkeypatch.setattr(segments, "_segments_of", lambda *_: [])
 
 
 def results(module, recipe, device, autocast=False, **call):
@@ -54,11 +58,6 @@ def results(module, recipe, device, autocast=False, **call):
     return found + [s.amax_history for s in getattr(module, "scaling", {}).values()]
 
 
-def replays(module):
-    runs = getattr(module, "_runs", {}).values()
-    return [replay for run in runs for replay in (run.replays or {}).values()]
-
-
 def same(got, expected):
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
@@ -76,11 +75,9 @@ def test_the_bits_of_running_by_stages(device, by_stages, name, recipe, autocast
     again.load_state_dict(module.state_dict())
     got = results(module, recipe, device, autocast)
     te.gemm_report(reset=True)
-    recorded = replays(module)
-    assert recorded or name == "LayerNorm"
-    assert all(replay is not None for replay in recorded)
+    assert all(one.recorded is not None for one in segments_of(module))
     if not name.endswith("output"):  # whose gradient torch adds to that of the result
-        assert all(tape is not None for one in recorded for tape in one._backwards.values())
+        assert all_recorded(module)
     by_stages()
     same(got, results(again, recipe, device, autocast))
 
@@ -97,11 +94,11 @@ def test_gemms_are_counted_alike(by_stages):
     assert counts[0]["mlp.fc1", "wgrad", "fp8"] == 3
 
 
-def test_kernels_are_called_by_the_program_alone(monkeypatch):
+def test_kernels_are_called_by_the_recording_alone(monkeypatch):
     module = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.bfloat16)
     results(module, "delayed", "cpu")
-    monkeypatch.setattr(Chain, "forward_by_stages", None)
-    monkeypatch.setattr(Chain, "backward_by_stages", None)
+    monkeypatch.setattr(segments, "run_forward", None)
+    monkeypatch.setattr(segments, "run_backward", None)
     results(module, "delayed", "cpu")
 
 
@@ -148,11 +145,11 @@ def test_a_weight_that_looks_different_runs_by_stages():
 
 
 def test_only_so_many_shapes_are_recorded(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.chain.chain._MOST_REPLAYS", 3)
+    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_SHAPES", 3)
     module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
     for rows in range(1, 9):
         assert module(torch.ones(rows, 32, dtype=torch.bfloat16)).shape == (rows, 48)
-    assert len(replays(module)) == 3
+    assert len(segments_of(module)) == 3
 
 
 @pytest.mark.parametrize("rows", [0, 7])
@@ -164,7 +161,7 @@ def test_padding_and_empty_inputs_run_by_stages(device, rows):
             y = module(x)
         y.sum().backward()
     assert y.shape == (rows, 48)
-    assert replays(module) == [None]
+    assert all(one.recorded is None for one in segments_of(module))
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP, gelu"])
@@ -180,33 +177,100 @@ def test_checkpointing(device, name):
     assert_bitwise(*grads)
 
 
-def test_python_that_computes_has_no_tape():
+def test_python_that_computes_is_refused():
     x = torch.ones(4)
-    ours = tape.stand_ins([x])
-    assert tape.record([x], ours, (), lambda: ([ours[0] + 1], ())) is None
-    assert tape.record([x], ours, (), lambda: ([ours[0].new_empty(4)], ())) is not None
+    ours = recording.stand_ins([x])
+    found = recording.record([x], ours, (), [], lambda: ([ours[0] + 1], ()))
+    assert found == "torch computes: aten.add.Tensor"
+    found = recording.record([x], ours, (), [], lambda: ([ours[0].new_empty(4)], ()))
+    assert isinstance(found, recording.Recorded)
 
 
-def test_scratch_memory_is_shared_by_tensors_that_do_not_meet(monkeypatch):
-    recorded = []
+def test_memory_that_nobody_has_named_is_refused():
+    """An address that is no input, output or persistent tensor may be anybody's tomorrow."""
+    x, unknown = torch.ones(4), torch.zeros(4, dtype=torch.bfloat16)
 
-    def watched(*arguments):
-        found = tape.record(*arguments)
-        recorded.append(found[0])
-        return found
+    def python(ours, y):
+        _C.cast(ours[0], y)
+        return [ours[0]], ()
 
-    monkeypatch.setattr("transformer_engine.pytorch.chain.replay.record", watched)
+    ours = recording.stand_ins([x])
+    found = recording.record([x], ours, (), [], lambda: python(ours, unknown))
+    assert found == (
+        "memory of bfloat16 (4) on cpu, which no input, output or persistent tensor holds"
+    )
+    found = recording.record([x], ours, (), [unknown], lambda: python(ours, unknown))
+    assert isinstance(found, recording.Recorded)
+    found.run((x,))
+    assert_bitwise(unknown, x.bfloat16())
+
+
+def test_persistent_tensors_live_as_long_as_the_recording():
+    x, scale = torch.ones(4), torch.zeros(4, dtype=torch.bfloat16)
+    ours = recording.stand_ins([x])
+
+    def python(into):
+        _C.cast(ours[0], into)
+        return [ours[0]], ()
+
+    found = recording.record([x], ours, (), [scale], partial(python, scale))
+    assert isinstance(found, recording.Recorded)
+    alive = weakref.ref(scale)
+    del scale
+    assert alive() is not None
+    del found
+    assert alive() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_main_grad_is_recorded_and_may_move(device, by_stages, recipe, dtype):
+    """It belongs to the call: trainers exchange it whenever they like."""
+    found = []
+    for run in range(2):
+        torch.manual_seed(7)
+        autocast_stack().reset()
+        module = te.LayerNormMLP(
+            32, 64, device=device, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True
+        )
+        weights = (module.fc1_weight, module.fc2_weight)
+        for step in range(3):
+            for weight in weights:
+                weight.main_grad = torch.full_like(weight, step, dtype=dtype)
+            x = torch.randn(2, 24, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+            with scope(recipe):
+                y = module(x)
+            y.backward(torch.randn_like(y))
+            assert all(weight.grad is None for weight in weights)
+            found += [y.detach(), x.grad, *(weight.main_grad for weight in weights)]
+        if run == 0:
+            assert all_recorded(module)
+        by_stages()
+    same(found[: len(found) // 2], found[len(found) // 2 :])
+
+
+def test_scratch_memory_is_shared_by_tensors_that_do_not_meet():
     module = te.LayerNormMLP(64, 64, device="cpu", params_dtype=torch.bfloat16)
     with torch.no_grad(), scope("delayed"):
         module(torch.ones(64, 64, dtype=torch.bfloat16))
-    memory = recorded[0].memory
+    (one,) = segments_of(module)
     codes = 64 * 64  # of x, w1, w2, h; FC1's plain result and the output take two bytes an element
-    assert memory < 8 * codes
+    assert one.recorded.bytes < 8 * codes
 
 
-def test_large_calls_run_by_stages(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.chain.replay._MOST_BYTES", 6000)
+def test_calls_that_need_much_memory_run_by_stages(monkeypatch):
+    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_BYTES", 6000)
     module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
     for rows in (16, 64):
         module(torch.ones(rows, 32, dtype=torch.bfloat16))
-    assert [replay is None for replay in replays(module)] == [False, True]
+    assert [one.refused for one in segments_of(module)] == ["", "it needs too much memory"]
+
+
+def test_large_inputs_run_by_stages(monkeypatch):
+    monkeypatch.setattr("transformer_engine.pytorch.chain.segments.HOST_BOUND_BYTES", 2048)
+    module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
+    found = []
+    for rows in (32, 33):
+        module(torch.ones(rows, 32, dtype=torch.bfloat16))
+        found += [len(one) for p in module._plans.values() for one in p.recordings.values()]
+    assert found == [1, 1, 0]

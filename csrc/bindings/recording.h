@@ -1,0 +1,185 @@
+// A recording: calls of ops, noted once and then repeated on other memory by one call.
+//
+// While a recorder is active on a thread, ops bound with `recordable<>` note their arguments and do
+// nothing. A recording then says for every address that was noted where it lies: in which tensor
+// that a call will bring (a slot) and how far from its start, or in one of the persistent tensors
+// that it was given by name (scales, amaxes, rows of statistics). Any other address refuses the
+// recording: nobody would know for how long it is valid.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "bindings/tensor_bridge.h"
+
+namespace te::bindings {
+
+// A part of a slot's memory. Persistent memory has no slot and keeps the address that was noted.
+struct BufferSlice {
+  int slot = -1;
+  int64_t offset = 0;
+};
+
+struct MemoryRange {
+  int64_t bytes;
+  BufferSlice slice;
+};
+
+using Ranges = std::map<uintptr_t, MemoryRange>;  // by first address
+using Bases = std::vector<char*>;                 // first address of each slot
+
+// Where a view lies; nothing where no range holds all of it.
+std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
+
+// A gemm that is not the library's to do (on the CPU, say): Python evaluates the definition. A
+// tensor is (address, dtype, sizes, index of the CUDA device or -1).
+void run_definition(const std::vector<pybind11::object>& arguments);
+pybind11::object describe_memory(const TensorView& view);
+
+template <class T>
+inline constexpr size_t kViews = std::is_same_v<T, TensorView> ? 1 : 0;
+template <size_t n>
+inline constexpr size_t kViews<std::array<TensorView, n>> = n;
+
+// Calls `use(view)` for the tensors of an argument that are there.
+template <class T, class Use>
+void each_view(T& argument, const Use& use) {
+  if constexpr (std::is_same_v<std::remove_const_t<T>, TensorView>) {
+    use(argument);
+  } else if constexpr (kViews<std::remove_const_t<T>> > 0) {
+    for (auto& view : argument) use(view);
+  }
+}
+
+// Calls an op. One of the CPU releases Python's lock meanwhile, so that other threads go on.
+template <auto op, class... Args>
+auto call_op(const Args&... args) {
+  bool on_cpu = false;
+  const auto look = [&](const TensorView& view) {
+    if (view) on_cpu = view.device.type == DeviceType::CPU;
+  };
+  (each_view(args, look), ...);
+  std::optional<pybind11::gil_scoped_release> unlocked;
+  if (on_cpu) unlocked.emplace();
+  return op(args...);
+}
+
+class RecordedCall {
+ public:
+  virtual ~RecordedCall() = default;
+  virtual std::vector<uintptr_t> addresses() const = 0;
+  // Says where every tensor lies; false, with `problem` set, where one is nowhere.
+  virtual bool place(const Ranges& ranges, Device device, std::string& problem) = 0;
+  virtual void run(const Bases& bases) const = 0;
+};
+
+class Recorder {
+ public:
+  static Recorder*& active();  // of this thread; null where none is
+
+  void add(std::unique_ptr<RecordedCall> call) { calls.push_back(std::move(call)); }
+
+  std::vector<std::shared_ptr<RecordedCall>> calls;
+};
+
+template <auto op, class... Args>
+class CallOf final : public RecordedCall {
+ public:
+  explicit CallOf(const Args&... args) : arguments_(args...) {}
+
+  std::vector<uintptr_t> addresses() const override {
+    std::vector<uintptr_t> found;
+    each(arguments_, [&](size_t, const TensorView& view) {
+      found.push_back(reinterpret_cast<uintptr_t>(view.data));
+    });
+    return found;
+  }
+
+  bool place(const Ranges& ranges, Device device, std::string& problem) override {
+    bool known = true;
+    each(arguments_, [&](size_t i, TensorView& view) {
+      const auto found = find(ranges, view);
+      if (!found) {
+        known = false;
+        problem = concat("memory of ", view, ", which no input, output or persistent tensor holds");
+        return;
+      }
+      slices_[i] = *found;
+      if (found->slot >= 0) view.device = device;
+    });
+    return known;
+  }
+
+  void run(const Bases& bases) const override {
+    auto arguments = arguments_;  // another thread may run the same call
+    each(arguments, [&](size_t i, TensorView& view) {
+      const BufferSlice slice = slices_[i];
+      if (slice.slot >= 0) view.data = bases[static_cast<size_t>(slice.slot)] + slice.offset;
+    });
+    const auto call = [](const Args&... args) { return call_op<op>(args...); };
+    if constexpr (std::is_void_v<decltype(std::apply(call, arguments))>) {
+      std::apply(call, arguments);
+    } else if (!std::apply(call, arguments)) {
+      define(arguments);
+    }
+  }
+
+ private:
+  using Arguments = std::tuple<Args...>;
+
+  // Calls `use(index, view)` for the tensors that are there and have elements.
+  template <class Tuple, class Use>
+  static void each(Tuple& arguments, const Use& use) {
+    size_t index = 0;
+    const auto visit = [&](auto& view) {
+      const size_t i = index++;
+      if (view && view.data != nullptr) use(i, view);
+    };
+    std::apply([&](auto&... argument) { (each_view(argument, visit), ...); }, arguments);
+  }
+
+  static void define(const Arguments& arguments) {
+    std::vector<pybind11::object> objects;
+    const auto append = [&](const auto& argument) {
+      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(argument)>, TensorView>)
+        objects.push_back(describe_memory(argument));
+      else
+        objects.push_back(pybind11::cast(argument));
+    };
+    std::apply([&](const auto&... argument) { (append(argument), ...); }, arguments);
+    run_definition(objects);
+  }
+
+  Arguments arguments_;
+  std::array<BufferSlice, (size_t{0} + ... + kViews<Args>)> slices_{};
+};
+
+// What Python calls: the op, or the note that it was called. A recorded call counts as done.
+template <auto op>
+struct Recordable;
+
+template <class Result, class... Args, Result (*op)(Args...)>
+struct Recordable<op> {
+  static Result call(Args... args) {
+    Recorder* recorder = Recorder::active();
+    if (recorder == nullptr) return call_op<op>(args...);
+    recorder->add(std::make_unique<CallOf<op, std::remove_cvref_t<Args>...>>(args...));
+    if constexpr (std::is_same_v<Result, bool>) return true;
+  }
+};
+
+template <auto op>
+inline constexpr auto recordable = &Recordable<op>::call;
+
+void bind_recording(pybind11::module_& m);
+
+}  // namespace te::bindings

@@ -1,0 +1,21 @@
+"""What chains of modules have recorded."""
+
+from torch import nn
+
+from transformer_engine.pytorch.chain.segments import Segment
+
+
+def segments_of(module: nn.Module) -> list[Segment]:
+    """Of every plan and every shape of a module's own chain."""
+    plans = getattr(module, "_plans", {}).values()
+    return [one for plan in plans for found in (plan.recordings or {}).values() for one in found]
+
+
+def all_recorded(module: nn.Module) -> bool:
+    """Every call of this module's chain ran from a recording, and so did every backward."""
+    found = segments_of(module)
+    return bool(found) and all(
+        one.recorded is not None
+        and not any(isinstance(backward, str) for backward in one._backwards.values())
+        for one in found
+    )

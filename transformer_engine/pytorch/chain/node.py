@@ -1,0 +1,83 @@
+"""Calls of chains, and the autograd function that makes each of them one node of the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch import _torch_private
+from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import Targets, run_exported, wgrad_targets
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+
+
+def call_chain(plan: CallPlan, ends_backward: bool, *inputs: Any) -> Any:
+    """Run a chain forward, recorded by autograd where a gradient is wanted.
+
+    Args:
+        plan: of the call.
+        ends_backward: the backward of this call is the last of its step.
+        inputs: the values that come in, then all parameters.
+
+    Returns:
+        What the chain returns: one value, or a tuple.
+    """
+    if plan.requires_grad:
+        if plan.compiling or _torch_private.transforms_active():
+            result = _ChainNode.apply(plan, ends_backward, *inputs)
+            for stage, _ in plan.caching:
+                stage.detach_cache()
+            if plan.columns is not None:
+                plan.columns.note_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
+            return result
+        return _apply(plan, ends_backward, *inputs)
+    if plan.exporting:
+        results: Any = run_exported(plan, inputs)
+    else:
+        results = segments.forward(plan, inputs)[0]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+class _ChainNode(torch.autograd.Function):
+    """Forward and backward of a chain. The tensors that stages save go through autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: CallPlan, ends_backward: bool, *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        targets = wgrad_targets(plan, inputs) if plan.accumulates else _NO_TARGETS
+        results, tensors, traces = segments.forward(plan, inputs)
+        ctx.call = plan, ends_backward, targets, traces
+        ctx.save_for_backward(*tensors)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        plan = ctx.call[0]
+        if plan.compiling or not torch.is_grad_enabled():
+            return (None, None, *_backward(ctx, grads))
+        with torch.no_grad():
+            found = _backward(ctx, grads)
+        return (None, None, *_torch_private.not_differentiable(found, plan.chain.layer))
+
+
+def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """Gradients of the values that came in, and of all parameters."""
+    plan, ends_backward, targets, traces = ctx.call
+    contiguous = [g if g is None or g.is_contiguous() else g.contiguous() for g in grads]
+    tensors = list(ctx.saved_tensors)
+    if not plan.compiling:
+        _torch_private.release_saved_tensors(ctx)
+    found = segments.backward(plan, contiguous, tensors, traces, targets)
+    for i, target in targets.items():
+        weight = plan.chain.steps[i].parameters.start
+        if found[weight] is None:
+            found[weight] = target.stand_in()
+    if ends_backward:
+        autocast_stack().end_backward()
+    return found
+
+
+_NO_TARGETS: Targets = {}
+_apply = _torch_private.bare_apply(_ChainNode)

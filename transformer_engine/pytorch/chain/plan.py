@@ -1,0 +1,102 @@
+"""`CallPlan`: what is decided once for all calls of a chain that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+
+
+class CallPlan:
+    """The facts of a call of a chain. They seldom change, so modules keep their plans.
+
+    Args:
+        dtype: of activations.
+        needs: whether a gradient is wanted, of each value that comes in and of each parameter.
+        quantizers: of each Matmul in order.
+        first_microbatch: what the caller said.
+
+    Attributes:
+        requires_grad: autograd will call backward.
+        in_first_forward: autograd does not see this call, and will see one that computes the same
+            again. Its stages do all that they would do otherwise, so that no bit differs.
+        is_recompute: this call computes one again (see `recompute`).
+        recompute_plan: of calls that compute those of this plan again.
+        recompute_scales: where such a plan finds the scales of the call that it computes again.
+        columns: of the module's scaling state that it casts with.
+        fp8_weights: which inputs are weights that exist in FP8 alone.
+        caching: the stages that read what they have cached, with their plans.
+        stage_plans: of each stage.
+        recordings: by shapes of the inputs; None where calls are not recorded.
+        recorded: the forward of this call ran from a recording.
+        inspect_at: the tick of the inspector from which it may want to look.
+        inspection: what it decided last.
+    """
+
+    __slots__ = (
+        "accumulates",
+        "caching",
+        "chain",
+        "columns",
+        "compiling",
+        "dtype",
+        "exporting",
+        "first_microbatch",
+        "fp8_weights",
+        "in_first_forward",
+        "inspect_at",
+        "inspection",
+        "is_recompute",
+        "needs",
+        "quantizers",
+        "recompute_plan",
+        "recompute_scales",
+        "recorded",
+        "recordings",
+        "requires_grad",
+        "stage_plans",
+    )
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        needs: tuple[bool, ...],
+        quantizers: Sequence[GemmQuantizers] = (),
+        first_microbatch: bool | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.needs = needs
+        self.quantizers = quantizers
+        self.first_microbatch = first_microbatch
+        self.requires_grad = any(needs)
+        self.accumulates = False  # weight gradients go into `main_grad`
+        self.in_first_forward = self.is_recompute = self.recorded = False
+        self.recompute_plan: CallPlan | None = None
+        self.recompute_scales: torch.Tensor | None = None
+        self.columns: Any = None
+        self.chain: Any = None  # that prepared it
+        self.stage_plans: Sequence[Any] = ()
+        self.compiling = False
+        self.exporting = False  # to ONNX
+        self.fp8_weights: tuple[int, ...] = ()
+        self.caching: Sequence[Any] = ()
+        self.inspect_at = 0
+        self.inspection: Any = None
+        self.recordings: dict[Any, Any] | None = None
+
+    def copy(self) -> CallPlan:
+        """The same plan, for one call that has to be told from others."""
+        own = CallPlan.__new__(CallPlan)
+        for name in CallPlan.__slots__:
+            setattr(own, name, getattr(self, name))
+        own.recorded = False
+        return own
+
+
+def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
+    """`CallPlan.needs` of a chain of one value, where autograd records."""
+    return (input_needs, *[p is not None and p.requires_grad for p in parameters])

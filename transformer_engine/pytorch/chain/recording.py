@@ -1,0 +1,286 @@
+"""Recordings: the `_C` calls of a piece of Python, noted once and repeated by one call.
+
+The Python of a chain decides which kernels run, on which memory. For equal facts and equal shapes
+it decides the same every time, so it is watched once, with stand-ins in place of tensors and with
+kernels that only note their arguments. What it leaves behind is a recording of `_C` (see
+csrc/bindings/recording.h) and a plan of its memory: every tensor becomes a slice of a buffer. The
+buffers (slots) of a call are, in this order,
+
+    its inputs,
+    one slab for what nobody reads afterwards, where tensors that are never needed together overlap,
+    one slab for what backward will read,
+    its outputs, each a tensor of its own.
+
+Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. Memory
+that is none of these refuses the recording, and so does Python that does more than allocate, make
+views and call `_C`. Stand-ins lie on the CPU and are never touched, so that they cost address space
+and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_engine import _C
+from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.memory import allocators, strides_of
+from transformer_engine.pytorch.fp8.autocast import GemmGroup
+
+_ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+}
+_VIEWS = {
+    _aten._unsafe_view.default,
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.transpose.int,
+    _aten.unbind.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+}
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+Buffers = list[torch.Tensor | None]
+Tensors = Sequence[torch.Tensor | None]
+
+
+class BufferSlice(NamedTuple):
+    """A tensor that lies in a buffer; the offset is in bytes. It may be all of the buffer."""
+
+    slot: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    whole: bool
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the memory of its buffer."""
+        if self.whole:
+            return buffer
+        start = buffer.storage_offset() * buffer.itemsize + self.offset
+        tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        first = start // self.dtype.itemsize
+        tensor.set_(buffer.untyped_storage(), first, self.shape, self.strides)
+        return tensor
+
+
+class Recorded(NamedTuple):
+    """A recorded piece of Python.
+
+    Attributes:
+        run: repeats it. Called with the tuple of inputs, it returns the list of buffers; None, with
+            nothing done, where the inputs do not look like those of the recording.
+        results: what Python returned.
+        saved: what it left for a backward.
+        gemms: that a call counts.
+        bytes: that a call asks for.
+    """
+
+    run: Callable[[tuple[torch.Tensor | None, ...]], Any]
+    results: Sequence[BufferSlice | None]
+    saved: Sequence[BufferSlice | None]
+    gemms: GemmGroup
+    bytes: int
+
+
+class _Watch(TorchDispatchMode):
+    """Holds what is allocated, and notes whether torch was asked for more than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[torch.Tensor] = []
+        self.computes = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.allocated.append(result)
+        elif func not in _VIEWS:
+            self.computes = str(func)
+        return result
+
+
+def stand_ins(inputs: Tensors) -> Buffers:
+    """Tensors that look like the inputs, for `record`."""
+    return [
+        None if t is None else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in inputs
+    ]
+
+
+def is_plain(t: torch.Tensor | None) -> bool:
+    """Whether a recording can take this as an input."""
+    return t is None or (
+        type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0 and not t.is_meta
+    )
+
+
+def record(
+    inputs: Tensors,
+    for_inputs: Buffers,
+    direct: Tensors,
+    persistent: list[torch.Tensor],
+    python: Callable[[], tuple[Tensors, Tensors]],
+) -> Recorded | str:
+    """Watch `python`.
+
+    Args:
+        inputs: what calls bring first; at least one is there.
+        for_inputs: their stand-ins, which `python` reads.
+        direct: what calls bring behind these, and `python` finds by itself.
+        persistent: tensors that may be read and written without being brought; the recording holds
+            them.
+        python: returns the tensors that are results and those that backward will read (or None).
+
+    Returns:
+        What was recorded; why it cannot be.
+    """
+    if not all(is_plain(t) for t in (*inputs, *direct)):
+        return "an input is no contiguous tensor"
+    recorder, watch = _C.Recorder(), _Watch()
+    recorder.start()
+    try:
+        with torch.no_grad(), counting_apart() as counts, watch:
+            results, saved = python()
+    finally:
+        recorder.stop()
+    if watch.computes:
+        return f"torch computes: {watch.computes}"
+    buffers = _BufferPlan([*for_inputs, *direct], watch.allocated, recorder)
+    problem = buffers.place(results, saved)
+    if problem:
+        return problem
+    recording = buffers.recording([*inputs, *direct], persistent)
+    if problem := recording.place(recorder, buffers.ranges):
+        return problem
+    return Recorded(
+        recording.run,
+        [buffers.slice_of(t) for t in results],
+        [buffers.slice_of(t) for t in saved],
+        tuple(counts.items()),
+        buffers.saved_bytes + buffers.scratch_bytes + buffers.output_bytes,
+    )
+
+
+class _BufferPlan:
+    """Gives every address that was recorded a place in a buffer."""
+
+    def __init__(self, known: Buffers, allocated: list[torch.Tensor], recorder: Any) -> None:
+        self.recorder = recorder
+        self.known = known
+        self.inputs = len(known)
+        self.allocated = allocated
+        self.saved_bytes = self.scratch_bytes = self.output_bytes = 0
+        self.outputs: list[torch.Tensor] = []
+        # (address, bytes, slot, offset) of every tensor that has a place.
+        self.ranges = [
+            (t.data_ptr(), t.nbytes, slot, 0) for slot, t in enumerate(known) if t is not None
+        ]
+
+    def _range(self, address: int) -> tuple[int, int, int, int] | None:
+        for found in self.ranges:
+            if found[0] <= address < found[0] + found[1]:
+                return found
+        return None
+
+    def _allocation(self, address: int) -> torch.Tensor | None:
+        for t in self.allocated:
+            if t.data_ptr() <= address < t.data_ptr() + t.nbytes:
+                return t
+        return None
+
+    def slice_of(self, t: torch.Tensor | None) -> BufferSlice | None:
+        """The place of a tensor that has one."""
+        found = None if t is None else self._range(t.data_ptr())
+        if t is None or found is None:
+            return None
+        slot, offset = found[2], found[3] + t.data_ptr() - found[0]
+        whole = None
+        if slot < self.inputs:
+            whole = self.known[slot]
+        elif slot >= self.inputs + 2:
+            whole = self.outputs[slot - self.inputs - 2]
+        same = whole is not None and (t.shape, t.stride()) == (whole.shape, whole.stride())
+        return BufferSlice(slot, offset, tuple(t.shape), t.stride(), t.dtype, same)
+
+    def place(self, results: Tensors, saved: Tensors) -> str:
+        """Give every tensor a place; why one cannot have any, or `""`."""
+        tensors = [t for t in (*results, *saved) if t is not None]
+        if not all(t.numel() for t in (*tensors, *self.allocated)):
+            return "a tensor is empty"
+        for t in results:
+            self._place(t, self._as_output)
+        for t in saved:
+            self._place(t, self._as_saved)
+        self._place_scratch()
+        if any(self._range(t.data_ptr()) is None for t in tensors):
+            return "a result was neither allocated here nor brought"
+        return ""
+
+    def _place(
+        self, t: torch.Tensor | None, put: Callable[[torch.Tensor], tuple[int, int]]
+    ) -> None:
+        """Put the allocation in which a tensor lies somewhere, unless it has a place."""
+        if t is None or self._range(t.data_ptr()) is not None:
+            return
+        whole = self._allocation(t.data_ptr())
+        if whole is not None:
+            self.ranges.append((whole.data_ptr(), whole.nbytes, *put(whole)))
+
+    def _as_output(self, t: torch.Tensor) -> tuple[int, int]:
+        self.outputs.append(t)
+        self.output_bytes += t.nbytes
+        return self.inputs + 1 + len(self.outputs), 0
+
+    def _as_saved(self, t: torch.Tensor) -> tuple[int, int]:
+        offset = self.saved_bytes
+        self.saved_bytes += _aligned(t.nbytes)
+        return self.inputs + 1, offset
+
+    def _place_scratch(self) -> None:
+        calls = self.recorder.addresses()
+        placed: list[tuple[range, int, int]] = []  # calls, first byte, end
+        for t in sorted(self.allocated, key=lambda t: -t.nbytes):
+            start, end = t.data_ptr(), t.data_ptr() + t.nbytes
+            used = [i for i, call in enumerate(calls) if any(start <= a < end for a in call)]
+            if not used or self._range(start) is not None:
+                continue
+            life = range(used[0], used[-1] + 1)
+            offset = 0
+            for other, first, last in sorted(placed, key=lambda one: one[1]):
+                together = life.start < other.stop and other.start < life.stop
+                if together and offset + _aligned(t.nbytes) > first and offset < last:
+                    offset = last
+            placed.append((life, offset, offset + _aligned(t.nbytes)))
+            self.ranges.append((start, t.nbytes, self.inputs, offset))
+        self.scratch_bytes = max((end for _, _, end in placed), default=0)
+
+    def recording(self, inputs: Tensors, persistent: list[torch.Tensor]) -> Any:
+        """A recording of `_C` with these buffers; its calls are yet to be placed."""
+        device = next(t.device for t in inputs if t is not None)
+        slabs = [((size,), torch.uint8) for size in (self.scratch_bytes, self.saved_bytes)]
+        allocations = [
+            (tuple(shape), strides_of(tuple(shape)), dtype) if shape != (0,) else None
+            for shape, dtype in [*slabs, *((t.shape, t.dtype) for t in self.outputs)]
+        ]
+        return _C.Recording(inputs, allocations, allocators(device), persistent)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

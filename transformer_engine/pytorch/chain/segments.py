@@ -1,0 +1,375 @@
+"""Calls of a chain: segments that were recorded run by one call of `_C`, the others by stages.
+
+A segment is a run of parts of the chain. It is recorded at the first call with its shapes; where
+that is refused it runs stage by stage, every time. Values that pass from one segment to the next
+are tensors of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.chain import recording
+from transformer_engine.pytorch.chain.chain import (
+    Chain,
+    Targets,
+    add_grads,
+    reader,
+    run_backward,
+    run_forward,
+)
+from transformer_engine.pytorch.chain.gemm import count_group
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
+from transformer_engine.pytorch.chain.stages.base import Saved
+
+# Up to this many bytes of input the host takes longer than the GPU. Beyond, kernels take longer,
+# and stages need less memory: each asks for its own when its turn comes, and lets go of it.
+HOST_BOUND_BYTES = 16 * 1024 * 1024
+_MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
+_MOST_SHAPES = 32  # that are recorded for one plan
+
+_Reader = Callable[[Buffers], Sequence[torch.Tensor | None]]
+
+
+class Trace(NamedTuple):
+    """What a part of a call left for its backward.
+
+    Attributes:
+        segment: that ran; None for all stages of the chain, one by one.
+        tensors: how many of the saved ones are its.
+        stages: for each stage how many of those it saved, and which facts; None where the segment
+            ran from a recording.
+    """
+
+    segment: Segment | None
+    tensors: int
+    stages: Sequence[tuple[int, Any]] | None
+
+
+def forward(
+    plan: CallPlan, inputs: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
+    """Run the forward of a plan.
+
+    Args:
+        plan: of the call.
+        inputs: the values that come in, and the parameters.
+
+    Returns:
+        What the chain returns, the tensors to save for the backward, and the traces of the call.
+    """
+    chain = plan.chain
+    values = [*inputs, *chain.results]
+    tensors: Sequence[torch.Tensor | None] = ()
+    traces: list[Trace] = []
+    for segment in _segments_of(plan, inputs):
+        trace, own = segment.forward(plan, values)
+        traces.append(trace)
+        tensors = (*tensors, *own) if tensors else own
+    if not traces:
+        trace, tensors = _traced(None, run_forward(plan, values, 0, len(chain.steps)))
+        traces.append(trace)
+    plan.recorded = trace.stages is None and len(traces) == 1
+    return [values[v] for v in chain.outputs], tensors, traces
+
+
+def backward(
+    plan: CallPlan,
+    grad_outputs: Sequence[torch.Tensor | None],
+    tensors: list[torch.Tensor | None],
+    traces: Sequence[Trace],
+    targets: Targets,
+) -> list[torch.Tensor | None]:
+    """Gradients of the values that came in and of the parameters.
+
+    Args:
+        plan: of the forward.
+        grad_outputs: of what the chain returned, contiguous.
+        tensors: that were saved. The list is emptied, so that memory is free as soon as possible.
+        traces: of the forward.
+        targets: of weight gradients.
+    """
+    chain = plan.chain
+    grads: list[Any] = [None] * len(chain.names)
+    for v, grad in zip(chain.outputs, grad_outputs, strict=True):
+        grads[v] = add_grads(grads[v], grad)
+    for trace in reversed(traces):
+        own = tensors[len(tensors) - trace.tensors :]
+        del tensors[len(tensors) - trace.tensors :]
+        segment = trace.segment
+        if segment is not None and trace.stages is None:
+            segment.backward(plan, grads, own, targets)
+            continue
+        assert trace.stages is not None
+        first, last = (0, len(chain.steps)) if segment is None else (segment.start, segment.stop)
+        record = _record_of(own, trace.stages, first, targets)
+        own.clear()
+        run_backward(plan, grads, record, first, last)
+    return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
+
+
+def _traced(
+    segment: Segment | None, record: Sequence[Saved]
+) -> tuple[Trace, list[torch.Tensor | None]]:
+    """The trace of stages that ran one by one, and the tensors to save."""
+    tensors = [t for saved in record for t in saved.tensors]
+    return Trace(segment, len(tensors), [(len(s.tensors), s.facts) for s in record]), tensors
+
+
+def _record_of(
+    tensors: Tensors, stages: Sequence[tuple[int, Any]], first: int, targets: Targets
+) -> list[Saved]:
+    """What each stage saved, of what all did."""
+    start, record = 0, []
+    for i, (count, facts) in enumerate(stages, first):
+        record.append(Saved(tuple(tensors[start : start + count]), facts, targets.get(i)))
+        start += count
+    return record
+
+
+def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
+    """The segments of calls with such inputs; none where all runs stage by stage.
+
+    Calls are recorded only where the host is what takes time.
+    """
+    recordings = plan.recordings
+    if recordings is None:
+        return []
+    first = inputs[0]
+    values = plan.chain.inputs
+    key = first.shape if values == 1 else tuple([x.shape for x in inputs[:values]])
+    found: list[Segment] | None = recordings.get(key)
+    if found is None:
+        if len(recordings) >= _MOST_SHAPES:
+            return []
+        found = recordings[key] = _segments(plan) if first.nbytes <= HOST_BOUND_BYTES else []
+    return found
+
+
+def _segments(plan: CallPlan) -> list[Segment]:
+    chain, plans = plan.chain, plan.stage_plans
+
+    def recordable(part: tuple[int, int]) -> bool:
+        return all([chain.steps[i].stage.recordable(plans[i]) for i in range(*part)])
+
+    segments = []
+    for possible, parts in groupby(chain.parts, recordable):
+        bounds = list(parts)
+        segments.append(Segment(chain, bounds[0][0], bounds[-1][1], possible))
+    return segments if any([segment.recordable for segment in segments]) else []
+
+
+class Segment:
+    """Some steps of a chain, for one plan and one shape of its inputs.
+
+    Args:
+        chain: of the plan.
+        start: the first step.
+        stop: the one behind the last.
+        recordable: none of its stages does more than call `_C`.
+
+    Attributes:
+        reads: the values that come from outside.
+        makes: the values that are read outside.
+        refused: why there is no recording, and will be none; `""` where there may be one.
+    """
+
+    def __init__(self, chain: Chain, start: int, stop: int, recordable: bool) -> None:
+        self.start, self.stop = start, stop
+        self.recordable = recordable
+        steps = chain.steps[start:stop]
+        made = {v for step in steps for v in step.outputs}
+        later = {v for step in chain.steps[stop:] for v in step.inputs}
+        read = dict.fromkeys(v for step in steps for v in step.inputs)
+        self.reads = tuple([v for v in read if v not in made])
+        self.makes = tuple([v for v in sorted(made) if v in later or v in chain.outputs])
+        self.last_reads = [v for step in steps for v in step.last_reads if v in self.reads]
+        self.draws = [i for i, step in enumerate(steps, start) if step.stage.draws]
+        self.parameters = slice(steps[0].parameters.start, steps[-1].parameters.stop)
+        numbers = [*self.reads, *range(self.parameters.start, self.parameters.stop)]
+        self._read_inputs = reader(numbers)
+        self.refused = "" if recordable else "a stage does more than call _C"
+        self.recorded: Recorded | None = None
+        self._trace = Trace(self, 0, None)
+        self._results: _Reader = list
+        self._saved: _Reader = list
+        self._stages: list[tuple[list[BufferSlice | None], Any]] = []
+        self._backwards: dict[Any, tuple[Recorded, _Reader] | str] = {}
+
+    def forward(
+        self, plan: CallPlan, values: list[Any]
+    ) -> tuple[Trace, Sequence[torch.Tensor | None]]:
+        """Run it; `values` are those of `run_forward`.
+
+        Returns:
+            The trace, and the tensors to save.
+        """
+        buffers = None if self.refused else self._repeat(plan, values)
+        if buffers is not None:
+            return self._trace, buffers
+        return _traced(self, run_forward(plan, values, self.start, self.stop))
+
+    def _repeat(self, plan: CallPlan, values: list[Any]) -> Any:
+        """Run the recording; None, with nothing run, where that cannot be."""
+        for i in self.draws:
+            plan.chain.steps[i].draw_seed(plan.stage_plans[i], values)
+        inputs: Any = self._read_inputs(values)
+        if plan.fp8_weights or plan.caching:
+            inputs = self._with_weights(plan, inputs)
+            if inputs is None:
+                return None
+        if self.recorded is None and not self._record(plan, inputs, values):
+            return None
+        assert self.recorded is not None
+        buffers = self.recorded.run(tuple(inputs))
+        if buffers is None:
+            return None
+        count_group(self.recorded.gemms)
+        for v in self.last_reads:
+            values[v] = None
+        for v, result in zip(self.makes, self._results(buffers), strict=True):
+            values[v] = result
+        return self._saved(buffers)
+
+    def _with_weights(self, plan: CallPlan, inputs: Any) -> list[Any] | None:
+        """The inputs; what weights in FP8 consist of, and what is cached of others, stands behind.
+
+        None where something is yet to be cached.
+        """
+        found = list(inputs)
+        shift = len(self.reads) - self.parameters.start
+        for i in plan.fp8_weights:
+            if self.parameters.start <= i < self.parameters.stop:
+                found += inputs[i + shift].parts
+                found[i + shift] = None
+        own = [step.stage for step in plan.chain.steps[self.start : self.stop]]
+        for stage, stage_plan in plan.caching:
+            if stage in own:
+                cached = stage.cached(stage_plan)
+                if cached is None:
+                    return None
+                found += cached
+        return found
+
+    def _persistent(self, plan: CallPlan) -> list[torch.Tensor]:
+        steps, plans = plan.chain.steps, plan.stage_plans
+        return [
+            tensor
+            for i in range(self.start, self.stop)
+            for tensor in steps[i].stage.persistent_tensors(plans[i])
+        ]
+
+    def _record(self, plan: CallPlan, inputs: Sequence[Any], values: Sequence[Any]) -> bool:
+        count = len(self.reads) + self.parameters.stop - self.parameters.start
+        ours = recording.stand_ins(inputs[:count])
+        watched: list[Saved] = []
+
+        def python() -> tuple[Tensors, Tensors]:
+            mine = [*values]
+            for v, x in zip(self.reads, ours, strict=False):
+                mine[v] = x
+            mine[self.parameters] = ours[len(self.reads) :]
+            for i in plan.fp8_weights:  # their codes and scales are brought directly
+                mine[i] = values[i]
+            watched.extend(run_forward(plan, mine, self.start, self.stop))
+            return [mine[v] for v in self.makes], [t for s in watched for t in s.tensors]
+
+        direct, persistent = inputs[count:], self._persistent(plan)
+        recorded = recording.record(inputs[:count], ours, direct, persistent, python)
+        if isinstance(recorded, str) or recorded.bytes > _MOST_BYTES:
+            self.refused = recorded if isinstance(recorded, str) else "it needs too much memory"
+            return False
+        self.recorded = recorded
+        self._results = _reader_of(recorded.results)
+        slots = sorted({place.slot for place in recorded.saved if place is not None})
+        self._saved = reader(slots)
+        self._trace = Trace(self, len(slots), None)
+        index = {slot: i for i, slot in enumerate(slots)}
+        places = iter([p if p is None else p._replace(slot=index[p.slot]) for p in recorded.saved])
+        self._stages = [([next(places) for _ in saved.tensors], saved.facts) for saved in watched]
+        return True
+
+    def backward(
+        self,
+        plan: CallPlan,
+        grads: list[Any],
+        buffers: list[torch.Tensor | None],
+        targets: Targets,
+    ) -> None:
+        """Run the backward of the recording, recorded in its turn where that can be.
+
+        Args:
+            plan: of the forward.
+            grads: see `run_backward`.
+            buffers: what the forward left.
+            targets: of weight gradients.
+        """
+        mine = {i: t for i, t in targets.items() if self.start <= i < self.stop} if targets else {}
+        inputs = [*[grads[v] for v in self.makes], *buffers, *[t.main_grad for t in mine.values()]]
+        key = (*[grads[v] is None for v in self.makes], *[t.how for t in mine.values()])
+        found = self._backwards.get(key)
+        if found is None:
+            found = self._backwards[key] = self._record_backward(plan, inputs, mine)
+        memory = None if isinstance(found, str) else found[0].run(tuple(inputs))
+        if isinstance(found, str) or memory is None:
+            record = self._views(buffers, mine)
+            inputs.clear()
+            buffers.clear()
+            return run_backward(plan, grads, record, self.start, self.stop)
+        count_group(found[0].gemms)
+        results = found[1](memory)
+        for v in self.makes:
+            grads[v] = None
+        for v, grad in zip(self.reads, results, strict=False):
+            grads[v] = add_grads(grads[v], grad)
+        grads[self.parameters] = results[len(self.reads) :]
+
+    def _views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
+        """What each stage saved, as views into the buffers."""
+        return [
+            Saved(
+                tuple([p if p is None else p.within(buffers[p.slot]) for p in places]),
+                facts,
+                targets.get(i),
+            )
+            for i, (places, facts) in enumerate(self._stages, self.start)
+        ]
+
+    def _record_backward(
+        self, plan: CallPlan, inputs: list[torch.Tensor | None], targets: Targets
+    ) -> tuple[Recorded, _Reader] | str:
+        ours = recording.stand_ins(inputs)
+        first, last = len(self.makes), len(ours) - len(targets)
+        into = zip(targets.items(), ours[last:], strict=True)
+        mine = {i: target._replace(main_grad=t) for (i, target), t in into}
+        record = self._views(ours[first:last], mine)
+
+        def python() -> tuple[Tensors, Tensors]:
+            grads: list[Any] = [None] * len(plan.chain.names)
+            for v, grad in zip(self.makes, ours, strict=False):
+                grads[v] = grad
+            run_backward(plan, grads, record, self.start, self.stop)
+            needed = zip(grads[self.parameters], plan.needs[self.parameters], strict=True)
+            return [*[grads[v] for v in self.reads], *[g if n else None for g, n in needed]], ()
+
+        recorded = recording.record(inputs, ours, (), self._persistent(plan), python)
+        if isinstance(recorded, str):
+            return recorded
+        if recorded.bytes > _MOST_BYTES:
+            return "it needs too much memory"
+        return recorded, _reader_of(recorded.results)
+
+
+def _reader_of(places: Sequence[BufferSlice | None]) -> _Reader:
+    """A function that takes these tensors out of the buffers of a call."""
+    if all(place is not None and place.whole for place in places):
+        return reader([place.slot for place in places])  # type: ignore[union-attr]
+    return lambda buffers: [
+        None if place is None else place.within(buffers[place.slot])  # type: ignore[arg-type]
+        for place in places
+    ]
