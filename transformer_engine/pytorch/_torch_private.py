@@ -7,10 +7,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as _DistributedDataParallel
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def saved_tensors_hooks_active() -> bool:
+    """Whether what autograd saves now passes through hooks."""
+    return _top_hooks(True) is not None
+
+
+def in_distributed_data_parallel() -> bool:
+    """Whether the forward of a DistributedDataParallel is running."""
+    return _DistributedDataParallel._active_ddp_module is not None
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

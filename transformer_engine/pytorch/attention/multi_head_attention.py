@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
-from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_kv, split_qkv
-from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, head_norm, turned
+from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads
+from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norm
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
+from transformer_engine.pytorch.chain.flow import Flow, joins_chains, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments, check_sizes
 from transformer_engine.pytorch.module.inputs import given, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import InitMethod, default_device
 
 
+@joins_chains
 class MultiheadAttention(nn.Module):
     """Multi-head attention with its projections, and optionally a norm before them.
 
@@ -203,6 +205,13 @@ class MultiheadAttention(nn.Module):
             name=f"{self.name}.proj",
             **linear,
         )
+        self._rotation = Rotation(
+            self.layout, self.layer_number, qkv_format, rotary_pos_interleaved
+        )
+        self._split_qkv = Heads(("query", "key", "value"), self.layout)
+        self._split_query = Heads(("query",), self.layout)
+        self._split_kv = Heads(("key", "value"), self.layout)
+        self._fused: dict[Any, Any] = {}
         self.q_norm, self.k_norm = (
             head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
             for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
@@ -317,65 +326,100 @@ class MultiheadAttention(nn.Module):
             ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
             TypeError: see `DotProductAttention.forward`.
         """
-        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
-        query, key, value, tap = self._project(hidden_states, encoder_output, is_first_microbatch)
-        if self.qk_norm_before_rope:
-            query, key = self._normalised(query, key)
-        if rotary_pos_emb is not None:
-            of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-            of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            how = (self.layer_number, self.qkv_format, self.rotary_pos_interleaved)
-            ends = (of_query, of_key)
-            query, key = turned((query, key), rotary_pos_emb, ends, inference_params, *how)
-        if not self.qk_norm_before_rope:
-            query, key = self._normalised(query, key)
-        more = given(
+        names: tuple[str, ...] = ("hidden_states",)
+        values: tuple[torch.Tensor, ...] = (hidden_states,)
+        if self.attention_type == "cross":
+            if encoder_output is None:
+                raise ValueError(
+                    "[MultiheadAttention] expected encoder_output with attention_type 'cross', got"
+                    " None"
+                )
+            names, values = ("hidden_states", "encoder_output"), (hidden_states, encoder_output)
+        arguments = given(
+            attention_mask=attention_mask,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
             **core,
         )
-        context = modules["core_attention"](query, key, value, attention_mask, **more)
-        out = modules["proj"](context, is_first_microbatch)
+        return run_layer(self, names, values, arguments)
+
+    def flow_key(self) -> Hashable:
+        """What `data_flow` depends on beside its arguments."""
+        return self.qk_norm_before_rope
+
+    def flow_of_call(
+        self,
+        flow: Flow,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        encoder_output: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """What a call adds to the flow of a larger layer."""
+        values = (hidden_states, encoder_output)[: 1 if self.attention_type == "self" else 2]
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+        return self.data_flow(flow, values, arguments)
+
+    def data_flow(self, flow: Flow, values: Sequence[Any], arguments: dict[str, Any]) -> Any:
+        """What the layer does, see `chain.flow`: from hidden states (and encoder output) to output.
+
+        Args:
+            flow: runs it, or lists its stages.
+            values: hidden states; in cross attention, encoder output behind them.
+            arguments: of `forward`, those that were given.
+        """
+        core = dict(arguments)
+        microbatch = core.pop("is_first_microbatch", None)
+        mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
+        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        query, key, value, *tap = self._project(flow, modules, values, microbatch)
+        if self.qk_norm_before_rope:
+            query, key = self._normalize(flow, modules, query, key)
+        if angles is not None:
+            ends = [
+                core.get(f"cu_seqlens_{side}_padded", core.get(f"cu_seqlens_{side}"))
+                for side in ("q", "kv")
+            ]
+            cache = core.get("inference_params")
+            query, key = flow.run(self._rotation, query, key, angles, *ends, cache)
+        if not self.qk_norm_before_rope:
+            query, key = self._normalize(flow, modules, query, key)
+        context = flow.call(modules["core_attention"], query, key, value, mask, **core)
+        out = flow.call(modules["proj"], context, microbatch)
         if not self.has_tap:
             return out
-        return (*out, tap) if self.return_bias else (out, tap)
+        return (*out, *tap) if self.return_bias else (out, *tap)
 
     def _project(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_output: torch.Tensor | None,
-        is_first_microbatch: bool | None,
+        self, flow: Flow, modules: dict[str, Any], values: Sequence[Any], microbatch: Any
     ) -> tuple[Any, ...]:
-        """Query, key, value, and the norm's output or input (None where nobody asks)."""
-        out: Any
-        if self.attention_type == "self":
-            module: Any = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"]
-            out = module(hidden_states, is_first_microbatch)
-            out, tap = out if self.has_tap else (out, None)
-            return (*split_qkv(out, self.layout), tap)
-        if encoder_output is None:
-            raise ValueError(
-                "[MultiheadAttention] expected encoder_output with attention_type 'cross', got None"
-            )
-        module = self.layernorm_query if self.input_layernorm else self.query_layer
-        out = module(hidden_states, is_first_microbatch)
-        out, tap = out if self.has_tap else (out, None)
-        query = out.view(*out.shape[:-1], self.layout.heads, self.layout.size)
-        key_value = self.key_value(encoder_output, is_first_microbatch)
-        return (query, *split_kv(key_value, self.layout), tap)
+        """Query, key, value, and the norm's output or input where somebody asks for it."""
+        own = self.attention_type == "self"
+        normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
+        module = modules[normed if self.input_layernorm else plain]
+        out = flow.call(module, values[0], microbatch)
+        out, *tap = out if self.has_tap else (out,)
+        if own:
+            return (*flow.run(self._split_qkv, out), *tap)
+        query = flow.run(self._split_query, out)
+        key_value = flow.call(modules["key_value"], values[1], microbatch)
+        return (query, *flow.run(self._split_kv, key_value), *tap)
 
-    def _normalised(
-        self, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.q_norm is None or self.k_norm is None:
+    def _normalize(
+        self, flow: Flow, modules: dict[str, Any], query: Any, key: Any
+    ) -> tuple[Any, Any]:
+        if modules.get("q_norm") is None or modules.get("k_norm") is None:
             return query, key
-        return self.q_norm(query), self.k_norm(key)
+        return flow.call(modules["q_norm"], query), flow.call(modules["k_norm"], key)

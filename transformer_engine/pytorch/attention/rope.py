@@ -7,17 +7,17 @@ The pairs are (i, i + size / 2), or with `interleaved` (2 i, 2 i + 1).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from transformer_engine.pytorch._torch_private import (
-    apply_of,
-    once_differentiable,
-    transforms_active,
-)
-from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.fp8.operands import Demand
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.parameters import default_device
@@ -146,84 +146,85 @@ def apply_rotary_pos_emb(
         raise NotImplementedError(
             f"[apply_rotary_pos_emb] cp_size={cp_size}: context parallelism is not implemented yet"
         )
-    _check_dimensions(t, freqs, tensor_format)
-    positions, turned_size = freqs.shape[0], freqs.shape[-1]
-    if turned_size > t.shape[-1] or turned_size % 2:
-        raise ValueError(
-            f"[apply_rotary_pos_emb] expected freqs of at most {t.shape[-1]} elements, an even"
-            f" number, got {turned_size}"
-        )
-    _check_format(t, freqs, tensor_format, cu_seqlens)
-    if fused and not exporting():
-        packed = cu_seqlens if tensor_format == "thd" else None
-        batch_first = tensor_format == "bshd"
-        arguments = (_table(freqs), start_positions, packed)
-        recorded = t.requires_grad and torch.is_grad_enabled()
-        if recorded or transforms_active():
-            return _apply(t, *arguments, batch_first, interleaved)
-        return _by_kernel(t, *arguments, batch_first, interleaved, False)
-    freqs = freqs.view(positions, 1, 1, turned_size)
-    angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
+    if not isinstance(t, torch.Tensor):
+        _refuse_type("t", t)
+    check_freqs(t.shape, freqs, tensor_format, cu_seqlens)
     if fused:
-        return _turned(t.float(), angle, interleaved).to(t.dtype)
-    return _turned(t, angle, interleaved)
+        packed = cu_seqlens if tensor_format == "thd" else None
+        options = (tensor_format == "bshd", interleaved)
+        rotated: torch.Tensor = _ROPE(t, angle_table(freqs), start_positions, packed, options)
+        return rotated
+    freqs = freqs.view(freqs.shape[0], 1, 1, freqs.shape[-1])
+    angle = _angles(t, freqs, tensor_format, cu_seqlens, start_positions)
+    return _rotate(t, angle, interleaved)
 
 
-def turn_back(
-    grad: torch.Tensor, freqs: torch.Tensor, tensor_format: str, interleaved: bool
-) -> torch.Tensor:
-    """The gradient of what was turned `fused`, sequences from position 0, from that of the result.
-
-    Args:
-        grad: of the result, as `tensor_format` says; not `thd`.
-        freqs: see `apply_rotary_pos_emb`.
-        tensor_format: see `apply_rotary_pos_emb`.
-        interleaved: see `apply_rotary_pos_emb`.
-    """
-    return _by_kernel(grad, _table(freqs), None, None, tensor_format == "bshd", interleaved, True)
-
-
-def _table(freqs: torch.Tensor) -> torch.Tensor:
+def angle_table(freqs: torch.Tensor) -> torch.Tensor:
     """Angles as the kernel reads them, `[positions, elements]`."""
     plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
     table = freqs if plain else freqs.to(torch.float32).contiguous()
     return table.view(freqs.shape[0], freqs.shape[-1])
 
 
-def _turned(t: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(t: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
     cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
     head, rest = t[..., : angle.shape[-1]], t[..., angle.shape[-1] :]
-    turned = head * cos + _rotate_half(head, interleaved) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated = head * cos + _rotate_half(head, interleaved) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-class _Turn(torch.autograd.Function):
-    """The kernel; its gradient is turned back by the same angles."""
+class Rope(Stage):
+    """Rotates heads by the kernel, in fp32 and rounded once.
 
-    @staticmethod
+    It reads `t` `[sequence, batch, heads, size]`, or as `options` of the call says, which are
+    (batch first, interleaved). The parameters are angles fp32 `[positions, elements]`, start
+    positions and `cu_seqlens`, the last two or None.
+    """
+
+    label = "rope"
+    results = ("rotated",)
+    parameter_count = 3
+
+    def recordable(self, plan: CallPlan) -> bool:
+        """Where the elements of heads lie side by side; else torch copies them."""
+        return True
+
     def forward(
-        ctx: Any,
-        t: torch.Tensor,
-        table: torch.Tensor,
-        starts: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        batch_first: bool,
-        interleaved: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(table, starts, cu_seqlens)
-        ctx.how = (batch_first, interleaved)
-        return _by_kernel(t, table, starts, cu_seqlens, batch_first, interleaved, False)
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Saved]:
+        """Rotate."""
+        rotated = _by_kernel(inputs[0], *parameters, *plan.options, False)
+        return (rotated,), Saved(tuple(parameters) if plan.requires_grad else ())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        table, starts, cu_seqlens = ctx.saved_tensors
-        batch_first, interleaved = ctx.how
-        turned = _by_kernel(grad, table, starts, cu_seqlens, batch_first, interleaved, True)
-        return turned, *[None] * 5
+    def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
+        """In torch's operators, in fp32 and rounded once."""
+        (t,) = inputs
+        table, starts, cu_seqlens = parameters
+        assert table is not None
+        batch_first, interleaved = plan.options
+        tensor_format = "bshd" if batch_first else "sbhd" if cu_seqlens is None else "thd"
+        freqs = table.view(table.shape[0], 1, 1, table.shape[-1])
+        angle = _angles(t, freqs, tensor_format, cu_seqlens, starts)
+        return (_rotate(t.float(), angle, interleaved).to(t.dtype),)
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Any]:
+        """Rotate the gradient by the same angles the other way."""
+        return (_by_kernel(grads[0], *saved.tensors, *plan.options, True),), (None,) * 3
+
+    def backward_params(self, carry: Any, saved: Saved, plan: CallPlan) -> Parameters:
+        """None: angles get no gradient."""
+        return carry
 
 
-_apply = apply_of(_Turn)
+class _RopeOfOne(Part):
+    def plan_call(self, values: Incoming, *arguments: Any) -> Planned:
+        *parameters, options = arguments
+        return self.planned(values, parameters, options)
+
+
+_ROPE = _RopeOfOne(Chain.of(Rope()))
 
 
 def _by_kernel(x: torch.Tensor, *how: Any) -> torch.Tensor:
@@ -238,32 +239,43 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def _check_dimensions(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
-    for name, given in (("t", t), ("freqs", freqs)):
-        if not isinstance(given, torch.Tensor):
-            raise TypeError(
-                f"[apply_rotary_pos_emb] expected {name} to be a torch.Tensor, got"
-                f" {type(given).__name__}"
-            )
-    dimensions = 3 if tensor_format == "thd" else 4
-    if t.dim() != dimensions:
-        raise ValueError(
-            f"[apply_rotary_pos_emb] expected t of {dimensions} dimensions for tensor_format"
-            f" {tensor_format!r}, got {tuple(t.shape)}"
-        )
-    if freqs.dim() < 2 or any(size != 1 for size in freqs.shape[1:-1]):
-        raise ValueError(
-            "[apply_rotary_pos_emb] expected freqs of shape (positions, 1, 1, elements), got"
-            f" {tuple(freqs.shape)}"
-        )
+def _refuse_type(name: str, value: object) -> NoReturn:
+    raise TypeError(
+        f"[apply_rotary_pos_emb] expected {name} to be a torch.Tensor, got {type(value).__name__}"
+    )
 
 
-def _check_format(
-    t: torch.Tensor,
+def check_freqs(
+    sizes: Sequence[int],
     freqs: torch.Tensor,
     tensor_format: str,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
+    """Check angles for a tensor of these sizes; see `apply_rotary_pos_emb`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        TypeError: `freqs` is no tensor.
+    """
+    if not isinstance(freqs, torch.Tensor):
+        _refuse_type("freqs", freqs)
+    dimensions = 3 if tensor_format == "thd" else 4
+    if len(sizes) != dimensions:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected t of {dimensions} dimensions for tensor_format"
+            f" {tensor_format!r}, got {tuple(sizes)}"
+        )
+    shape = freqs.shape
+    if len(shape) < 2 or any(size != 1 for size in shape[1:-1]):
+        raise ValueError(
+            "[apply_rotary_pos_emb] expected freqs of shape (positions, 1, 1, elements), got"
+            f" {tuple(shape)}"
+        )
+    if shape[-1] > sizes[-1] or shape[-1] % 2:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected freqs of at most {sizes[-1]} elements, an even"
+            f" number, got {shape[-1]}"
+        )
     if tensor_format not in ("sbhd", "bshd", "thd"):
         raise ValueError(
             "[apply_rotary_pos_emb] expected tensor_format in {sbhd, bshd, thd},"
@@ -275,11 +287,10 @@ def _check_format(
                 "[apply_rotary_pos_emb] expected cu_seqlens with tensor_format 'thd', got None"
             )
         return
-    length = t.shape[0 if tensor_format == "sbhd" else 1]
-    if length > freqs.shape[0]:
+    length = sizes[0 if tensor_format == "sbhd" else 1]
+    if length > shape[0]:
         raise ValueError(
-            f"[apply_rotary_pos_emb] expected freqs for at least {length} positions,"
-            f" got {freqs.shape[0]}"
+            f"[apply_rotary_pos_emb] expected freqs for at least {length} positions, got {shape[0]}"
         )
 
 

@@ -64,10 +64,6 @@ class ChainBuilder:
         self.stages: list[tuple[Stage, tuple[int, ...], tuple[int, ...]]] = []
         self.parts: list[int] = []  # the first stage of each
 
-    def begin_part(self) -> None:
-        """Stages that follow are planned together, and apart from those before."""
-        self.parts.append(len(self.stages))
-
     def add(self, stage: Stage, *inputs: int) -> list[int]:
         """Run a stage on these values.
 
@@ -78,6 +74,19 @@ class ChainBuilder:
         self.names += stage.results
         self.stages.append((stage, inputs, outputs))
         return list(outputs)
+
+    def add_part(self, chain: Chain, *inputs: int) -> list[int]:
+        """Run the stages of a chain on these values; they are planned together.
+
+        Returns:
+            What the chain returns.
+        """
+        self.parts.append(len(self.stages))
+        values = dict(enumerate(inputs))
+        for step in chain.steps:
+            made = self.add(step.stage, *[values[v] for v in step.inputs])
+            values.update(zip(step.outputs, made, strict=True))
+        return [values[v] for v in chain.outputs]
 
     def chain(self, *outputs: int) -> Chain:
         """The chain that returns these values."""
@@ -187,6 +196,7 @@ class Chain:
         plan.requires_grad = plan.requires_grad and not plan.exporting
         plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
         plan.stage_plans = plans
+        plan.differentiable = [plan.requires_grad] * len(plans)
         if not plan.compiling and not plan.exporting:
             plan.recordings = {}
         plan.accumulates = plan.requires_grad and any(
@@ -262,7 +272,7 @@ def run_backward(
         mine = [grads[v] for v in step.outputs]
         for v in step.outputs:
             grads[v] = None
-        if not any([grad is not None for grad in mine]):
+        if not (plan.differentiable[i] and any([grad is not None for grad in mine])):
             continue
         request = None
         if step.producer >= 0 and isinstance(mine[0], torch.Tensor):

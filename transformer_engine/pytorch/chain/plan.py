@@ -28,9 +28,11 @@ class CallPlan:
         recompute_plan: of calls that compute those of this plan again.
         recompute_scales: where such a plan finds the scales of the call that it computes again.
         columns: of the module's scaling state that it casts with.
+        options: what else stages must know of it.
         fp8_weights: which inputs are weights that exist in FP8 alone.
         caching: the stages that read what they have cached, with their plans.
         stage_plans: of each stage.
+        differentiable: of each stage, whether anything in it needs a gradient.
         recordings: by shapes of the inputs; None where calls are not recorded.
         recorded: the forward of this call ran from a recording.
         inspect_at: the tick of the inspector from which it may want to look.
@@ -43,6 +45,7 @@ class CallPlan:
         "chain",
         "columns",
         "compiling",
+        "differentiable",
         "dtype",
         "exporting",
         "first_microbatch",
@@ -52,6 +55,7 @@ class CallPlan:
         "inspection",
         "is_recompute",
         "needs",
+        "options",
         "quantizers",
         "recompute_plan",
         "recompute_scales",
@@ -78,8 +82,10 @@ class CallPlan:
         self.recompute_plan: CallPlan | None = None
         self.recompute_scales: torch.Tensor | None = None
         self.columns: Any = None
+        self.options: Any = None
         self.chain: Any = None  # that prepared it
         self.stage_plans: Sequence[Any] = ()
+        self.differentiable: Sequence[bool] = ()
         self.compiling = False
         self.exporting = False  # to ONNX
         self.fp8_weights: tuple[int, ...] = ()

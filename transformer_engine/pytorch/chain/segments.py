@@ -142,7 +142,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         return []
     first = inputs[0]
     values = plan.chain.inputs
-    key = first.shape if values == 1 else tuple([x.shape for x in inputs[:values]])
+    key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
     found: list[Segment] | None = recordings.get(key)
     if found is None:
         if len(recordings) >= _MOST_SHAPES:

@@ -10,9 +10,11 @@ from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
+from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
@@ -33,7 +35,6 @@ from transformer_engine.pytorch.module.arguments import (
     refuse_parallelism,
 )
 from transformer_engine.pytorch.module.inputs import (
-    autocast_dtype,
     check_device,
     check_features,
     checked_dtype,
@@ -42,8 +43,7 @@ from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.recompute.compiled_scales import note_scope
-from transformer_engine.pytorch.recompute.module_calls import plan_in_region
-from transformer_engine.pytorch.recompute.regions import forward_grad_enabled, graph_task, top_hooks
+from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64
@@ -52,16 +52,6 @@ _STACK = autocast_stack()
 # Found once: looking up names of torch takes a tenth of what a call has to spend.
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-
-
-def may_recompute() -> bool:
-    """Whether a call may be the first or the second of a region."""
-    stack = _STACK
-    if (stack.scope.number or stack.inspector is not None) and (
-        top_hooks(True) is not None or not forward_grad_enabled()
-    ):
-        return True
-    return stack.noted and graph_task() != -1
 
 
 class TransformerEngineBaseModule(ScaledModule):
@@ -181,7 +171,7 @@ class TransformerEngineBaseModule(ScaledModule):
         else:
             needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
             plan = self.plan_for(x, parameters, needs, first_microbatch)
-            ends = plan.requires_grad and _STACK.first_pending and self._ends_backward()
+            ends = plan.requires_grad and _STACK.first_pending and self.ends_backward()
         out = call_chain(plan, ends, x.contiguous(), *parameters)
         tapped = len(self.chain.outputs) > 1
         if not (self.return_bias or tapped):
@@ -189,6 +179,19 @@ class TransformerEngineBaseModule(ScaledModule):
         out, *tap = out if tapped else (out,)
         extra = [None if bias is None else bias.to(plan.dtype)] if self.return_bias else []
         return (out, *extra, *tap)
+
+    def plan_call(
+        self, values: Incoming, is_first_microbatch: bool | None = None
+    ) -> Planned | None:
+        """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
+
+        None where `forward` does more than run the chain.
+        """
+        if self.return_bias:
+            return None
+        parameters, _ = self.chain_parameters()
+        needs = values.with_parameters(parameters) if values.records else ()
+        return self.plan_for(values.like, parameters, needs, is_first_microbatch), parameters
 
     def plan_for(
         self,
@@ -234,7 +237,7 @@ class TransformerEngineBaseModule(ScaledModule):
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
             note_scope(kind, weights, _STACK.scope.enabled)
 
-    def _ends_backward(self) -> bool:
+    def ends_backward(self) -> bool:
         """Whether the backward of this call ends the step: of the first one in the outermost scope.
 
         It is asked once for a call that autograd records.

@@ -1,69 +1,40 @@
-"""residual + dropout(x + bias): the end of every block of a transformer layer, in one kernel."""
+"""residual + dropout(x + bias): the end of every block of a transformer layer."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
-from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.kernels.dropout_add import (
-    dropout_add_backward,
-    dropout_add_forward,
-)
+from transformer_engine.pytorch.chain.chain import ChainBuilder
+from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
+from transformer_engine.pytorch.chain.stages.residual import DropoutAdd
 
 
-def drawn_and_added(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `kernels.dropout_add.dropout_add_forward` returns, and the seed; None where `p == 0`."""
-    # Drawn on the device by torch's generator: a captured graph draws anew at each replay.
-    seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0.0 else None
-    return dropout_add_forward(x, bias, residual, seed, p), seed
+class Residual(Part):
+    """The stage `DropoutAdd`, planned on its own.
+
+    Args:
+        with_residual: it reads a branch and a residual, not a branch alone.
+    """
+
+    def __init__(self, with_residual: bool = True) -> None:
+        names = ("branch", "residual") if with_residual else ("branch",)
+        built = ChainBuilder(*names)
+        super().__init__(built.chain(*built.add(DropoutAdd(), *range(len(names)))))
+
+    def plan_call(
+        self, values: Incoming, p: float = 0.0, bias: torch.Tensor | None = None
+    ) -> Planned:
+        """See `Part`.
+
+        Args:
+            values: branch and residual.
+            p: probability of dropping an element; 0 where not training.
+            bias: `[cols]`, added to the branch.
+        """
+        return self.planned(values, (bias, None), p)
 
 
-class _DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-    ) -> torch.Tensor:
-        ctx.p = p
-        ctx.dtype = x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        out, seed = drawn_and_added(x, bias, residual, p)
-        ctx.save_for_backward(seed)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (seed,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        needs_x, needs_bias, needs_residual, _ = ctx.needs_input_grad
-        same = ctx.p == 0.0 and ctx.dtype == grad.dtype
-        x_grad, bias_grad = dropout_add_backward(
-            grad,
-            seed,
-            ctx.p,
-            ctx.dtype if needs_x and not same else None,
-            ctx.bias_dtype if needs_bias else None,
-        )
-        return (
-            grad if needs_x and same else x_grad,
-            bias_grad,
-            grad if needs_residual else None,
-            None,
-        )
-
-
-_apply = apply_of(_DropoutAdd)
+_RESIDUAL = Residual()
 
 
 def dropout_add(
@@ -77,13 +48,7 @@ def dropout_add(
         residual: shape of `x`.
         p: probability of dropping an element, 0 <= p < 1; 0 where not training.
     """
-    if p == 0.0 and bias is None:
-        if residual is None:
-            return x
-        if residual.dtype in (x.dtype, torch.float32):
-            return residual + x
-    if exporting():  # dropout has been refused
-        total = x.float() if bias is None else x.float() + bias.float()
-        return total.to(x.dtype) if residual is None else (residual + total).to(residual.dtype)
-    out: torch.Tensor = _apply(x.contiguous(), bias, residual, p)
+    if p == 0.0 and bias is None and residual is None:
+        return x
+    out: torch.Tensor = _RESIDUAL(x, residual, p, bias)
     return out

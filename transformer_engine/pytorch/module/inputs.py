@@ -13,7 +13,6 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 
 # Found once: this is on the hot path.
 _is_compiling = torch.compiler.is_compiling
-_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _Tensor, _strided = torch.Tensor, torch.strided
 
 Parameters = Sequence[torch.Tensor | None]
@@ -48,14 +47,6 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
             f"[{type(module).__name__}] GEMM not possible: expected inp of shape "
             f"(..., {features}), got {tuple(shape)} (layer {module.name})"
         )
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype of `torch.autocast` on the tensor's device; None where it is off."""
-    if not _is_any_autocast_enabled() or x.is_meta:
-        return None
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:

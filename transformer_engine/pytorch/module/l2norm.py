@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
 
+@joins_chains
 class L2Normalization(SingleStageModule):
     """Scale to length 1 over the last axis, in fp32. It has no parameters.
 
@@ -33,7 +36,13 @@ class L2Normalization(SingleStageModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise `(..., hidden_size)` over the last axis; shape and dtype stay."""
-        return self.run(inp.dtype, inp, self._gamma(inp), None)
+        return self.run(inp)
+
+    def dtype_and_parameters(
+        self, like: torch.Tensor
+    ) -> tuple[torch.dtype, Sequence[torch.Tensor | None]]:
+        """See `SingleStageModule`."""
+        return like.dtype, (self._gamma(like), None)
 
     def _gamma(self, like: torch.Tensor) -> torch.Tensor:
         """Filled once for a device; anew where memory belongs to one graph or to one mode."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Matmul, Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
@@ -32,6 +33,7 @@ from transformer_engine.pytorch.module.parameters import (
 )
 
 
+@joins_chains
 class LayerNormLinear(OneWeight):
     """Applies layer normalisation followed by a linear transformation.
 

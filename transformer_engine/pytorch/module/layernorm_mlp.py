@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.flow import joins_chains
+from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.stages import Activation, Matmul, Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
@@ -31,6 +33,7 @@ from transformer_engine.pytorch.module.parameters import (
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 
 
+@joins_chains
 class LayerNormMLP(TransformerEngineBaseModule):
     """Applies layer normalisation followed by a two-layer perceptron.
 
@@ -189,6 +192,12 @@ class LayerNormMLP(TransformerEngineBaseModule):
                 preserve_rng_state=False,  # nothing in here draws random numbers
             )
         return self._forward(inp, is_first_microbatch)
+
+    def plan_call(
+        self, values: Incoming, is_first_microbatch: bool | None = None
+    ) -> Planned | None:
+        """See `TransformerEngineBaseModule`."""
+        return None if self.checkpoint else super().plan_call(values, is_first_microbatch)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Matmul
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.module.arguments import (
@@ -59,6 +60,7 @@ class OneWeight(TransformerEngineBaseModule):
         return [self._split.of(self)[0]]
 
 
+@joins_chains
 class Linear(OneWeight):
     """Applies `y = x . A^T + b`; a drop-in replacement of `torch.nn.Linear`.
 

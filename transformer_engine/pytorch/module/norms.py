@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.stages import Norm
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.module.arguments import (
     check_numbers,
     check_sizes,
     refuse_keywords,
 )
-from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
@@ -108,14 +108,19 @@ class NormModule(OptionalExtraState, SingleStageModule):
                 f"[{self.kind}] expected inp of shape (..., {self.hidden_size}), got "
                 f"{tuple(shape)} (layer {self.name})"
             )
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
-        assert weight is not None
         if inp.dtype not in HIGH_PRECISION:
             raise TypeError(
                 f"[{self.kind}] expected inp of float32, float16 or bfloat16, got {inp.dtype} "
                 f"(layer {self.name})"
             )
-        return self.run(autocast_dtype(inp) or weight.dtype, inp, weight, bias)
+        return self.run(inp)
+
+    def dtype_and_parameters(
+        self, like: torch.Tensor
+    ) -> tuple[torch.dtype, Sequence[torch.Tensor | None]]:
+        """See `SingleStageModule`."""
+        own: Any = self._parameters
+        return autocast_dtype(like) or own["weight"].dtype, (own["weight"], own.get("bias"))
 
     def extra_repr(self) -> str:
         """Size and settings."""

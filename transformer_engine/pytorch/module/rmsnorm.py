@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.module.norms import NormModule
 
 
+@joins_chains
 class RMSNorm(NormModule):
     """Root mean square normalisation over the last axis, with fp32 statistics.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Stage
 
@@ -30,13 +32,21 @@ class SingleStageModule(nn.Module):
             found = self._plans[dtype, needs] = self.chain.prepare(CallPlan(dtype, needs))
         return found
 
-    def run(self, dtype: torch.dtype, x: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
-        """Run the stage on a tensor; the result has this dtype."""
-        inputs = (x.contiguous(), *parameters)
-        needs = (False,) * len(inputs)
-        if torch.is_grad_enabled():
-            needs = tuple([t is not None and t.requires_grad for t in inputs])
-        return call_chain(self.plan_for(dtype, needs), False, *inputs)
+    def plan_call(self, values: Incoming) -> Planned:
+        """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`."""
+        dtype, parameters = self.dtype_and_parameters(values.like)
+        return self.plan_for(dtype, values.with_parameters(parameters)), parameters
+
+    def dtype_and_parameters(
+        self, like: torch.Tensor
+    ) -> tuple[torch.dtype, Sequence[torch.Tensor | None]]:
+        """The dtype of results for an input like this, and the parameters of the stage."""
+        return like.dtype, ()
+
+    def run(self, x: torch.Tensor) -> Any:
+        """Run the stage on a tensor."""
+        plan, parameters = self.plan_call(incoming(x))
+        return call_chain(plan, False, x.contiguous(), *parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}

@@ -10,7 +10,7 @@ pass that quantises the GEMM's incoming gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.chain.flow import Flow, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.module.drop_path import DropPath
-from transformer_engine.pytorch.module.dropout_add import dropout_add
+from transformer_engine.pytorch.module.dropout_add import Residual
 from transformer_engine.pytorch.module.inputs import given, names_layer
 from transformer_engine.pytorch.module.layer_checks import (
     BATCH_DIM,
@@ -235,6 +236,8 @@ class TransformerLayer(nn.Module):
             name=f"{self.name}.layernorm_mlp",
             **shared,
         )
+        self._residual, self._dropout = Residual(), Residual(with_residual=False)
+        self._fused: dict[Any, Any] = {}
         self.drop_path = DropPath(drop_path_rate, BATCH_DIM[attn_input_format])
         if output_layernorm:
             norm = RMSNorm if normalization == "RMSNorm" else LayerNorm
@@ -334,34 +337,79 @@ class TransformerLayer(nn.Module):
             alibi_slopes=alibi_slopes,
             **sequences,
         )
-        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
-        block: Any = modules["self_attention"](hidden_states, attention_mask, **core)
-        of_tokens = _packed_sequences(self.attn_input_format, sequences)
-        if self.parallel_attention_mlp:
-            block = block + self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return self._join(block, hidden_states, of_tokens)
-        hidden_states = self._join(block, hidden_states, of_tokens)
+        if attention_mask is not None:
+            core["attention_mask"] = attention_mask
+        names: tuple[str, ...] = ("hidden_states",)
+        values: tuple[torch.Tensor, ...] = (hidden_states,)
+        cross: dict[str, Any] = {}
         if self.layer_type == "decoder":
-            kind = self._cross_mask_type(enc_dec_attn_mask, enc_dec_attn_mask_type)
-            core.update(
-                attn_mask_type=kind,
+            cross = self._cross_arguments(
+                core,
+                attention_mask=enc_dec_attn_mask,
+                attn_mask_type=self._cross_mask_type(enc_dec_attn_mask, enc_dec_attn_mask_type),
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                inference_params=None,
             )
-            block = self.inter_attention(hidden_states, enc_dec_attn_mask, encoder_output, **core)
-            hidden_states = self._join(block, hidden_states, drop_path=False)
-        block = modules["layernorm_mlp"](hidden_states, is_first_microbatch)
-        hidden_states = self._join(block, hidden_states, of_tokens)
-        return self.layernorm(hidden_states) if self.output_layernorm else hidden_states
+            if encoder_output is not None:
+                names, values = ("hidden_states", "encoder_output"), (hidden_states, encoder_output)
+        return run_layer(self, names, values, core, cross)
+
+    @staticmethod
+    def _cross_arguments(core: dict[str, Any], **own: Any) -> dict[str, Any]:
+        """Arguments of cross-attention: those of self-attention but for masks and the cache."""
+        shared = {k: v for k, v in core.items() if k not in own and k != "inference_params"}
+        return {**shared, **{name: x for name, x in own.items() if x is not None}}
+
+    def flow_key(self) -> Hashable:
+        """What `data_flow` depends on beside its arguments."""
+        if not self.training:
+            return None
+        return self.hidden_dropout, self.drop_path_rate
+
+    def data_flow(
+        self, flow: Flow, values: Sequence[Any], core: dict[str, Any], cross: dict[str, Any]
+    ) -> Any:
+        """What the layer does, see `chain.flow`: from hidden states (and encoder output) to output.
+
+        Args:
+            flow: runs it, or lists its stages.
+            values: hidden states; in a decoder, encoder output behind them.
+            core: arguments of self-attention, those that were given.
+            cross: the same of cross-attention.
+        """
+        modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
+        (hidden_states, *encoder_output), microbatch = values, core.get("is_first_microbatch")
+        ends = core.get("cu_seqlens_q_padded", core.get("cu_seqlens_q"))
+        packed = ends if self.attn_input_format == "thd" else None
+        block = self._attend(flow, modules["self_attention"], hidden_states, core)
+        if self.parallel_attention_mlp:
+            mlp = flow.call(modules["layernorm_mlp"], hidden_states, microbatch)
+            block = flow.run(self._residual, mlp, block)
+            return self._join(flow, block, hidden_states, packed)
+        hidden_states = self._join(flow, block, hidden_states, packed)
+        if self.layer_type == "decoder":
+            attention = modules["inter_attention"]
+            block = self._attend(flow, attention, hidden_states, cross, *encoder_output)
+            hidden_states = self._join(flow, block, hidden_states, drop_path=False)
+        block = flow.call(modules["layernorm_mlp"], hidden_states, microbatch)
+        hidden_states = self._join(flow, block, hidden_states, packed)
+        return (
+            flow.call(modules["layernorm"], hidden_states)
+            if self.output_layernorm
+            else hidden_states
+        )
+
+    @staticmethod
+    def _attend(
+        flow: Flow, attention: Any, hidden_states: Any, arguments: dict[str, Any], *encoder: Any
+    ) -> Any:
+        others = dict(arguments)
+        mask = others.pop("attention_mask", None)
+        return flow.call(attention, hidden_states, mask, *encoder, **others)
 
     def _join(
-        self,
-        block: Any,
-        residual: torch.Tensor,
-        of_tokens: torch.Tensor | None = None,
-        drop_path: bool = True,
-    ) -> torch.Tensor:
+        self, flow: Flow, block: Any, residual: Any, packed: Any = None, drop_path: bool = True
+    ) -> Any:
         """End a block: residual + drop_path(dropout(output)).
 
         A block that begins with a norm is `(output, residual)`: the norm's input, or its output
@@ -370,9 +418,10 @@ class TransformerLayer(nn.Module):
         out, residual = block if isinstance(block, tuple) else (block, residual)
         p = self.hidden_dropout if self.training else 0.0
         if not (drop_path and self.drop_path_rate > 0.0 and self.training):
-            return dropout_add(out, None, residual, p)
-        branch = self.drop_path(dropout_add(out, None, None, p), of_tokens)
-        return residual + branch.to(residual.dtype)
+            return flow.run(self._residual, out, residual, p)
+        branch = flow.run(self._dropout, out, p) if p else out
+        branch = flow.call(self._modules["drop_path"], branch, packed)
+        return flow.run(self._residual, branch, residual)
 
     def _cross_mask_type(self, mask: AttentionMask | None, override: str | None) -> str:
         """Mask type of cross-attention: as said, else what the mask itself means."""
@@ -383,11 +432,3 @@ class TransformerLayer(nn.Module):
             kind = "padding" if isinstance(mask, tuple | list) else "arbitrary"
         check_mask(mask, kind, "enc_dec_attn_mask", "enc_dec_attn_mask_type")
         return kind
-
-
-def _packed_sequences(attn_input_format: str, sequences: dict[str, Any]) -> torch.Tensor | None:
-    """Where each sequence of packed tokens ends; None where samples are a dimension."""
-    if attn_input_format != "thd":
-        return None
-    padded: torch.Tensor | None = sequences.get("cu_seqlens_q_padded")
-    return sequences.get("cu_seqlens_q") if padded is None else padded

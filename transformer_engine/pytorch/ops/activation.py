@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.chain.stages import Activation
+from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
 
@@ -47,8 +48,7 @@ class _Activation(SingleStageModule, FusibleOperation):
             raise ValueError(
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
             )
-        dtype = autocast_dtype(x) or x.dtype
-        return self.run(dtype, x.to(dtype))
+        return self.run(x.to(autocast_dtype(x) or x.dtype))
 
 
 class GELU(_Activation):

@@ -14,11 +14,29 @@ from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
-from transformer_engine.pytorch.recompute.regions import Call, Place, Region, graph_task, place
+from transformer_engine.pytorch.recompute.regions import (
+    Call,
+    Place,
+    Region,
+    forward_grad_enabled,
+    graph_task,
+    place,
+    top_hooks,
+)
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+
+def may_recompute() -> bool:
+    """Whether a call may be the first or the second of a region."""
+    stack = autocast_stack()
+    if (stack.scope.number or stack.inspector is not None) and (
+        top_hooks(True) is not None or not forward_grad_enabled()
+    ):
+        return True
+    return stack.noted and graph_task() != -1
 
 
 def plan_in_region(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from transformer_engine.pytorch.attention.core.casts import asks
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.export.onnx import refuse, refuse_training
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import autocast_dtype, refuse_input
+from transformer_engine.pytorch.module.inputs import refuse_input
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention

@@ -15,7 +15,12 @@ import torch
 
 from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
 from transformer_engine.pytorch.attention.core.packed import whole_of
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.operands import Demand
 from transformer_engine.pytorch.kernels.library import composite_op
 
 
@@ -149,3 +154,68 @@ def split_kv(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     shape = (layout.groups, 2) if layout.interleaved else (2, layout.groups)
     pair = x.view(*x.shape[:-1], *shape, layout.size)
     return pair.unbind(-2 if layout.interleaved else -3)
+
+
+class SplitHeads(Stage):
+    """Takes a projection `[..., features]` apart into heads `[..., heads, size]`.
+
+    Args:
+        results: what it holds: query, key and value, key and value, or queries alone.
+        layout: heads.
+    """
+
+    label = "split_heads"
+
+    def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
+        self.results = results
+        self.layout = layout
+
+    def recordable(self, plan: CallPlan) -> bool:
+        """Where all are views."""
+        return len(self.results) < 3 or self.layout.all_views
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts, as views where that can be."""
+        layout = self.layout
+        if len(self.results) == 3:
+            return views(x, layout)
+        if len(self.results) == 2:
+            return split_kv(x, layout)
+        return (x.view(*x.shape[:-1], layout.heads, layout.size),)
+
+    def forward(
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Saved]:
+        """The parts."""
+        return self.split(inputs[0]), Saved(())
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+    ) -> tuple[Results, Any]:
+        """The gradient of the projection."""
+        if len(self.results) == 3:
+            return (join_gradients(tuple(grads), self.layout),), None
+        if len(self.results) == 2:
+            return (
+                torch.stack(tuple(grads), -2 if self.layout.interleaved else -3).flatten(-3),
+            ), None
+        return (grads[0].flatten(-2),), None
+
+
+class Heads(Part):
+    """The stage `SplitHeads`, planned on its own; arguments are its."""
+
+    def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
+        self.stage = SplitHeads(results, layout)
+        super().__init__(Chain.of(self.stage))
+
+    def plan_call(self, values: Incoming) -> Planned:
+        """See `Part`."""
+        return self.planned(values, (), None)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """Views that autograd knows; for queries, keys and values see `split_qkv`."""
+        if len(self.stage.results) == 3:
+            return split_qkv(x, self.stage.layout)
+        parts = self.stage.split(x)
+        return parts if len(parts) > 1 else parts[0]

@@ -1,14 +1,17 @@
-"""What happens to queries and keys between their projection and attention: norms and rotation."""
+"""What happens to queries and keys between their projection and attention: norms, rotation."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.attention.core.projections import HeadLayout
+from transformer_engine.pytorch.attention.rope import Rope, angle_table, check_freqs
+from transformer_engine.pytorch.chain.chain import ChainBuilder
+from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
+from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.l2norm import L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
@@ -40,54 +43,74 @@ def head_norm(
     return norm(size, eps, params_dtype=params_dtype, device=device, name=name)
 
 
-def pair_of(angles: RotaryAngles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles of queries and of keys."""
-    return (angles[0], angles[1]) if isinstance(angles, tuple | list) else (angles, angles)
-
-
-def turned(
-    query_key: tuple[torch.Tensor, torch.Tensor],
-    angles: RotaryAngles,
-    ends: tuple[torch.Tensor | None, torch.Tensor | None],
-    inference_params: Any,
-    layer_number: int | None,
-    qkv_format: str,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys with rotary position embedding.
+class Rotation(Part):
+    """Rotary position embedding of queries and keys.
 
     Args:
-        query_key: both, in the format.
-        angles: of `RotaryPositionEmbedding`, or a pair for queries and keys.
-        ends: where the packed sequences of each end.
-        inference_params: positions start where its sequences are; None for zero.
-        layer_number: who asks for them.
-        qkv_format: of the tensors.
+        layout: heads and their size.
+        layer_number: that asks `InferenceParams` for positions.
+        qkv_format: of queries and keys.
         interleaved: see `rope.py`.
     """
-    query, key = query_key
-    of_query, of_key = ends
-    pair: tuple[torch.Tensor, ...] = pair_of(angles)
-    starts = None
-    if inference_params is not None:
-        pair, starts, new_ends = inference_params.positions(pair, query, qkv_format, layer_number)
-        of_query = new_ends if of_query is None else of_query
-        of_key = new_ends if of_key is None else of_key
-    turn = partial(
-        apply_rotary_pos_emb,
-        tensor_format=qkv_format,
-        start_positions=starts,
-        interleaved=interleaved,
-        fused=True,
-    )
-    alike = pair[0] is pair[1] and of_query is of_key
-    if inference_params is not None and alike and not torch.is_grad_enabled():
-        both = _side_by_side(query, key)
-        if both is not None:  # one launch, where the host has the most to do
-            both = turn(both, pair[0], cu_seqlens=of_query)
-            query, key = both.split((query.shape[-2], key.shape[-2]), -2)
-            return query, key
-    return turn(query, pair[0], cu_seqlens=of_query), turn(key, pair[1], cu_seqlens=of_key)
+
+    def __init__(
+        self, layout: HeadLayout, layer_number: int, qkv_format: str, interleaved: bool
+    ) -> None:
+        built = ChainBuilder("query", "key")
+        super().__init__(built.chain(*built.add(Rope(), 0), *built.add(Rope(), 1)))
+        self.layout = layout
+        self.layer_number = layer_number
+        self.qkv_format = qkv_format
+        self.interleaved = interleaved
+
+    def plan_call(
+        self,
+        values: Incoming,
+        angles: RotaryAngles,
+        query_ends: torch.Tensor | None = None,
+        key_ends: torch.Tensor | None = None,
+        inference_params: Any = None,
+    ) -> Planned:
+        """See `Part`.
+
+        Args:
+            values: queries and keys.
+            angles: of `RotaryPositionEmbedding`, or a pair for queries and keys.
+            query_ends: where packed sequences of queries end.
+            key_ends: the same of keys.
+            inference_params: positions start where its sequences are; None for zero.
+        """
+        query, key = values.likes
+        heads, groups, size, _ = self.layout
+        pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+        starts = None
+        if inference_params is not None:
+            pair, starts, ends = inference_params.positions(
+                pair, query, self.qkv_format, self.layer_number
+            )
+            query_ends = ends if query_ends is None else query_ends
+            key_ends = ends if key_ends is None else key_ends
+        leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
+        check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends)
+        check_freqs((*leads[1], groups, size), pair[1], self.qkv_format, key_ends)
+        if self.qkv_format != "thd":
+            query_ends = key_ends = None
+        tables = [angle_table(one) for one in pair]
+        parameters = (tables[0], starts, query_ends, tables[1], starts, key_ends)
+        return self.planned(values, parameters, (self.qkv_format == "bshd", self.interleaved))
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:
+        """Rotate both; where keys come from a cache, by one launch if their memory allows it."""
+        cached = len(arguments) > 3 and arguments[3] is not None and not torch.is_grad_enabled()
+        both = _side_by_side(query, key) if cached else None
+        if both is None:
+            return super().__call__(query, key, *arguments)
+        _, parameters = self.plan_call(incoming(query, key), *arguments)
+        table, starts, ends, key_table, _, key_ends = parameters
+        if table is None or table is not key_table or ends is not key_ends:
+            return super().__call__(query, key, *arguments)
+        both = rope(both, table, starts, ends, self.qkv_format == "bshd", self.interleaved, False)
+        return both.split((query.shape[-2], key.shape[-2]), -2)
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

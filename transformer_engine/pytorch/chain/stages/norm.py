@@ -84,6 +84,8 @@ class Norm(Stage):
     ) -> tuple[Results, Saved]:
         """Normalise."""
         (x,) = inputs
+        if not x.is_contiguous():  # heads of a projection
+            x = x.contiguous()
         gamma, beta = parameters
         assert gamma is not None
         fused = fused_arguments(request)

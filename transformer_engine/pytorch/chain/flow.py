@@ -1,0 +1,296 @@
+"""Which nodes of autograd's graph a layer becomes: one for all of it, or one for each of its parts.
+
+A layer says in `data_flow` what it does, once: it calls modules and runs parts. `EAGER` does so
+one after the other, as PyTorch code does. Where nobody looks in between and the host is what takes
+time, the same `data_flow` lists the stages of all parts as one chain, which runs as one node.
+
+A layer runs part by part where
+
+    code is traced or transformed: torch.compile, export to ONNX, functorch;
+    the first input is larger than `HOST_BOUND_BYTES`: parts give memory back earlier;
+    somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
+        replaced on the object or its class, a compiled module, parametrisation, another class;
+    somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
+    saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
+    torch.autocast is on;
+    a part has no chain for its arguments: a cache of keys and values, FP8 attention,
+        recomputation, a bias that is returned.
+
+It computes the same either way, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch import _torch_private
+from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.part import Incoming, Planned
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.segments import HOST_BOUND_BYTES
+from transformer_engine.pytorch.dtypes import autocast_dtype
+from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.recompute.module_calls import may_recompute
+
+_MOST_PLANS = 16
+Arguments = Sequence[dict[str, Any]]
+_STACK = autocast_stack()
+_FORWARDS: dict[type, Any] = {}  # of classes whose modules may run without being called
+
+
+def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
+    """Let modules of this very class run without being called, as a part of a larger chain."""
+    _FORWARDS[module] = module.forward
+    return module
+
+
+class Flow:
+    """Does what a `data_flow` says, as it says it."""
+
+    def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call a module on values, and with further arguments."""
+        return module(*arguments, **keywords)
+
+    def run(self, part: Any, *arguments: Any) -> Any:
+        """Run a `Part` on values, and with further arguments."""
+        return part(*arguments)
+
+
+EAGER = Flow()
+
+
+class _Argument(NamedTuple):
+    """Stands for an argument of a call where a `data_flow` lists its stages."""
+
+    group: int
+    name: str
+
+
+class _NotFused(Exception):
+    """A module has to be called."""
+
+
+class _Member(NamedTuple):
+    """A part or module of a fused layer.
+
+    Attributes:
+        part: it has `chain` and `plan_call`.
+        inputs: the values that it reads.
+        outputs: the values that it makes.
+        likes: for each input, the value that came into the layer and has its tokens.
+        arguments: behind the values.
+        keywords: likewise.
+    """
+
+    part: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    likes: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def plan_call(
+        self, values: Sequence[Any], needs: Sequence[bool], records: bool, groups: Arguments
+    ) -> Planned | None:
+        """Its plan and its parameters in a call of the layer."""
+        likes = tuple([values[i] for i in self.likes])
+        coming = Incoming(likes, tuple([needs[v] for v in self.inputs]), records)
+        if not (self.arguments or self.keywords):
+            planned: Planned | None = self.part.plan_call(coming)
+            return planned
+        arguments = [_resolved(one, groups) for one in self.arguments]
+        keywords = {name: _resolved(one, groups) for name, one in self.keywords.items()}
+        return self.part.plan_call(coming, *arguments, **keywords)
+
+
+def _resolved(argument: Any, groups: Arguments) -> Any:
+    return groups[argument.group][argument.name] if type(argument) is _Argument else argument
+
+
+class _Listing(Flow):
+    """Lists the stages of a `data_flow` and runs none; values are ints."""
+
+    def __init__(self, values: Sequence[str]) -> None:
+        self.built = ChainBuilder(*values)
+        self.members: list[_Member] = []
+        self.modules: list[nn.Module] = []
+        self._likes = {i: i for i in range(len(values))}
+
+    def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        """A layer lists what it calls, a module its chain."""
+        self.modules.append(module)
+        if type(module) not in _FORWARDS:
+            raise _NotFused
+        if hasattr(module, "data_flow"):
+            return module.flow_of_call(self, *arguments, **keywords)
+        return self._add(module, arguments, keywords)
+
+    def run(self, part: Any, *arguments: Any) -> Any:
+        """A part lists its chain."""
+        return self._add(part, arguments, {})
+
+    def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        count = part.chain.inputs
+        inputs = arguments[:count]
+        outputs = self.built.add_part(part.chain, *inputs)
+        likes = tuple([self._likes[v] for v in inputs])
+        self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})
+        member = _Member(part, inputs, tuple(outputs), likes, arguments[count:], keywords)
+        self.members.append(member)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class _FusedLayer:
+    """A layer as one chain, for calls with the same arguments.
+
+    Args:
+        layer: with a `data_flow`.
+        values: names of the values that come in.
+        groups: arguments of a call that stands for all of them.
+    """
+
+    def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:
+        listing = _Listing(values)
+        symbols = [{name: _Argument(i, name) for name in group} for i, group in enumerate(groups)]
+        self.chain: Chain | None = None
+        try:
+            made = layer.data_flow(listing, tuple(range(len(values))), *symbols)
+        except _NotFused:
+            made = ()
+        else:
+            self.chain = listing.built.chain(*(made if isinstance(made, tuple) else (made,)))
+            self.chain.layer = layer.name
+        self.members = listing.members
+        self.modules = [module for module in listing.modules if type(module) in _FORWARDS]
+        parents = [layer, *self.modules]
+        self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]
+        self._plans: dict[Hashable, CallPlan] = {}
+
+    def is_current(self) -> bool:
+        """Whether the layer has the modules that it had."""
+        return all([[*now.values()] == then for now, then in self._children])
+
+    def __call__(self, values: Sequence[Any], groups: Arguments) -> Any:
+        """Run the layer; `NotImplemented` where it must run part by part."""
+        chain = self.chain
+        if chain is None or any([_is_observed(module) for module in self.modules]):
+            return NotImplemented
+        records = torch.is_grad_enabled()
+        needs = [records and x.requires_grad for x in values]
+        needs += [False] * (len(chain.names) - chain.arguments)
+        plans: list[CallPlan] = []
+        inputs = [*values]
+        for member in self.members:
+            planned = member.plan_call(values, needs, records, groups)
+            if planned is None:
+                return NotImplemented
+            plan, parameters = planned
+            if plan.requires_grad and _waits_for_gradients(parameters):
+                return NotImplemented
+            plans.append(plan)
+            inputs += parameters
+            for v in member.outputs:
+                needs[v] = plan.requires_grad
+        key = (*needs[: len(values)], *plans)
+        joined = self._plans.get(key)
+        if joined is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            joined = self._plans[key] = _joined(chain, plans, tuple(needs[: len(values)]))
+        ends = False
+        if joined.requires_grad and _STACK.first_pending:
+            ends = any([_ends(*one) for one in zip(self.members, plans, strict=True)])
+        return call_chain(joined, ends, *inputs)
+
+
+def _ends(member: _Member, plan: CallPlan) -> bool:
+    """Whether the backward of a member ends the step."""
+    ends_backward = getattr(member.part, "ends_backward", None)
+    return ends_backward is not None and plan.requires_grad and ends_backward()
+
+
+def _joined(chain: Chain, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:
+    """One plan of the plans of all parts of a chain."""
+    joined = CallPlan(plans[0].dtype, needs)
+    joined.chain = chain
+    joined.recordings = {}
+    first = chain.inputs
+    for plan in plans:
+        shift = first - plan.chain.inputs
+        joined.needs += plan.needs[plan.chain.inputs :]
+        joined.fp8_weights += tuple([i + shift for i in plan.fp8_weights])
+        joined.accumulates |= plan.accumulates
+        joined.stage_plans = [*joined.stage_plans, *plan.stage_plans]
+        joined.differentiable = [*joined.differentiable, *plan.differentiable]
+        joined.caching = [*joined.caching, *plan.caching]
+        first += plan.chain.arguments - plan.chain.inputs
+    joined.requires_grad = any(joined.differentiable)
+    return joined
+
+
+def _is_observed(module: Any) -> bool:
+    """Whether somebody must see that a module is called, or has made it do something else."""
+    return (
+        _FORWARDS.get(type(module)) is not type(module).forward
+        or "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+    )
+
+
+def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
+    """Whether somebody is told as soon as one of these has its gradient."""
+    for parameter in parameters:
+        if parameter is not None and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
+            return True
+    return False
+
+
+def _may_fuse(x: torch.Tensor) -> bool:
+    """Whether a layer with this first input may run as one node."""
+    return not (
+        torch.compiler.is_compiling()
+        or x.nbytes > HOST_BOUND_BYTES
+        or not x.numel()
+        or x.is_meta
+        or _torch_private.transforms_active()
+        or _torch_private.has_global_module_hooks()
+        or _torch_private.saved_tensors_hooks_active()
+        or _torch_private.in_distributed_data_parallel()
+        or may_recompute()
+        or autocast_dtype(x) is not None
+        or exporting()
+    )
+
+
+def run_layer(
+    layer: Any, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
+) -> Any:
+    """What a layer's `data_flow` says, as one node of autograd's graph or part by part.
+
+    Args:
+        layer: it has `data_flow(flow, values, *groups)`, `flow_key()`, and `_fused`, a dict.
+        names: of the values.
+        values: that come in.
+        groups: arguments that were given, by name.
+    """
+    if _may_fuse(values[0]):
+        key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
+        fused = layer._fused.get(key)
+        if fused is None or not fused.is_current():
+            fused = layer._fused[key] = _FusedLayer(layer, names, groups)
+        result = fused(values, groups)
+        if result is not NotImplemented:
+            return result
+    return layer.data_flow(EAGER, values, *groups)
