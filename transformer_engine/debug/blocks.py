@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions, element_of
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
 
@@ -14,7 +12,7 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8Blockw
 def _resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
     """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
     codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
-    shape = block_scale_shape(rows, cols, block_dimensions(matrix.format))
+    shape = matrix.layout.scale_shape(rows, cols)
     return Fp8Matrix(_fitted(codes, rows, cols), _fitted(matrix.scales, *shape), matrix.format)
 
 
@@ -48,8 +46,8 @@ def as_tensor(
         rowwise_scale_inv=None if rowwise is None else rowwise.scales,
         columnwise_data=None if columnwise is None else columnwise.codes,
         columnwise_scale_inv=None if columnwise is None else columnwise.scales,
-        fp8_dtype=element_of(some.format),
-        is_2D_scaled=block_dimensions(some.format) == 2,
+        fp8_dtype=some.element,
+        is_2D_scaled=some.layout.dimensions == 2,
         quantizer=quantizer,
     )
 

@@ -9,13 +9,7 @@ import torch
 
 from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.subscription import Source
-from transformer_engine.pytorch.dtypes import (
-    E4M3,
-    HIGH_PRECISION,
-    TORCH_FP8,
-    block_dimensions,
-    element_of,
-)
+from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import (
     BlockQuantizer,
@@ -23,7 +17,6 @@ from transformer_engine.pytorch.fp8.quantizers import (
     Fp8Quantizer,
     Scaling,
 )
-from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
@@ -113,7 +106,8 @@ class Scales:
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
-        inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes)).double()
+        matrix = self.matrix
+        inverses = matrix.layout.spread(matrix.scales, *_matrix_shape(matrix.codes)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
         _merge(row, torch.stack([*found, *_range(inverses)]), active)
 
@@ -153,15 +147,6 @@ class BlockCast:
 
 def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
     return rows_of(codes), codes.shape[-1]
-
-
-def _inverses(matrix: Fp8Matrix, rows: int, cols: int) -> torch.Tensor:
-    """The inverse scales of the first elements, fp32: one, or that of each element."""
-    if not block_dimensions(matrix.format):
-        return matrix.scales[:1]
-    one = torch.ones((), dtype=TORCH_FP8[element_of(matrix.format)]).view(torch.uint8)
-    ones = torch.full_like(matrix.codes.view(_matrix_shape(matrix.codes)), int(one))
-    return dequantize(ones, matrix.format, matrix.scales, torch.float32)[:rows, :cols]
 
 
 def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +196,7 @@ def cast(
         return f"the tensor is not quantised to FP8 ({direction})"
     if x is None:
         return Scales(matrix)
-    if block_dimensions(matrix.format):
+    if matrix.layout.in_blocks:
         return _block_cast(x, matrix, source)
     codes = transpose(matrix.codes) if source.columnwise else matrix.codes
     if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
@@ -229,7 +214,8 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     flat = seen_along(x, source.columnwise)
     rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
     codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
-    return BlockCast(flat, codes, _inverses(matrix, rows, cols), element_of(matrix.format))
+    inverses = matrix.layout.spread(matrix.scales, rows, cols)
+    return BlockCast(flat, codes, inverses, matrix.element)
 
 
 def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions, element_of
+from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
@@ -155,19 +154,12 @@ def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: s
         refuse(weight.label, "call model.requires_grad_(False) first", layer)
     matrix = rowwise_of(weight)
     assert matrix is not None
-    format = element_of(matrix.format)
-    table = torch.tensor(_VALUES[format], device=matrix.codes.device)
-    in_blocks = block_dimensions(matrix.format) > 0
-    inverse = _of_each_value(matrix) if in_blocks else matrix.scales[:1].reshape(())
+    table = torch.tensor(_VALUES[matrix.element], device=matrix.codes.device)
+    inverse = matrix.layout.spread(matrix.scales, *matrix.codes.shape)
+    if not matrix.layout.in_blocks:
+        inverse = inverse.reshape(())
     values = table[matrix.codes.long()] * inverse
-    return _quantize_dequantize(values, inverse, format) if fp8 else values.to(dtype)
-
-
-def _of_each_value(matrix: Fp8Matrix) -> torch.Tensor:
-    """The inverse scales of 128 x 128 blocks, repeated for their values."""
-    rows, cols = matrix.codes.shape
-    of_rows = matrix.scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
-    return of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
+    return _quantize_dequantize(values, inverse, matrix.element) if fp8 else values.to(dtype)
 
 
 def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

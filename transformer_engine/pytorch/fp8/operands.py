@@ -16,15 +16,14 @@ from typing import TypeAlias
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions
 from transformer_engine.pytorch.kernels.transpose import transpose, transpose_blocks
+from transformer_engine.pytorch.scale_layout import ScaleLayout, element_of, layout_of
 
 
 class Fp8Matrix:
-    """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format.
+    """FP8 codes `uint8 [m, k]`, their scales, and their format as `_C` takes it.
 
-    Where the format says that blocks have scales (`dtypes.block_format`), `scales` are the inverse
-    scales of `kernels.quantize_blocks`.
+    The scales are `fp32 [2] = {1/scale, scale}`, or the inverse scales of all blocks: see `layout`.
     """
 
     __slots__ = ("codes", "format", "scales")
@@ -34,13 +33,23 @@ class Fp8Matrix:
         self.scales = scales
         self.format = format
 
+    @property
+    def layout(self) -> ScaleLayout:
+        """How the scales belong to the codes."""
+        return layout_of(self.format)
+
+    @property
+    def element(self) -> int:
+        """The type of the codes, a value of `DType`."""
+        return element_of(self.format)
+
 
 Side: TypeAlias = torch.Tensor | Fp8Matrix
 
 
 def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
-    """The transpose of codes with one scale, or with scales of 128 x 128 blocks."""
-    if not block_dimensions(matrix.format):
+    """The transpose of codes, where their layout has one (`ScaleLayout.transposes`)."""
+    if not matrix.layout.in_blocks:
         return Fp8Matrix(transpose(matrix.codes), matrix.scales, matrix.format)
     codes, scales = transpose_blocks(matrix.codes, matrix.scales)
     return Fp8Matrix(codes, scales, matrix.format)

@@ -13,7 +13,7 @@ from enum import Enum
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES, block_format
+from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.amax import current_scales
@@ -21,6 +21,7 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout, block_layout
 
 
 class Scaling(Enum):
@@ -148,12 +149,15 @@ class CalibratingQuantizer(IdentityQuantizer):
 
 
 class Fp8Quantizer(Quantizer):
-    """What FP8 quantizers share: the format, and the call of the one kernel."""
+    """What FP8 quantizers share: the format, and how scales belong to the codes."""
+
+    layout: ScaleLayout = WHOLE
 
     def __init__(self, format: int) -> None:
         if format not in (E4M3, E5M2):
             raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
         self.format = format
+        self.matrix_format = self.layout.code(format)
 
     def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
         """The codes as they are."""
@@ -167,9 +171,9 @@ class Fp8Quantizer(Quantizer):
         bias_grad: torch.Tensor | None = None,
     ) -> Operands:
         """Wrap codes that a kernel has written."""
-        rowwise = None if codes is None else Fp8Matrix(codes, scales, self.format)
-        columnwise = None if transposed is None else Fp8Matrix(transposed, scales, self.format)
-        return Operands(rowwise, columnwise, bias_grad)
+        rowwise = None if codes is None else Fp8Matrix(codes, scales, self.matrix_format)
+        columns = None if transposed is None else Fp8Matrix(transposed, scales, self.matrix_format)
+        return Operands(rowwise, columns, bias_grad)
 
 
 class DelayedQuantizer(Fp8Quantizer):
@@ -269,13 +273,11 @@ class BlockQuantizer(Fp8Quantizer):
     def __init__(
         self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
     ) -> None:
+        self.layout = block_layout(dimensions)
         super().__init__(format)
-        if dimensions not in (1, 2):
-            raise ValueError(f"[quantizer] expected blocks of 1 or 2 dimensions, got {dimensions}")
         self.dimensions = dimensions
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
-        self.matrix_format = block_format(format, dimensions)
 
     @property
     def cache_key(self) -> Hashable:

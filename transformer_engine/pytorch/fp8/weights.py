@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION, block_dimensions
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.model_init import ModelInit
 from transformer_engine.pytorch.fp8.recipe_quantizers import FEATURE_ALIGNMENT
@@ -185,7 +185,7 @@ def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> No
         quantizer = WeightQuantizer.writing(weight)
         if not enabled:
             _announce_dequantized(module, name)
-        elif not quantizer.serves(recipe) or block_dimensions(rowwise.format) == 1:
+        elif not quantizer.serves(recipe) or not rowwise.layout.transposes:
             raise RuntimeError(
                 f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
                 f"{quantizer.made_for}, got {type(recipe).__name__}; give quantized_model_init the "

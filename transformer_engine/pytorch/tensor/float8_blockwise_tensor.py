@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.dtypes import FP8_NAMES, SCALE_BLOCK, DType, block_format
+from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Side
 from transformer_engine.pytorch.fp8.quantizers import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.quantized_tensor import (
     Parts,
     QuantizedTensor,
@@ -31,7 +31,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         shape: of the tensor.
         dtype: nominal dtype, what `dequantize` gives by default.
         rowwise_data: uint8 codes of that shape, or None.
-        rowwise_scale_inv: fp32, see `kernels.quantize_blocks.block_scale_shape`.
+        rowwise_scale_inv: fp32, see `ScaleLayout.scale_shape`.
         columnwise_data: uint8 codes `[cols, rows]`, or None.
         columnwise_scale_inv: fp32, the inverse scales of these.
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
@@ -84,7 +84,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self._fp8_dtype = DType.of(fp8_dtype)
         self._is_2D_scaled = is_2D_scaled
-        self._format = block_format(int(self._fp8_dtype), 2 if is_2D_scaled else 1)
+        self._format = block_layout(2 if is_2D_scaled else 1).code(int(self._fp8_dtype))
         self._quantizer = quantizer
         return self
 
@@ -195,16 +195,17 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         rows, cols = _matrix_shape(shape)
         return cols, rows
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Of the inverse scales of a tensor's side."""
         rows, cols = _matrix_shape(shape)
         sides = (cols, rows) if columnwise else (rows, cols)
-        return block_scale_shape(*sides, self.dimensions)
+        return self.layout.scale_shape(*sides)
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether parts of the tensor, cut along tokens, are made of whole blocks."""
         rows, cols = _matrix_shape(tensor.shape)
-        return tensor.ndim >= 2 and rows % SCALE_BLOCK == 0 and cols % SCALE_BLOCK == 0
+        run = self.layout.run
+        return tensor.ndim >= 2 and rows % run == 0 and cols % run == 0
 
     def _made(self, plain: torch.Tensor) -> Float8BlockwiseQTensor:
         made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
