@@ -17,7 +17,7 @@ from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.stages import activation as activation_stage
 from transformer_engine.pytorch.chain.stages import norm as norm_stage
-from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

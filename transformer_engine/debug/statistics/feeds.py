@@ -11,22 +11,13 @@ from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
-from transformer_engine.pytorch.fp8.quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    Fp8Quantizer,
-    Scaling,
-)
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-
-RECIPES = {
-    Scaling.DELAYED: "fp8_delayed_scaling",
-    Scaling.CURRENT: "fp8_current_scaling",
-    Scaling.BLOCKS: "fp8_block_scaling",
-}
 
 MX = "mxfp8"  # what-if alone
 
@@ -181,11 +172,11 @@ def cast(
     """
     if x is not None:
         x = plain(x)
-    current = RECIPES.get(getattr(quantizer, "scaling", Scaling.NONE), "")
+    current = getattr(quantizer, "scaling", "")
     if source.recipe and source.recipe != current:
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
-        if source.recipe == RECIPES[Scaling.BLOCKS]:
+        if source.recipe == BlockQuantizer.scaling:
             return _cast_in_blocks(x, source, tensor)
         if source.recipe == MX:
             return _cast_to_mx(x, source)
@@ -236,7 +227,7 @@ def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
 
 def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:
     """A cast that the layer does not make, for its statistics alone."""
-    if source.recipe != RECIPES[Scaling.CURRENT]:
+    if source.recipe != CurrentQuantizer.scaling:
         raise ValueError(
             f"[LogFp8TensorStats] Cannot recreate quantizer for {source.recipe}: its scale comes "
             f"from a history of amaxes that was not kept, and the tensor is quantised by "

@@ -10,12 +10,13 @@ import torch
 from transformer_engine.pytorch._torch_private import bare_apply, transforms_active
 from transformer_engine.pytorch.chain.gemm import count_group
 from transformer_engine.pytorch.chain.replay import Replay
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage, Uncast
+from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.chain.stages.norm import Norm
 from transformer_engine.pytorch.chain.tape import Memory
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.operands import Uncast
 
 _MOST_REPLAYS = 32  # shapes of one run; other shapes run by stages
 

@@ -23,13 +23,10 @@ from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
-from transformer_engine.pytorch.fp8.quantizers import (
-    BlockQuantizer,
-    CalibratingQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    GemmQuantizers,
-)
+from transformer_engine.pytorch.fp8.quantizers import CalibratingQuantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 from transformer_engine.pytorch.recompute.compiled_scales import count_amaxes, scales_of_call

@@ -42,7 +42,7 @@ def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
     fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
     if not fits:
         return nn.Parameter(values)
-    parameter = nn.Parameter(WeightQuantizer.of(init.recipe, label).unwritten(values))
+    parameter = nn.Parameter(WeightQuantizer.for_recipe(init.recipe, label).unwritten(values))
     if not values.is_meta:
         start(parameter, values, init)
     return parameter

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Side
-from transformer_engine.pytorch.fp8.quantizers import BlockQuantizer
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.quantized_tensor import (
@@ -71,7 +72,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         columnwise_scale_inv: torch.Tensor | None,
         fp8_dtype: DType | torch.dtype | int,
         is_2D_scaled: bool,
-        quantizer: Float8BlockQuantizer | None = None,
+        quantizer: Quantizer | None = None,
     ) -> Float8BlockwiseQTensor:
         """Wrap codes."""
         some = rowwise_data if rowwise_data is not None else columnwise_data
@@ -95,6 +96,20 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         """A tensor of parts and facts as another one has them."""
         named = {name[1:]: part for name, part in zip(cls.part_names, parts, strict=True)}
         return cls(shape, **named, **facts)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_operands(
+        cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
+    ) -> Float8BlockwiseQTensor:
+        """The tensor form of what a quantizer gives to GEMMs."""
+        rowwise, *others = _parts(operands.rowwise, operands.columnwise)
+        some: Any = operands.columnwise if rowwise is None else operands.rowwise
+        facts = {"fp8_dtype": some.element, "is_2D_scaled": some.layout.dimensions == 2}
+        return cls.assembled(
+            like.shape,
+            [None if rowwise is None else rowwise.view(like.shape), *others],
+            {"dtype": like.dtype, "quantizer": quantizer, **facts},
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -125,7 +140,8 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     def quantized(self, plain: torch.Tensor) -> Parts:
         """The parts that the quantizer makes of other values of this shape."""
         sides = (self._rowwise_data is not None, self._columnwise_data is not None)
-        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))  # type: ignore[union-attr]
+        assert self._quantizer is not None
+        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))
         return _parts(made.rowwise, made.columnwise)
 
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
@@ -209,16 +225,22 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
 
     def _made(self, plain: torch.Tensor) -> Float8BlockwiseQTensor:
         made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
-        return Float8BlockwiseQTensor.assembled(
-            plain.shape,
-            _parts(made.rowwise, made.columnwise),
-            {
-                "dtype": plain.dtype,
-                "fp8_dtype": self.dtype,
-                "is_2D_scaled": self.dimensions == 2,
-                "quantizer": self,
-            },
+        return Float8BlockwiseQTensor.from_operands(made, plain, self)
+
+    @classmethod
+    def of(cls, quantizer: BlockQuantizer) -> Float8BlockQuantizer:
+        """The same cast as that of a quantizer of modules."""
+        return cls(
+            quantizer.format,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=quantizer.epsilon,
+            force_pow_2_scales=quantizer.power_of_2,
+            block_scaling_dim=quantizer.dimensions,
         )
+
+
+BlockQuantizer.public_class = Float8BlockQuantizer
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

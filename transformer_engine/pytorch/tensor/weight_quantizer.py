@@ -44,7 +44,7 @@ class WeightQuantizer(Fp8Quantizer):
     made_for: str  # the recipes that may use the weight, for messages
 
     @staticmethod
-    def of(recipe: Recipe | None, label: str) -> WeightQuantizer:
+    def for_recipe(recipe: Recipe | None, label: str) -> WeightQuantizer:
         """For a recipe of `quantized_model_init`."""
         if isinstance(recipe, Float8BlockScaling):
             weight = recipe.fp8_quant_fwd_weight

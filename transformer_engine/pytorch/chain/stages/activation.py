@@ -8,15 +8,12 @@ import torch
 
 from transformer_engine.pytorch.chain.stages.base import (
     Parameters,
-    Result,
     Run,
     Saved,
     Stage,
-    Value,
-    fused_arguments,
-    fused_result,
+    quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
+from transformer_engine.pytorch.fp8.operands import Demand, FusedOutputs, Operands, Result, Value
 from transformer_engine.pytorch.kernels.activation import (
     DEFINITIONS,
     activation_backward,
@@ -40,9 +37,9 @@ class Activation(Stage):
     ) -> tuple[Result, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
         assert isinstance(x, torch.Tensor)
-        fused = fused_arguments(wants)
-        y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
-        value = fused_result(wants, y, codes, transposed, scales)
+        quantizer = quantizer_of(wants)
+        made = activation_forward(x, self.kind, *quantizer.fused_arguments(wants))
+        value = quantizer.fused_result(wants, FusedOutputs(*made))
         return value, Saved((x,) if plan.recording else ())
 
     def exported(self, x: torch.Tensor, parameters: Parameters, plan: Run) -> torch.Tensor:
@@ -60,8 +57,9 @@ class Activation(Stage):
         assert not isinstance(grad, Operands)
         (x,) = saved.tensors
         assert x is not None
-        fused = fused_arguments(wants)
-        dx, codes, transposed, scales, bias_grad = activation_backward(
+        quantizer = quantizer_of(wants)
+        fused = quantizer.fused_arguments(wants)
+        made = activation_backward(
             grad,
             x,
             self.kind,
@@ -70,4 +68,4 @@ class Activation(Stage):
             fused.moments,
             fused.active,
         )
-        return fused_result(wants, dx, codes, transposed, scales, bias_grad), None
+        return quantizer.fused_result(wants, FusedOutputs(*made)), None

@@ -12,50 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
-from transformer_engine.pytorch.fp8.quantizers import (
-    IDENTITY,
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    GemmQuantizers,
-    Quantizer,
-    WrappingQuantizer,
-)
+from transformer_engine.pytorch.fp8.operands import Demand, Result, Value
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
-
-
-class Uncast(NamedTuple):
-    """A result whose current scales are known, or whose blocks will have their own.
-
-    The chain casts it once the stage has returned and nothing holds what the stage took: that and
-    the codes together would set the peak of memory.
-    """
-
-    plain: torch.Tensor
-    scales: torch.Tensor | None
-    wants: Demand
-    bias_grad: torch.Tensor | None
-
-    def cast(self) -> Operands:
-        """The operands; the column sums have been taken already."""
-        wants = self.wants
-        quantizer: CurrentQuantizer | BlockQuantizer = wants.quantizer  # type: ignore[assignment]
-        sides = Demand(
-            quantizer, wants.rowwise, wants.columnwise, None, wants.moments, wants.active
-        )
-        if self.scales is None:
-            operands = quantizer.operands(self.plain, sides)
-        else:
-            assert isinstance(quantizer, CurrentQuantizer)
-            operands = quantizer.cast(self.plain, self.scales, sides)
-        operands.bias_grad = self.bias_grad
-        return operands
-
-
-Value: TypeAlias = torch.Tensor | Operands  # what a stage takes
-Result: TypeAlias = Value | Uncast  # what it returns
 
 
 class Saved(NamedTuple):
@@ -217,82 +177,4 @@ class Stage:
 
 def quantizer_of(wants: Demand | None) -> Quantizer:
     """The quantizer of a demand; the identity where nothing is demanded."""
-    return IDENTITY if wants is None else wants.quantizer  # type: ignore[return-value]
-
-
-class FusedArguments(NamedTuple):
-    """A demand in the words of the fused kernels: see `kernels.norm` and `kernels.activation`."""
-
-    plain: bool  # a plain result is needed
-    format: int = -1
-    scale: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-    rowwise: bool = False
-    columnwise: bool = False
-    current: bool = False
-    power_of_2: bool = False
-    epsilon: float = 0.0
-    moments: torch.Tensor | None = None
-    active: torch.Tensor | None = None
-
-
-def fused_arguments(wants: Demand | None) -> FusedArguments:
-    """How a producing kernel serves a demand in its own pass.
-
-    Epsilons are literals here: torch.compile makes an input of a default that is a float.
-    """
-    quantizer, plain = quantizer_of(wants), False
-    while isinstance(quantizer, WrappingQuantizer):
-        assert wants is not None
-        plain = plain or quantizer.needs_plain
-        wants = quantizer.inner_demand(wants)
-        quantizer = quantizer_of(wants)
-    if isinstance(quantizer, DelayedQuantizer):
-        assert wants is not None
-        return FusedArguments(
-            plain,
-            quantizer.format,
-            quantizer.scale,
-            quantizer.amax,
-            wants.rowwise,
-            wants.columnwise,
-            epsilon=0.0,
-            moments=wants.moments,
-            active=wants.active,
-        )
-    if isinstance(quantizer, CurrentQuantizer):  # moments are taken by the cast
-        return FusedArguments(
-            True,
-            quantizer.format,
-            current=True,
-            power_of_2=quantizer.power_of_2,
-            epsilon=quantizer.epsilon,
-        )
-    if wants is None or isinstance(quantizer, BlockQuantizer):
-        return FusedArguments(True, epsilon=0.0)
-    return FusedArguments(True, epsilon=0.0, moments=wants.moments, active=wants.active)
-
-
-def fused_result(
-    wants: Demand | None,
-    plain: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    transposed: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    bias_grad: torch.Tensor | None = None,
-) -> Result:
-    """What a fused kernel returned, as the result of its stage."""
-    quantizer = quantizer_of(wants)
-    if isinstance(quantizer, WrappingQuantizer):
-        assert wants is not None
-        inner = quantizer.inner_demand(wants)
-        cast = fused_result(inner, plain, codes, transposed, scales, bias_grad)
-        return quantizer.finish(plain, cast.cast() if isinstance(cast, Uncast) else cast, wants)
-    if isinstance(quantizer, DelayedQuantizer):
-        assert scales is not None
-        return quantizer.pack(codes, transposed, scales, bias_grad)
-    assert plain is not None
-    if isinstance(quantizer, CurrentQuantizer | BlockQuantizer):
-        assert wants is not None
-        return Uncast(plain, scales, wants, bias_grad)
-    return plain if bias_grad is None else Operands(plain, plain, bias_grad)
+    return IDENTITY if wants is None else wants.quantizer

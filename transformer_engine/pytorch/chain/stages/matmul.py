@@ -9,10 +9,17 @@ import torch
 from torch.nn.functional import linear
 
 from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage, Value
+from transformer_engine.pytorch.chain.stages.base import Parameters, Run, Saved, Stage
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers, Scaling
+from transformer_engine.pytorch.fp8.operands import (
+    Demand,
+    Fp8Matrix,
+    Operands,
+    Side,
+    Value,
+    transposed,
+)
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
@@ -159,7 +166,7 @@ class Matmul(Stage):
         plan = _Plan(run, run.quantizers[self.index], self.slot)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
-            if quantizer.scaling is Scaling.DELAYED:
+            if not quantizer.recasts_alike:
                 raise ValueError(
                     "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
                     f"gone when the input is cast again; use another recipe (layer {self.name})"

@@ -8,17 +8,20 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm
 
 from transformer_engine.pytorch.chain.stages.base import (
-    FusedArguments,
     Parameters,
-    Result,
     Run,
     Saved,
     Stage,
-    Value,
-    fused_arguments,
-    fused_result,
+    quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
+from transformer_engine.pytorch.fp8.operands import (
+    Demand,
+    FusedArguments,
+    FusedOutputs,
+    Operands,
+    Result,
+    Value,
+)
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
     RMS_NORM,
@@ -84,7 +87,8 @@ class Norm(Stage):
         assert isinstance(x, torch.Tensor)
         gamma, beta = parameters
         assert gamma is not None
-        fused = fused_arguments(wants)
+        quantizer = quantizer_of(wants)
+        fused = quantizer.fused_arguments(wants)
         apart = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
             # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
@@ -95,7 +99,7 @@ class Norm(Stage):
         y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
         if apart is not None:
             y = self._call(x, gamma, beta, plan, plan.dtype, apart)[0]
-        value = fused_result(wants, y, codes, transposed, scales)
+        value = quantizer.fused_result(wants, FusedOutputs(y, codes, transposed, scales))
         tensors = (x, gamma, mean, rstd) if plan.recording else ()
         # Without a tap nothing holds the plain result once it is cast.
         tap = None if self.tap is None else x if self.tap == "input" else y

@@ -1,0 +1,1 @@
+"""Quantizers of recipes: one file for each."""
