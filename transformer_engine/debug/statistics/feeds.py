@@ -12,8 +12,7 @@ from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
-from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
-from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.base import rules_named
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
@@ -176,11 +175,10 @@ def cast(
     if source.recipe and source.recipe != current:
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
-        if source.recipe == BlockQuantizer.scaling:
-            return _cast_in_blocks(x, source, tensor)
         if source.recipe == MX:
             return _cast_to_mx(x, source)
-        return _cast_again(x, source, quantizer, current, f"layer {layer}, tensor {tensor}")
+        where = f"layer {layer}, tensor {tensor}"
+        return _cast_again(x, source, _what_if(source, quantizer, tensor, where))
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
         direction = "columnwise" if source.columnwise else "rowwise"
@@ -209,33 +207,34 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     return BlockCast(flat, codes, inverses, matrix.element)
 
 
-def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
-    """The cast of `Float8BlockScaling()`, which knows E4M3 alone."""
-    again = BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)
-    flat = x.view(rows_of(x), x.shape[-1])
-    made = again.operands(flat, Demand(again, not source.columnwise, source.columnwise))
-    matrix = made.columnwise if source.columnwise else made.rowwise
-    assert isinstance(matrix, Fp8Matrix)
-    return _block_cast(x, matrix, source)
-
-
 def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
     """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
     flat = seen_along(x, source.columnwise)
     return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
-def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:
-    """A cast that the layer does not make, for its statistics alone."""
-    if source.recipe != CurrentQuantizer.scaling:
+def _what_if(source: Source, quantizer: Any, tensor: str, where: str) -> Fp8Quantizer:
+    """What casts as a recipe would that is not in use."""
+    rules = rules_named(source.recipe)
+    format = getattr(quantizer, "format", -1)
+    format = E4M3 if format < 0 else format
+    found = None if rules is None else rules.what_if_quantizer(tensor, format)
+    if found is None:
         raise ValueError(
             f"[LogFp8TensorStats] Cannot recreate quantizer for {source.recipe}: its scale comes "
             f"from a history of amaxes that was not kept, and the tensor is quantised by "
-            f"{current or 'nothing'} ({where})"
+            f"{getattr(quantizer, 'scaling', '') or 'nothing'} ({where})"
         )
-    format = quantizer.format if isinstance(quantizer, Fp8Quantizer) else E4M3
-    again = CurrentQuantizer(format)
+    return found
+
+
+def _cast_again(x: torch.Tensor, source: Source, quantizer: Fp8Quantizer) -> Cast | BlockCast:
+    """A cast that the layer does not make, for its statistics alone."""
+    columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(rows_of(x), x.shape[-1])
-    matrix = again.operands(flat, Demand(again, True, False)).rowwise
+    made = quantizer.operands(flat, Demand(quantizer, not columnwise, columnwise))
+    matrix = made.columnwise if columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
-    return Cast(x, matrix.codes.view(x.shape), matrix.scales, format)
+    if quantizer.layout.in_blocks:
+        return _block_cast(x, matrix, source)
+    return Cast(x, matrix.codes.view(x.shape), matrix.scales, matrix.format)

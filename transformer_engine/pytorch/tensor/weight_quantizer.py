@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Recipe,
-)
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -40,36 +35,24 @@ class WeightQuantizer(Fp8Quantizer):
     """
 
     pickles = True
+    writes_weights = True
     label: str  # which parameter of which layer this is
-    made_for: str  # the recipes that may use the weight, for messages
+    family: str | None = None  # of the recipes that may use the weight; None: all with its layout
+    made_for: str  # these recipes, for messages
 
     @staticmethod
-    def for_recipe(recipe: Recipe | None, label: str) -> WeightQuantizer:
-        """For a recipe of `quantized_model_init`."""
-        if isinstance(recipe, Float8BlockScaling):
-            weight = recipe.fp8_quant_fwd_weight
-            power_of_2 = weight.power_2_scale and not recipe.use_f32_scales
-            return BlockWeightQuantizer(power_of_2, weight.amax_epsilon, label)
-        if isinstance(recipe, DelayedScaling):
-            return TensorWeightQuantizer("delayed", margin=recipe.margin, label=label)
-        if isinstance(recipe, Float8CurrentScaling):
-            weight = recipe.fp8_quant_fwd_weight
-            power_of_2 = recipe.use_power_2_scales or weight.power_2_scale
-            return TensorWeightQuantizer("current", power_of_2, weight.amax_epsilon, label=label)
-        return TensorWeightQuantizer(label=label)
+    def for_layout(layout: ScaleLayout, **settings: Any) -> WeightQuantizer:
+        """What writes weights of a layout; the settings are those of its class."""
+        kind = BlockWeightQuantizer if layout.in_blocks else TensorWeightQuantizer
+        return kind(**settings)
 
     @staticmethod
     def writing(weight: QuantizedTensor) -> WeightQuantizer:
         """What writes a weight; where users made it without one of these, the usual one."""
-        own = weight._quantizer
-        if isinstance(own, WeightQuantizer):
+        own: Any = weight._quantizer
+        if getattr(own, "writes_weights", False):
             return own
-        blocks = isinstance(weight, Float8BlockwiseQTensor)
-        return BlockWeightQuantizer() if blocks else TensorWeightQuantizer()
-
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        raise NotImplementedError
+        return WeightQuantizer.for_layout(layout_of(weight._format))
 
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
@@ -124,12 +107,6 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         own = (self.family, self.power_of_2, self.epsilon, self.margin, self.label)
         return TensorWeightQuantizer, own
 
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        if recipe is None or not recipe.float8_per_tensor_scaling():
-            return False
-        return self.family in (None, "delayed" if recipe.delayed() else "current")
-
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> Float8Tensor:
@@ -180,10 +157,6 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
 
     def __reduce__(self) -> Any:
         return BlockWeightQuantizer, (self.power_of_2, self.epsilon, self.label)
-
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        return isinstance(recipe, Float8BlockScaling) and recipe.w_block_scaling_dim == 2
 
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype

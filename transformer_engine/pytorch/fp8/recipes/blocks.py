@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.dtypes import FP8_NAMES
+from transformer_engine.common.recipe import Float8BlockScaling, QParams
+from transformer_engine.pytorch.dtypes import E4M3, FP8_NAMES
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
-from transformer_engine.pytorch.scale_layout import block_layout
+from transformer_engine.pytorch.scale_layout import ScaleLayout, block_layout
 
 
 class BlockQuantizer(Fp8Quantizer, native=True):
@@ -62,3 +65,51 @@ class BlockQuantizer(Fp8Quantizer, native=True):
 
     def __repr__(self) -> str:
         return f"BlockQuantizer({FP8_NAMES[self.format]}, {self.dimensions}D)"
+
+
+@register(Float8BlockScaling)
+class BlockRules(RecipeRules):
+    """The answers of `Float8BlockScaling`."""
+
+    scaling = BlockQuantizer.scaling
+
+    def gemm_quantizers(
+        self, recipe: Float8BlockScaling, columns: GemmColumns | None
+    ) -> GemmQuantizers:
+        """Casts as the recipe says for each kind of tensor; the GEMMs sum in fp32."""
+
+        def quantizer(parameters: QParams, dimensions: int, format: int) -> BlockQuantizer:
+            power_of_2 = parameters.power_2_scale and not recipe.use_f32_scales
+            return BlockQuantizer(format, dimensions, power_of_2, parameters.amax_epsilon)
+
+        forward, backward = self.forward_format(recipe), self.backward_format(recipe)
+        of_grad = recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim
+        gemms = GemmQuantizers(
+            input=quantizer(recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim, forward),
+            weight=quantizer(recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim, forward),
+            grad_output=quantizer(*of_grad, backward),
+        )
+        gemms.fast_accumulation = (False, False, False)
+        return gemms
+
+    def weight_layout(self, recipe: Float8BlockScaling) -> ScaleLayout:
+        """That of weights' casts."""
+        return block_layout(recipe.w_block_scaling_dim)
+
+    def weight_settings(self, recipe: Float8BlockScaling) -> dict[str, Any]:
+        """As weights are cast."""
+        weight: Any = self.gemm_quantizers(recipe, None).weight
+        return {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
+
+    def refusal_of_weights(self, recipe: Float8BlockScaling) -> str:
+        """A weight in FP8 alone must have a transpose."""
+        if self.weight_layout(recipe).transposes:
+            return ""
+        return (
+            "expected w_block_scaling_dim=2, got 1: blocks of 1 x 128 values have no transpose, "
+            "which the backward takes of a weight that is kept in FP8"
+        )
+
+    def what_if_quantizer(self, tensor: str, format: int) -> BlockQuantizer:
+        """That of the recipe's defaults, which know E4M3 alone."""
+        return BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from transformer_engine.common.recipe import Float8CurrentScaling, QParams
 from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, Operands
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 
 class CurrentQuantizer(Fp8Quantizer, native=True):
@@ -55,3 +60,47 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
 
     def __repr__(self) -> str:
         return f"CurrentQuantizer({FP8_NAMES[self.format]})"
+
+
+@register(Float8CurrentScaling)
+class CurrentRules(RecipeRules):
+    """The answers of `Float8CurrentScaling`."""
+
+    scaling = CurrentQuantizer.scaling
+    exportable = True
+    weight_family = "current"
+
+    def gemm_quantizers(
+        self, recipe: Float8CurrentScaling, columns: GemmColumns | None
+    ) -> GemmQuantizers:
+        """Casts as the recipe says for each kind of tensor."""
+
+        def quantizer(parameters: QParams, format: int) -> CurrentQuantizer:
+            power_of_2 = recipe.use_power_2_scales or parameters.power_2_scale
+            return CurrentQuantizer(format, power_of_2, parameters.amax_epsilon)
+
+        gemms = GemmQuantizers(
+            input=quantizer(recipe.fp8_quant_fwd_inp, self.forward_format(recipe)),
+            weight=quantizer(recipe.fp8_quant_fwd_weight, self.forward_format(recipe)),
+            grad_output=quantizer(recipe.fp8_quant_bwd_grad, self.backward_format(recipe)),
+        )
+        gemms.fast_accumulation = (
+            not recipe.fp8_gemm_fprop.use_split_accumulator,
+            not recipe.fp8_gemm_dgrad.use_split_accumulator,
+            not recipe.fp8_gemm_wgrad.use_split_accumulator,
+        )
+        return gemms
+
+    def weight_layout(self, recipe: Float8CurrentScaling) -> ScaleLayout:
+        """One scale."""
+        return WHOLE
+
+    def weight_settings(self, recipe: Float8CurrentScaling) -> dict[str, Any]:
+        """As weights are cast."""
+        weight: Any = self.gemm_quantizers(recipe, None).weight
+        scale = {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
+        return {"family": self.weight_family, **scale}
+
+    def what_if_quantizer(self, tensor: str, format: int) -> CurrentQuantizer:
+        """That of the recipe's defaults, in the format of the recipe in use."""
+        return CurrentQuantizer(format)
