@@ -12,8 +12,9 @@ import torch
 from bench_gemm import measure_all
 from harness import Report, copy_us, of_copy, require_gpu, time_gpu
 
-from transformer_engine.pytorch.dtypes import E4M3, block_format
+from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import block_layout
 
 SHAPES = [(2048, 2048), (8192, 4096), (16384, 8192)]
 LARGE = 2**25  # elements from which the bars hold
@@ -25,7 +26,7 @@ def cast(
     x: torch.Tensor, dimensions: int, columnwise: bool = True, dbias: torch.dtype | None = None
 ) -> object:
     """Row-wise codes, and transposed ones."""
-    format = block_format(E4M3, dimensions)
+    format = block_layout(dimensions).code(E4M3)
     return quantize_blocks(x, format, True, 0.0, True, columnwise, dbias)
 
 

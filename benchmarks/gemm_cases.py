@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E4M3, E5M2, SCALE_BLOCK, block_format
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.kernels.gemm import gemm
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import SQUARES, block_layout
 
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
@@ -119,13 +120,13 @@ def _prepare_fp8(case: Case) -> Calls:
 def _prepare_blocks(case: Case) -> Calls:
     # Weights, which are `b` of fprop and dgrad, have square blocks.
     dimensions = 1 if case.kind == "wgrad" else 2
-    formats = block_format(E4M3, 1), block_format(E4M3, dimensions)
+    formats = block_layout(1).code(E4M3), block_layout(dimensions).code(E4M3)
     bf16, sizes = torch.bfloat16, ((case.m, case.k), (case.n, case.k))
     (a, a_scales), (b, b_scales) = (
         quantize_blocks(torch.randn(size, device="cuda"), format, True, 0.0, True, False, None)[:2]
         for size, format in zip(sizes, formats, strict=True)
     )
-    used = b_scales if dimensions == 1 else b_scales[:, : -(-case.k // SCALE_BLOCK)].t()
+    used = b_scales if dimensions == 1 else b_scales[:, : -(-case.k // SQUARES.run)].t()
     a_fp8, b_fp8 = (t.view(FP8_TYPES[E4M3]) for t in (a, b))
 
     def ours() -> torch.Tensor:

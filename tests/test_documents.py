@@ -15,6 +15,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from nvdlfw_inspect.__main__ import main as check_config
 from transformer_engine.pytorch.chain import gemm
+from transformer_engine.pytorch.fp8.recipes import base
 
 ROOT = Path(__file__).parents[1]
 LISTING = re.compile(r"^```(python|yaml)\n(.*?)^```", re.M | re.S)
@@ -42,6 +43,7 @@ def test_listings_run(
     for package in PACKAGES.get(document, ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # recipes of a page are its own
     request.addfinalizer(debug_api.end_debug)
     te.gemm_report(reset=True)  # a fresh process, as far as a reader can see
     names: dict[str, object] = {"__name__": "document"}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions
+from transformer_engine.pytorch.scale_layout import layout_of
 
 E4M3, E5M2 = 5, 6
 FP8_TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -78,7 +78,7 @@ def slack(a: Operand, b: Operand, device: str, fast: bool = False) -> torch.Tens
     """
     if device == "cpu":
         share = 2**-20
-    elif block_dimensions(a.format):
+    elif a.format >= 0 and layout_of(a.format).in_blocks:
         share = 2**-10
     elif a.format >= 0:
         share = 2**-10 if fast else 2**-12

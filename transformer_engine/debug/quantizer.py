@@ -7,33 +7,21 @@ from typing import Any
 
 import torch
 
-from transformer_engine.debug import blocks
 from transformer_engine.debug.calls import FeatureCalls
+from transformer_engine.debug.operands import as_tensor, matrix
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
 from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    Fp8Quantizer,
     Quantizer,
     WrappingQuantizer,
     pad,
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
-from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-)
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class _Modified(Operands):
@@ -70,7 +58,7 @@ class InspectedQuantizer(WrappingQuantizer):
         self.plan = plan
         self.calls = calls
         self.dtype = dtype
-        self.default = public_quantizer(inner)
+        self.default = inner.public()
         self.gemms = (plan.tensor.rowwise, plan.tensor.columnwise)
 
     @property
@@ -82,8 +70,13 @@ class InspectedQuantizer(WrappingQuantizer):
         """The same around what repeats the recipe's."""
         again = super().repeating(scale)
         assert isinstance(again, InspectedQuantizer)
-        again.default = public_quantizer(again.inner)
+        again.default = again.inner.public()
         return again
+
+    def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of the wrapped quantizer, and the rows of statistics."""
+        rows = () if self.statistics is None else self.statistics.persistent_tensors()
+        return (*self.inner.persistent_tensors(), *rows)
 
     def inner_demand(self, demand: Demand) -> Demand:
         """The sides that are cast as the recipe says."""
@@ -116,7 +109,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
     def _cast(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
         inner = self.inner_demand(demand)
-        return inner.quantizer.padded(x, padding, inner)  # type: ignore[attr-defined]
+        return inner.quantizer.padded(x, padding, inner)
 
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
@@ -144,7 +137,7 @@ class InspectedQuantizer(WrappingQuantizer):
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
-            quantized = _as_tensor(x, cast, self.inner)
+            quantized = as_tensor(x, cast, self.inner.public())
         # Columns first, as documented.
         if demand.columnwise:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
@@ -176,10 +169,8 @@ class InspectedQuantizer(WrappingQuantizer):
         out = (outs or {}).get(gemm)
         tensor = self.calls.modify(gemm, x, self.default, self.dtype, out)
         made[gemm] = tensor
-        if isinstance(tensor, Float8Tensor):
-            return _matrix(tensor, side == 1, padding), tensor
-        if isinstance(tensor, Float8BlockwiseQTensor):
-            return blocks.matrix(tensor, side == 1, padding), tensor
+        if isinstance(tensor, QuantizedTensor):
+            return matrix(tensor, side == 1, padding), tensor
         plain = self.calls.check_dtype(tensor, self.dtype, gemm).contiguous()
         return pad(plain, padding), tensor
 
@@ -211,6 +202,10 @@ class InspectedResult(Quantizer):
         self.plan = plan
         self.calls = calls
 
+    def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of what takes statistics."""
+        return self.inner.persistent_tensors()
+
     def result(self, x: torch.Tensor) -> torch.Tensor:
         """Let features change it, then show it to features."""
         x = self.inner.result(x)
@@ -220,59 +215,3 @@ class InspectedResult(Quantizer):
         if self.plan.inspect:
             self.calls.inspect(x)
         return x
-
-
-def public_quantizer(inner: Quantizer) -> Quantizer | None:
-    """The documented form of a quantizer of ours; None for high precision."""
-    if isinstance(inner, DelayedQuantizer):
-        return Float8Quantizer(inner.scale, inner.amax, inner.format)  # type: ignore[arg-type]
-    if isinstance(inner, CurrentQuantizer):
-        return Float8CurrentScalingQuantizer(
-            inner.format, force_pow_2_scales=inner.power_of_2, amax_epsilon=inner.epsilon
-        )
-    if isinstance(inner, BlockQuantizer):
-        return Float8BlockQuantizer(
-            inner.format,
-            rowwise=True,
-            columnwise=True,
-            amax_epsilon=inner.epsilon,
-            force_pow_2_scales=inner.power_of_2,
-            block_scaling_dim=inner.dimensions,
-        )
-    return None
-
-
-def _as_tensor(x: torch.Tensor, cast: Operands, inner: Quantizer) -> torch.Tensor | None:
-    """What the recipe's cast made, without padding, as features know it."""
-    quantizer = public_quantizer(inner)
-    if isinstance(quantizer, Float8BlockQuantizer):
-        return blocks.as_tensor(x, cast, quantizer)
-    rows, columns = cast.rowwise, cast.columnwise
-    some = rows if isinstance(rows, Fp8Matrix) else columns
-    if not isinstance(some, Fp8Matrix):
-        return None
-    codes = rows.codes if isinstance(rows, Fp8Matrix) else transpose(some.codes)
-    codes = codes.view(-1, x.shape[-1])[: rows_of(x)].view(x.shape)
-    transposed = columns.codes if isinstance(columns, Fp8Matrix) else None
-    if transposed is not None and transposed.shape[-1] != rows_of(x):
-        transposed = transposed[:, : rows_of(x)].contiguous()
-    assert isinstance(inner, Fp8Quantizer)
-    return Float8Tensor(
-        x.shape,
-        x.dtype,
-        codes,
-        some.scales,
-        some.format,
-        transposed,
-        quantizer,  # type: ignore[arg-type]
-    )
-
-
-def _matrix(tensor: Float8Tensor, columnwise: bool, padding: int) -> Fp8Matrix:
-    """The side of a quantised tensor that a GEMM takes."""
-    codes = tensor.transposed_codes() if columnwise else tensor._data.contiguous()
-    if padding and columnwise:
-        codes = torch.nn.functional.pad(codes, (0, padding))
-    return Fp8Matrix(
-        codes if columnwise else pad(codes, padding), tensor._scale_inv, int(tensor._fp8_dtype)
-    )

@@ -36,26 +36,6 @@ class DType(IntEnum):
 E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)
 
-# The format of an FP8 matrix is its element type, and for blocks of values with scales of their own
-# (1 x 128 or 128 x 128) 16 times the dimensions of a block.
-SCALE_BLOCK = 128
-
-
-def block_format(element: int, dimensions: int) -> int:
-    """The format of codes whose blocks of one or two dimensions have scales."""
-    return element + 16 * dimensions
-
-
-def element_of(format: int) -> int:
-    """The element type of a format, a value of `DType`."""
-    return format % 16
-
-
-def block_dimensions(format: int) -> int:
-    """0 where the matrix has one scale, or is not FP8; else the dimensions of its blocks."""
-    return max(format, 0) // 16
-
-
 FP8_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
 TORCH_DTYPES = {
     int(DType.kByte): torch.uint8,

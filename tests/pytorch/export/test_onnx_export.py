@@ -14,8 +14,8 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.export.onnx import current_scale, is_in_onnx_export_mode
-from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer
+from transformer_engine.pytorch.export.onnx import is_in_onnx_export_mode
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import current_scales
 
 onnx = pytest.importorskip("onnx")
@@ -155,7 +155,7 @@ def test_scales_that_are_powers_of_2():
         for amax in (edge, edge.nextafter(edge * 2), edge.nextafter(edge / 2)):
             quantizer = CurrentQuantizer(5, power_of_2=True)
             wanted = current_scales(amax.view(1), 5, True, 0.0)[1]
-            assert current_scale(amax.view(1), quantizer) == wanted
+            assert quantizer.exported_scale(amax.view(1)) == wanted
 
 
 def test_scales_are_the_trained_ones():

@@ -8,9 +8,9 @@ from gemm_reference import E4M3, E5M2, assert_close, product, slack
 
 from transformer_engine import _C
 from transformer_engine.pytorch.chain.recorded import tensor_at
-from transformer_engine.pytorch.dtypes import block_format
 from transformer_engine.pytorch.kernels import gemm as gemm_kernel
 from transformer_engine.pytorch.kernels.gemm import GELU, gemm, gemm_into, gemm_quantized
+from transformer_engine.pytorch.scale_layout import block_layout
 
 PAIRS = [(1, 1), (1, 2), (2, 1)]
 # Whole blocks, tails along every axis, the least sizes.
@@ -24,7 +24,7 @@ def operand(rows, k, dimensions, format=E4M3):
     x *= patches.repeat_interleave(64, 0).repeat_interleave(64, 1)[:rows, :k]
     codes, inverses = blocks.quantize(x, dimensions, format, power_of_2=False)
     values = blocks.dequantize(codes, inverses, dimensions, format).double()
-    return ref.Operand(codes, values, inverses, block_format(format, dimensions))
+    return ref.Operand(codes, values, inverses, block_layout(dimensions).code(format))
 
 
 def both(shape, pair, device):
@@ -71,7 +71,7 @@ def test_powers_of_two_change_no_sum(device):
     x, w = (torch.randint(-8, 9, (rows, 256)).float() for rows in (64, 32))
     codes = [t.to(torch.float8_e4m3fn).view(torch.uint8).to(device) for t in (x, w)]
     scales = [torch.full((2, 64), 0.25, device=device), torch.full((1, 4), 0.5, device=device)]
-    formats = [block_format(E4M3, 1), block_format(E4M3, 2)]
+    formats = [block_layout(1).code(E4M3), block_layout(2).code(E4M3)]
     d, _, _ = gemm(*codes, torch.float32, *scales, *formats)
     assert torch.equal(d.cpu(), (x @ w.t()) * 0.125)
 

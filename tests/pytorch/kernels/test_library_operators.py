@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from transformer_engine.pytorch.dtypes import block_format
 from transformer_engine.pytorch.kernels.delayed_scaling import entry
 from transformer_engine.pytorch.kernels.inspector import show_to_inspector  # noqa: F401
 from transformer_engine.pytorch.kernels.moments import EMPTY_CAST_MOMENTS, EMPTY_MOMENTS
+from transformer_engine.pytorch.scale_layout import block_layout
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROWS, COLS = 32, 48
@@ -52,7 +52,7 @@ FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
 FP8_PAIR, PLAIN_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3), (None, None, -1, -1)
 SCALING, UNSEEN = (False, False, 0.0), (None, None)
 PRODUCT, INTO = (False, False, False, None, 0, None), (False, False, True, False, None, True)
-BLOCKS = block_format(fp8.E4M3, 1)
+BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
     "activation_backward": lambda: (plain(), plain(), 0, True, *FP8_OUTPUT, *SCALING, F32, *UNSEEN),
     "activation_forward": lambda: (plain(), 0, True, *FP8_OUTPUT, *SCALING, *UNSEEN),

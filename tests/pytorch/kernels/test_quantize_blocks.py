@@ -9,9 +9,9 @@ import torch
 from rulers import assert_bitwise, assert_sum_close
 
 from transformer_engine import _C
-from transformer_engine.pytorch.dtypes import block_format
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape, quantize_blocks
+from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import block_layout
 
 # Multiples of the tile, tails in either direction, vectors, odd widths (no wide access possible).
 SHAPES = [(256, 384), (1, 1), (1, 7), (300, 1), (17, 16), (130, 264), (129, 1040), (33, 65), (40,)]
@@ -23,7 +23,7 @@ BlockCodes = namedtuple("BlockCodes", "rowwise row_scales columnwise column_scal
 
 def run(x, device, dimensions, format=fp8.E4M3, *, sides=(True, True), dbias=None, **scale):
     rule = {"power_of_2": True, "epsilon": 0.0} | scale
-    codes = block_format(format, dimensions)
+    codes = block_layout(dimensions).code(format)
     return BlockCodes(
         *quantize_blocks(x.to(device), codes, rule["power_of_2"], rule["epsilon"], *sides, dbias)
     )
@@ -138,7 +138,7 @@ def test_empty(device, shape, dimensions):
 @pytest.mark.parametrize("dtype", fp8.HIGH_PRECISION, ids=str)
 @pytest.mark.parametrize("shape", [(256, 256), (130, 264), (33, 65)], ids=str)
 def test_dequantize(device, shape, dtype, dimensions):
-    format = block_format(fp8.E4M3, dimensions)
+    format = block_layout(dimensions).code(fp8.E4M3)
     got = run(torch.randn(shape) * torch.logspace(-4, 3, shape[1]), device, dimensions)
     x = dequantize(got.rowwise, format, got.row_scales, dtype)
     expected = blocks.dequantize(got.rowwise.cpu(), got.row_scales.cpu(), dimensions)
@@ -167,7 +167,7 @@ def test_small(device, shape, dimensions):
     x = fp8.awkward(shape, torch.bfloat16, finite=True)
     got = run(x, device, dimensions, dbias=torch.bfloat16)
     assert_matches(got, x, dimensions)
-    format = block_format(fp8.E4M3, dimensions)
+    format = block_layout(dimensions).code(fp8.E4M3)
     dequantize(got.rowwise, format, got.row_scales, torch.bfloat16)
 
 
@@ -224,7 +224,7 @@ def test_more_than_2_to_the_31_elements():
 
 def test_as_library_operator(device):
     x = torch.randn(32, 48, device=device)
-    format = block_format(fp8.E4M3, 1)
+    format = block_layout(1).code(fp8.E4M3)
     expected = quantize_blocks(x, format, True, 0.0, True, False, None)
     got = torch.ops.te.quantize_blocks(x, format, True, 0.0, True, False, None, None, None)
     assert_bitwise(got[0], expected[0])
@@ -238,7 +238,7 @@ def test_as_library_operator(device):
         (TypeError, "float32, float16 or bfloat16 for x", {"x": torch.ones(4, 8).double()}),
         (ValueError, "x to be contiguous", {"x": torch.ones(8, 4).T}),
         (ValueError, "a row-wise or a column-wise", {"rowwise": None, "columnwise": None}),
-        (TypeError, "an FP8 format, got float32", {"format": block_format(2, 1)}),
+        (TypeError, "an FP8 format, got float32", {"format": block_layout(1).code(2)}),
         (ValueError, "blocks of 1 or 2 dimensions, got 0", {"format": fp8.E4M3}),
         (ValueError, "epsilon >= 0, got -1", {"epsilon": -1.0}),
         (TypeError, "one-byte codes for the row-wise output", {"rowwise": torch.ones(4, 8)}),
@@ -253,10 +253,10 @@ def test_errors(error, message, changed):
     args = {
         "x": torch.ones(4, 8),
         "rowwise": torch.empty(4, 8, dtype=torch.uint8),
-        "row_scales": torch.empty(block_scale_shape(4, 8, 1)),
+        "row_scales": torch.empty(block_layout(1).scale_shape(4, 8)),
         "columnwise": torch.empty(8, 4, dtype=torch.uint8),
-        "column_scales": torch.empty(block_scale_shape(8, 4, 1)),
-        "format": block_format(fp8.E4M3, 1),
+        "column_scales": torch.empty(block_layout(1).scale_shape(8, 4)),
+        "format": block_layout(1).code(fp8.E4M3),
         "power_of_2": True,
         "epsilon": 0.0,
     }
@@ -267,4 +267,4 @@ def test_errors(error, message, changed):
 def test_dequantize_refuses_scales_of_another_shape():
     codes = torch.zeros(4, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"\[dequantize\] expected shape \(1, 4\) for scales"):
-        dequantize(codes, block_format(fp8.E4M3, 1), torch.ones(2), torch.float32)
+        dequantize(codes, block_layout(1).code(fp8.E4M3), torch.ones(2), torch.float32)

@@ -5,8 +5,8 @@ import torch
 from rulers import assert_bitwise
 
 from transformer_engine import _C
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.kernels.transpose import transpose, transpose_blocks
+from transformer_engine.pytorch.scale_layout import block_layout
 
 SHAPES = [(256, 256), (1, 1), (1, 300), (300, 1), (17, 16), (130, 264), (129, 1040), (33, 65)]
 SHAPES += [(0, 5), (5, 0), (2, 3, 48)]
@@ -38,11 +38,11 @@ def test_scales_of_blocks_change_place(device, shape):
     codes = codes_of(shape)
     matrix = codes.flatten(0, -2) if codes.ndim > 2 else codes
     blocks = [-(-size // 128) for size in matrix.shape]
-    scales = torch.full(block_scale_shape(*matrix.shape, 2), torch.nan)
+    scales = torch.full(block_layout(2).scale_shape(*matrix.shape), torch.nan)
     scales[:, : blocks[1]] = torch.rand(blocks)
     got, got_scales = transpose_blocks(codes.to(device), scales.to(device))
     assert_bitwise(got, matrix.T.contiguous())
-    expected = torch.zeros(block_scale_shape(*matrix.T.shape, 2))
+    expected = torch.zeros(block_layout(2).scale_shape(*matrix.T.shape))
     expected[:, : blocks[0]] = scales[:, : blocks[1]].T
     assert_bitwise(got_scales, expected)
 

@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.chain import gemm, segments
 from transformer_engine.pytorch.chain.stages import activation as activation_stage
 from transformer_engine.pytorch.chain.stages import norm as norm_stage
-from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

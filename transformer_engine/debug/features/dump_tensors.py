@@ -14,7 +14,7 @@ from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from nvdlfw_inspect.utils import get_distributed_rank
 from transformer_engine.debug.features.configuration import TENSORS, Scheduled
-from transformer_engine.pytorch.dtypes import FP8_NAMES, block_dimensions, element_of
+from transformer_engine.pytorch.dtypes import FP8_NAMES
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -133,10 +133,10 @@ def _codes(side: torch.Tensor | None, name: str) -> dict[str, Any] | None:
     matrix = side.side(name != "rowwise") if isinstance(side, QuantizedTensor) else None
     if matrix is None:
         return None
-    dimensions = block_dimensions(matrix.format)
+    dimensions = matrix.layout.dimensions
     return {
         "codes": _on_host(matrix.codes),
         "scale_inv": _on_host(matrix.scales if dimensions else matrix.scales.flatten()[:1]),
-        "format": FP8_NAMES[element_of(matrix.format)],
+        "format": FP8_NAMES[matrix.element],
         **({"block_dimensions": dimensions} if dimensions else {}),
     }

@@ -9,12 +9,14 @@ import torch
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.configuration import OPERANDS, Scheduled, named
+from transformer_engine.debug.statistics.feeds import MX
 from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.session import collector
 from transformer_engine.debug.statistics.subscription import Source, Subscription
+from transformer_engine.pytorch.fp8.recipes.base import registered
 
 STATISTICS = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
-RECIPES = ("fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling", "mxfp8")
+RECIPES = (*(rules.scaling for rules in registered().values() if rules.scaling), MX)
 _NAMES = {
     f"{recipe}{'_' * bool(recipe)}{statistic}{direction}": (recipe, statistic, bool(direction))
     for recipe in ("", *RECIPES)

@@ -23,7 +23,6 @@ from transformer_engine.pytorch.fp8.quantizers import (
     Fp8Quantizer,
     GemmQuantizers,
     Quantizer,
-    Scaling,
     WrappingQuantizer,
 )
 from transformer_engine.pytorch.kernels.inspector import show_to_inspector
@@ -189,7 +188,7 @@ def _feed(
     tensor: str,
     device: torch.device,
     dtype: torch.dtype,
-    scaling: Scaling,
+    scaling: str,
     format: int,
     session: str,
 ) -> str:
@@ -199,10 +198,10 @@ def _feed(
     if statistics is None:
         return ""
     quantizer: Quantizer = IDENTITY
-    if scaling is not Scaling.NONE:
+    if scaling:
         quantizer = Fp8Quantizer(format)
         quantizer.scaling = scaling
-    name = f"{layer}, {tensor}, {device}, {dtype}, {scaling.value} {format}, {session}"
+    name = f"{layer}, {tensor}, {device}, {dtype}, {scaling} {format}, {session}"
     if name not in inspector.feeds:
         inspector.feeds[name] = Feed(statistics, features, quantizer, dtype)
     return name

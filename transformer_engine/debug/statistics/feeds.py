@@ -9,31 +9,14 @@ import torch
 
 from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.subscription import Source
-from transformer_engine.pytorch.dtypes import (
-    E4M3,
-    HIGH_PRECISION,
-    TORCH_FP8,
-    block_dimensions,
-    element_of,
-)
+from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
-from transformer_engine.pytorch.fp8.quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    Fp8Quantizer,
-    Scaling,
-)
-from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.recipes.base import rules_named
 from transformer_engine.pytorch.kernels.moments import cast_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-
-RECIPES = {
-    Scaling.DELAYED: "fp8_delayed_scaling",
-    Scaling.CURRENT: "fp8_current_scaling",
-    Scaling.BLOCKS: "fp8_block_scaling",
-}
 
 MX = "mxfp8"  # what-if alone
 
@@ -113,7 +96,8 @@ class Scales:
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge the scales, and the count of elements, into a casts row."""
-        inverses = _inverses(self.matrix, *_matrix_shape(self.matrix.codes)).double()
+        matrix = self.matrix
+        inverses = matrix.layout.spread(matrix.scales, *_matrix_shape(matrix.codes)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
         _merge(row, torch.stack([*found, *_range(inverses)]), active)
 
@@ -155,15 +139,6 @@ def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
     return rows_of(codes), codes.shape[-1]
 
 
-def _inverses(matrix: Fp8Matrix, rows: int, cols: int) -> torch.Tensor:
-    """The inverse scales of the first elements, fp32: one, or that of each element."""
-    if not block_dimensions(matrix.format):
-        return matrix.scales[:1]
-    one = torch.ones((), dtype=TORCH_FP8[element_of(matrix.format)]).view(torch.uint8)
-    ones = torch.full_like(matrix.codes.view(_matrix_shape(matrix.codes)), int(one))
-    return dequantize(ones, matrix.format, matrix.scales, torch.float32)[:rows, :cols]
-
-
 def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest that is not zero, and the largest."""
     if not inverses.numel():
@@ -196,22 +171,21 @@ def cast(
     """
     if x is not None:
         x = plain(x)
-    current = RECIPES.get(getattr(quantizer, "scaling", Scaling.NONE), "")
+    current = getattr(quantizer, "scaling", "")
     if source.recipe and source.recipe != current:
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
-        if source.recipe == RECIPES[Scaling.BLOCKS]:
-            return _cast_in_blocks(x, source, tensor)
         if source.recipe == MX:
             return _cast_to_mx(x, source)
-        return _cast_again(x, source, quantizer, current, f"layer {layer}, tensor {tensor}")
+        where = f"layer {layer}, tensor {tensor}"
+        return _cast_again(x, source, _what_if(source, quantizer, tensor, where))
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
         direction = "columnwise" if source.columnwise else "rowwise"
         return f"the tensor is not quantised to FP8 ({direction})"
     if x is None:
         return Scales(matrix)
-    if block_dimensions(matrix.format):
+    if matrix.layout.in_blocks:
         return _block_cast(x, matrix, source)
     codes = transpose(matrix.codes) if source.columnwise else matrix.codes
     if codes.numel() != x.numel():  # rows of zeros, added for the GEMM
@@ -229,17 +203,8 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     flat = seen_along(x, source.columnwise)
     rows, cols = flat.shape  # codes may have rows or columns of zeros behind these
     codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
-    return BlockCast(flat, codes, _inverses(matrix, rows, cols), element_of(matrix.format))
-
-
-def _cast_in_blocks(x: torch.Tensor, source: Source, tensor: str) -> BlockCast:
-    """The cast of `Float8BlockScaling()`, which knows E4M3 alone."""
-    again = BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)
-    flat = x.view(rows_of(x), x.shape[-1])
-    made = again.operands(flat, Demand(again, not source.columnwise, source.columnwise))
-    matrix = made.columnwise if source.columnwise else made.rowwise
-    assert isinstance(matrix, Fp8Matrix)
-    return _block_cast(x, matrix, source)
+    inverses = matrix.layout.spread(matrix.scales, rows, cols)
+    return BlockCast(flat, codes, inverses, matrix.element)
 
 
 def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
@@ -248,17 +213,28 @@ def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
     return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
-def _cast_again(x: torch.Tensor, source: Source, quantizer: Any, current: str, where: str) -> Cast:
-    """A cast that the layer does not make, for its statistics alone."""
-    if source.recipe != RECIPES[Scaling.CURRENT]:
+def _what_if(source: Source, quantizer: Any, tensor: str, where: str) -> Fp8Quantizer:
+    """What casts as a recipe would that is not in use."""
+    rules = rules_named(source.recipe)
+    format = getattr(quantizer, "format", -1)
+    format = E4M3 if format < 0 else format
+    found = None if rules is None else rules.what_if_quantizer(tensor, format)
+    if found is None:
         raise ValueError(
             f"[LogFp8TensorStats] Cannot recreate quantizer for {source.recipe}: its scale comes "
             f"from a history of amaxes that was not kept, and the tensor is quantised by "
-            f"{current or 'nothing'} ({where})"
+            f"{getattr(quantizer, 'scaling', '') or 'nothing'} ({where})"
         )
-    format = quantizer.format if isinstance(quantizer, Fp8Quantizer) else E4M3
-    again = CurrentQuantizer(format)
+    return found
+
+
+def _cast_again(x: torch.Tensor, source: Source, quantizer: Fp8Quantizer) -> Cast | BlockCast:
+    """A cast that the layer does not make, for its statistics alone."""
+    columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(rows_of(x), x.shape[-1])
-    matrix = again.operands(flat, Demand(again, True, False)).rowwise
+    made = quantizer.operands(flat, Demand(quantizer, not columnwise, columnwise))
+    matrix = made.columnwise if columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
-    return Cast(x, matrix.codes.view(x.shape), matrix.scales, format)
+    if quantizer.layout.in_blocks:
+        return _block_cast(x, matrix, source)
+    return Cast(x, matrix.codes.view(x.shape), matrix.scales, matrix.format)

@@ -94,6 +94,10 @@ class StatisticsQuantizer(WrappingQuantizer):
         self._look(x)
         return x
 
+    def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of the wrapped quantizer, and the rows."""
+        return (*self.inner.persistent_tensors(), *self.statistics.persistent_tensors())
+
     def _look(self, x: torch.Tensor) -> None:
         self.statistics.feed_moments(x, self.captured)
         self.statistics.feed_blocks(x, self.captured)

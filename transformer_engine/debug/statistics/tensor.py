@@ -64,6 +64,10 @@ class TensorStatistics:
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._warned = False
 
+    def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The rows that feeds merge into, and the flags that captured feeds read."""
+        return tuple(t for slot in self.slots.values() for t in (slot.row, slot.active))
+
     def schedule(self, iteration: int) -> None:
         """Decide what is due in the coming iteration; what was fed before is forgotten."""
         self._clear()

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import PendingCast, Saved, Stage
+from transformer_engine.pytorch.chain.stages.base import Saved, Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 
 

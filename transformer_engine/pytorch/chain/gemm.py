@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E5M2, block_dimensions
 from transformer_engine.pytorch.fp8.autocast import GemmGroup, autocast_stack
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.kernels import gemm as kernel
@@ -51,7 +50,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"[{gemm}] expected both operands in FP8 or both in high precision, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
-    if fp8 and (a.format > E5M2) is not (b.format > E5M2):  # type: ignore[union-attr]
+    if fp8 and a.format != b.format and not a.layout.multiplies(b.layout):  # type: ignore[union-attr, arg-type]
         raise TypeError(
             f"[{gemm}] expected scales of blocks in both operands or in neither, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
@@ -78,10 +77,7 @@ def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 def _describe(side: Side | None) -> str:
     if side is None:
         return "nothing"
-    if not isinstance(side, Fp8Matrix):
-        return str(side.dtype)
-    dimensions = block_dimensions(side.format)
-    return f"FP8 in {dimensions}D blocks" if dimensions else "FP8"
+    return str(side.layout if isinstance(side, Fp8Matrix) else side.dtype)
 
 
 def fprop(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions
 from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["general_gemm"]
@@ -80,7 +80,7 @@ def general_gemm(
         raise ValueError(f"[general_gemm] expected layout TN, NN or NT, got {layout!r}")
     a, b = _Factor(B, transposed=layout == "NT"), _Factor(A, transposed=layout != "TN")
     sides = {**_sides(a, b), "fast_accumulation": not use_split_accumulator}
-    if block_dimensions(a.format):  # there is no other accumulation
+    if a.fp8 and not layout_of(a.format).fast_accumulation:
         sides["fast_accumulation"] = False
     epilogue = bool(gelu) or gelu_in is not None or (bias is not None and not grad)
     _check_target(out, accumulate, epilogue)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions, element_of
+from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix
-from transformer_engine.pytorch.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
 if TYPE_CHECKING:
@@ -122,23 +121,20 @@ def cast_there_and_back(
     Args:
         x: in fp32 or in the dtype of activations.
         quantizer: of the GEMM.
-        dtype: of activations. Only delayed scaling rounds to FP8 without rounding to it first.
+        dtype: of activations, to which most quantizers round first.
         pinned: `x` may come from an operator that moves elements, see `_pinned`.
 
     Returns:
         fp32 behind an FP8 quantizer, otherwise `dtype`.
     """
-    if isinstance(quantizer, DelayedQuantizer):
-        if pinned and x.dtype is torch.float32:
-            x = _pinned(x)
-        inverse = quantizer.scale.reshape(()).reciprocal()
-        return _quantize_dequantize(x.float(), inverse, quantizer.format)
-    x = x.to(dtype)
-    if isinstance(quantizer, CurrentQuantizer):
-        x = x.float()
-        inverse = current_scale(x, quantizer).reciprocal()
-        return _quantize_dequantize(x, inverse, quantizer.format)
-    return x
+    if not quantizer.rounds_once:
+        x = x.to(dtype)
+    elif pinned and x.dtype is torch.float32:
+        x = _pinned(x)
+    if not quantizer.is_fp8:
+        return x
+    x = x.float()
+    return _quantize_dequantize(x, quantizer.exported_scale(x).reciprocal(), quantizer.format)
 
 
 def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
@@ -155,19 +151,12 @@ def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: s
         refuse(weight.label, "call model.requires_grad_(False) first", layer)
     matrix = rowwise_of(weight)
     assert matrix is not None
-    format = element_of(matrix.format)
-    table = torch.tensor(_VALUES[format], device=matrix.codes.device)
-    in_blocks = block_dimensions(matrix.format) > 0
-    inverse = _of_each_value(matrix) if in_blocks else matrix.scales[:1].reshape(())
+    table = torch.tensor(_VALUES[matrix.element], device=matrix.codes.device)
+    inverse = matrix.layout.spread(matrix.scales, *matrix.codes.shape)
+    if not matrix.layout.in_blocks:
+        inverse = inverse.reshape(())
     values = table[matrix.codes.long()] * inverse
-    return _quantize_dequantize(values, inverse, format) if fp8 else values.to(dtype)
-
-
-def _of_each_value(matrix: Fp8Matrix) -> torch.Tensor:
-    """The inverse scales of 128 x 128 blocks, repeated for their values."""
-    rows, cols = matrix.codes.shape
-    of_rows = matrix.scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
-    return of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
+    return _quantize_dequantize(values, inverse, matrix.element) if fp8 else values.to(dtype)
 
 
 def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -192,15 +181,3 @@ def _quantize_dequantize(x: torch.Tensor, inverse: torch.Tensor, format: int) ->
     zero = torch.zeros((), dtype=dtype)  # says which float8
     codes = _symbolic("QuantizeLinear", (x, inverse, zero), dtype)
     return _symbolic("DequantizeLinear", (codes, inverse), torch.float32)
-
-
-def current_scale(x: torch.Tensor, quantizer: CurrentQuantizer) -> torch.Tensor:
-    """`current_scale` of csrc/core/scaling.h, but for NaN: here a NaN makes all of `x` NaN."""
-    amax = x.abs().max().clamp(min=quantizer.epsilon)
-    known = (amax > 0.0) & (amax < torch.inf)
-    scale = torch.finfo(TORCH_FP8[quantizer.format]).max / torch.where(known, amax, 1.0)
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
-    if quantizer.power_of_2:
-        power = torch.exp2(torch.round(torch.log2(scale)))
-        scale = torch.where(power > scale, power / 2, power)
-    return torch.where(known, scale, 1.0)

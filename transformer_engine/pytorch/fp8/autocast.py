@@ -17,12 +17,8 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Recipe,
-)
+from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names, rules_of
 from transformer_engine.pytorch.fp8.scaling_state import (
     BACKWARD,
     FORWARD,
@@ -96,7 +92,7 @@ class AutocastStack:
     def _enter(self, scope: Scope) -> None:
         self.outer.append((self.scope, self.members))
         self.scope, self.members = scope, {}
-        if isinstance(scope.recipe, DelayedScaling):
+        if scope.recipe is not None and rules_of(scope.recipe).keeps_state:
             for direction in (FORWARD, BACKWARD):
                 self.members[direction] = self.registry.members(
                     scope.recipe, scope.group, direction
@@ -181,10 +177,9 @@ def checked_recipe(recipe: Recipe | None) -> Recipe:
     """The recipe of an autocast that was given this one."""
     if recipe is None:
         return get_default_recipe()
-    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling | Float8BlockScaling):
+    if find_rules(recipe) is None:
         raise ValueError(
-            "[fp8_autocast] expected recipe to be DelayedScaling, Float8CurrentScaling or "
-            f"Float8BlockScaling, got {_described(recipe)}"
+            f"[fp8_autocast] expected recipe to be {recipe_names()}, got {_described(recipe)}"
         )
     return recipe
 
@@ -271,6 +266,7 @@ class fp8_autocast(autocast):
 
     >>> import torch
     >>> import transformer_engine.pytorch as te
+    >>> from transformer_engine.common.recipe import Float8CurrentScaling
     >>> layer = te.Linear(16, 16, device="cpu")
     >>> with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
     ...     y = layer(torch.ones(16, 16))

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.notices import warn_once
+from transformer_engine.pytorch.scale_layout import LAYOUTS
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 MAGIC = b"TEFP8S01"
@@ -96,10 +96,10 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
     """
     kept = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
     lengths = {sum(weight.scales.numel() for weight in kept)}
-    blocks = [torch.Size(block_scale_shape(w.shape[0], w.shape[1], 2)).numel() for w in weights]
-    for of_one_kind in ([2] * len(weights), blocks):
+    for layout in (one for one in LAYOUTS.values() if one.transposes):
         sums = {0}
-        for own in of_one_kind:  # a weight of sizes that FP8 cannot take has no scales
+        for weight in weights:  # one of sizes that FP8 cannot take has no scales
+            own = torch.Size(layout.scale_shape(*weight.shape)).numel()
             sums |= {some + own for some in sums}
         lengths |= sums
     count = scales.numel()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 
-from transformer_engine.common.recipe import Float8BlockScaling, Recipe
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,13 @@ _IN_HIGH_PRECISION = ModelInit()
 
 
 def _check(recipe: Recipe) -> None:
-    in_blocks = isinstance(recipe, Float8BlockScaling)
-    if not (in_blocks or (isinstance(recipe, Recipe) and recipe.float8_per_tensor_scaling())):
-        raise ValueError(
-            "[quantized_model_init] expected recipe to be DelayedScaling, Float8CurrentScaling or "
-            f"Float8BlockScaling, got {recipe!r}"
-        )
-    if in_blocks and recipe.w_block_scaling_dim != 2:  # type: ignore[attr-defined]
-        raise ValueError(
-            "[quantized_model_init] expected w_block_scaling_dim=2, got 1: blocks of 1 x 128 "
-            "values have no transpose, which the backward takes of a weight that is kept in FP8"
-        )
+    rules = find_rules(recipe)
+    if rules is None:
+        refusal = f"expected recipe to be {recipe_names()}, got {recipe!r}"
+    else:
+        refusal = rules.refusal_of_weights(recipe)
+    if refusal:
+        raise ValueError(f"[quantized_model_init] {refusal}")
 
 
 def model_init() -> ModelInit:

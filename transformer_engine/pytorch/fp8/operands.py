@@ -12,19 +12,21 @@ stored transpose. A column-wise plain matrix is the matrix itself; the GEMM read
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions
 from transformer_engine.pytorch.kernels.transpose import transpose, transpose_blocks
+from transformer_engine.pytorch.scale_layout import ScaleLayout, element_of, layout_of
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
 
 class Fp8Matrix:
-    """FP8 codes `uint8 [m, k]`, their `scales fp32 [2] = {1/scale, scale}`, and their format.
+    """FP8 codes `uint8 [m, k]`, their scales, and their format as `_C` takes it.
 
-    Where the format says that blocks have scales (`dtypes.block_format`), `scales` are the inverse
-    scales of `kernels.quantize_blocks`.
+    The scales are `fp32 [2] = {1/scale, scale}`, or the inverse scales of all blocks: see `layout`.
     """
 
     __slots__ = ("codes", "format", "scales")
@@ -34,13 +36,23 @@ class Fp8Matrix:
         self.scales = scales
         self.format = format
 
+    @property
+    def layout(self) -> ScaleLayout:
+        """How the scales belong to the codes."""
+        return layout_of(self.format)
+
+    @property
+    def element(self) -> int:
+        """The type of the codes, a value of `DType`."""
+        return element_of(self.format)
+
 
 Side: TypeAlias = torch.Tensor | Fp8Matrix
 
 
 def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
-    """The transpose of codes with one scale, or with scales of 128 x 128 blocks."""
-    if not block_dimensions(matrix.format):
+    """The transpose of codes, where their layout has one (`ScaleLayout.transposes`)."""
+    if not matrix.layout.in_blocks:
         return Fp8Matrix(transpose(matrix.codes), matrix.scales, matrix.format)
     codes, scales = transpose_blocks(matrix.codes, matrix.scales)
     return Fp8Matrix(codes, scales, matrix.format)
@@ -82,7 +94,7 @@ class Demand:
 
     def __init__(
         self,
-        quantizer: object,
+        quantizer: Quantizer,
         rowwise: bool,
         columnwise: bool,
         bias_grad: torch.dtype | None = None,
@@ -95,3 +107,56 @@ class Demand:
         self.bias_grad = bias_grad
         self.moments = moments
         self.active = active
+
+
+class FusedArguments(NamedTuple):
+    """A request in the words of the fused kernels: see `kernels.norm` and `kernels.activation`."""
+
+    plain: bool  # a plain result is needed
+    format: int = -1
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    rowwise: bool = False
+    columnwise: bool = False
+    current: bool = False
+    power_of_2: bool = False
+    epsilon: float = 0.0
+    moments: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+
+
+class FusedOutputs(NamedTuple):
+    """What such a kernel returns; None where it was not asked for."""
+
+    plain: torch.Tensor | None
+    codes: torch.Tensor | None
+    transposed: torch.Tensor | None
+    scales: torch.Tensor | None
+    bias_grad: torch.Tensor | None = None
+
+
+class PendingCast(NamedTuple):
+    """A result that its quantizer casts later; `scales` where the kernel has found them.
+
+    The chain casts it once the stage has returned and nothing holds what the stage took: that and
+    the codes together would set the peak of memory.
+    """
+
+    plain: torch.Tensor
+    scales: torch.Tensor | None
+    request: Demand
+    bias_grad: torch.Tensor | None
+
+    def cast(self) -> Operands:
+        """The operands; the column sums have been taken already."""
+        request, quantizer = self.request, self.request.quantizer
+        sides = Demand(
+            quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
+        )
+        operands = quantizer.cast(self.plain, self.scales, sides)
+        operands.bias_grad = self.bias_grad
+        return operands
+
+
+Value: TypeAlias = torch.Tensor | Operands  # what a stage takes
+Result: TypeAlias = Value | PendingCast  # what it returns

@@ -1,43 +1,68 @@
 """Quantizers: the only way a tensor becomes FP8.
 
-A quantizer turns a high-precision matrix into `Operands`. Kernels that produce a tensor may do the
-quantizer's work themselves; what they need to know is in `format`, `scaling` and the attributes
-that go with it. The identity quantizer leaves a tensor as it is.
+A quantizer turns a high-precision matrix into `Operands`, and answers whatever else depends on how
+that is done: what a kernel that makes the tensor may do of it, which tensors it needs from call to
+call, what it is in ONNX and under a documented name. The identity leaves a tensor as it is; those
+that cast stand beside the rules of their recipes, in `recipes/`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping
-from enum import Enum
+from typing import Any, ClassVar
 
 import torch
 
-from transformer_engine.pytorch.dtypes import E4M3, E5M2, FP8_NAMES, block_format
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.fp8.operands import (
+    Demand,
+    Fp8Matrix,
+    FusedArguments,
+    FusedOutputs,
+    Operands,
+    PendingCast,
+    Result,
+    Value,
+)
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
-from transformer_engine.pytorch.kernels.amax import current_scales
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
-from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
-
-class Scaling(Enum):
-    """Where a quantizer's scale comes from."""
-
-    NONE = "none"
-    DELAYED = "delayed"
-    CURRENT = "current"
-    BLOCKS = "blocks"
+Tensors = tuple[torch.Tensor, ...]
 
 
 class Quantizer:
-    """Base: `operands(x, demand)` makes a 2-D tensor ready for the GEMMs named in the demand."""
+    """Base: `operands(x, demand)` makes a 2-D tensor ready for the GEMMs named in the demand.
 
-    scaling = Scaling.NONE
+    A class that is made with `native=True` calls nothing but `_C`, the same for every tensor of a
+    shape, so that its calls may be recorded. Subclasses have to say so again.
+
+    Attributes:
+        scaling: what statistics call the scaling of its casts; empty in high precision.
+        format: element type of its codes, a value of `DType`; -1 in high precision.
+        is_fp8: it casts to FP8.
+        rounds_once: a kernel that makes the tensor rounds it to FP8 from fp32; otherwise to the
+            dtype of activations first.
+        recasts_alike: casting the same values in backward gives the same codes.
+        replaces: `result` may return something else than its argument.
+        public_class: of the documented quantizer that does the same; it has a method `of`.
+    """
+
+    scaling = ""
     format = -1
-    replaces = True  # `result` may return something else than it was given
+    is_fp8 = False
+    rounds_once = False
+    recasts_alike = True
+    replaces = True
+    native = False
+    public_class: ClassVar[Any] = None
+
+    def __init_subclass__(cls, native: bool = False, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.native = native
 
     @property
     def cache_key(self) -> Hashable:
@@ -47,6 +72,10 @@ class Quantizer:
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Quantise `x` `[rows, cols]` (fp32, fp16 or bf16, contiguous)."""
         raise NotImplementedError
+
+    def cast(self, x: torch.Tensor, scales: torch.Tensor | None, request: Demand) -> Operands:
+        """`operands`, with the scales that the producer of `x` has found, if it has."""
+        return self.operands(x, request)
 
     def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
         """Quantise `x` with so many zero rows added; they change no result."""
@@ -69,6 +98,21 @@ class Quantizer:
         """
         raise NotImplementedError
 
+    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+        """What a kernel that makes the tensor does for this quantizer: nothing but the tensor.
+
+        Epsilons are literals here: torch.compile makes an input of a default that is a float.
+
+        Args:
+            request: of the next GEMM; None where there is none.
+        """
+        return FusedArguments(True, epsilon=0.0)
+
+    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Result:
+        """What such a kernel has made, as the result of its stage: a tensor yet to be cast."""
+        assert made.plain is not None and request is not None
+        return PendingCast(made.plain, made.scales, request, made.bias_grad)
+
     def note(self, x: torch.Tensor) -> None:
         """`x` goes by without a cast: take down what would have been taken down with it."""
 
@@ -80,9 +124,17 @@ class Quantizer:
         """What does the same again, with the scale of the first time, and leaves no trace."""
         return self
 
-    def persistent_tensors(self) -> list[torch.Tensor]:
-        """Tensors that outlive a call and that kernels read or write for it."""
-        return []
+    def persistent_tensors(self) -> Tensors:
+        """The tensors that outlive a call and that casts read, raise or write: scales, amaxes."""
+        return ()
+
+    def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
+        """The scale of `x` (fp32) in torch's own operators, a scalar: for a graph of ONNX."""
+        raise NotImplementedError
+
+    def public(self) -> Any:
+        """The documented quantizer that does the same; None where there is none."""
+        return None if self.public_class is None else self.public_class.of(self)
 
 
 class WrappingQuantizer(Quantizer):
@@ -109,14 +161,34 @@ class WrappingQuantizer(Quantizer):
         """The operands of `x`; `cast` is what a kernel made of `inner_demand`."""
         raise NotImplementedError
 
+    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+        """Those of the wrapped quantizer, and the plain tensor where it is needed."""
+        assert request is not None
+        plain, inner = self.needs_plain, self.inner_demand(request)
+        fused = inner.quantizer.fused_arguments(inner)
+        return fused._replace(plain=True) if plain else fused
+
+    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Operands:
+        """What the wrapped quantizer makes of it, finished."""
+        assert request is not None
+        inner = self.inner_demand(request)
+        cast = inner.quantizer.fused_result(inner, made)
+        return self.finish(
+            made.plain, cast.cast() if isinstance(cast, PendingCast) else cast, request
+        )
+
     def repeating(self, scale: torch.Tensor | None) -> Quantizer:
         """The same around what repeats the wrapped one."""
         again = copy.copy(self)
         again.inner = self.inner.repeating(scale)
         return again
 
+    def persistent_tensors(self) -> Tensors:
+        """Those of the wrapped quantizer."""
+        return self.inner.persistent_tensors()
 
-class IdentityQuantizer(Quantizer):
+
+class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
@@ -129,6 +201,18 @@ class IdentityQuantizer(Quantizer):
         """The values, dequantised for this call."""
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
         return Operands(self.operands(x, demand).rowwise, None)
+
+    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+        """The kernel takes the moments."""
+        if request is None:
+            return FusedArguments(True, epsilon=0.0)
+        return FusedArguments(True, epsilon=0.0, moments=request.moments, active=request.active)
+
+    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Value:
+        """The tensor, with the bias gradient where the kernel has summed it."""
+        plain = made.plain
+        assert plain is not None
+        return plain if made.bias_grad is None else Operands(plain, plain, made.bias_grad)
 
 
 class CalibratingQuantizer(IdentityQuantizer):
@@ -150,18 +234,55 @@ class CalibratingQuantizer(IdentityQuantizer):
         """High precision alone."""
         return IDENTITY
 
+    def persistent_tensors(self) -> Tensors:
+        """The amax."""
+        return (self.amax,)
+
 
 class Fp8Quantizer(Quantizer):
-    """What FP8 quantizers share: the format, and the call of the one kernel."""
+    """What FP8 quantizers share: the format, and how scales belong to the codes.
+
+    Args:
+        format: element type of the codes, a value of `DType`.
+    """
+
+    is_fp8 = True
+    layout: ScaleLayout = WHOLE
 
     def __init__(self, format: int) -> None:
         if format not in (E4M3, E5M2):
             raise ValueError(f"[quantizer] expected format E4M3 (5) or E5M2 (6), got {format}")
         self.format = format
+        self.matrix_format = self.layout.code(format)
 
     def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
         """The codes as they are."""
         return Operands(weight, None)
+
+    def cast_with(
+        self,
+        x: torch.Tensor,
+        request: Demand,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> Operands:
+        """Cast with one scale in one pass; see `kernels.quantize` for the last three."""
+        codes, transposed, own_scales, bias_grad = quantize(
+            x,
+            self.format,
+            scale,
+            amax,
+            scales,
+            request.rowwise,
+            request.columnwise,
+            request.bias_grad,
+            request.moments,
+            request.active,
+        )
+        scales = own_scales if scales is None else scales
+        assert scales is not None
+        return self.pack(codes, transposed, scales, bias_grad)
 
     def pack(
         self,
@@ -170,153 +291,13 @@ class Fp8Quantizer(Quantizer):
         scales: torch.Tensor,
         bias_grad: torch.Tensor | None = None,
     ) -> Operands:
-        """Wrap codes that a kernel has written."""
-        rowwise = None if codes is None else Fp8Matrix(codes, scales, self.format)
-        columnwise = None if transposed is None else Fp8Matrix(transposed, scales, self.format)
-        return Operands(rowwise, columnwise, bias_grad)
-
-
-class DelayedQuantizer(Fp8Quantizer):
-    """Scale from the history; the amax of this tensor goes into it.
-
-    Args:
-        scale: fp32 `[1]`, read by the kernel.
-        amax: fp32 `[1]`, raised to `max |x|`; None to leave no trace (evaluation).
-        format: value of `DType`.
-    """
-
-    scaling = Scaling.DELAYED
-
-    def __init__(self, scale: torch.Tensor, amax: torch.Tensor | None, format: int) -> None:
-        super().__init__(format)
-        self.scale = scale
-        self.amax = amax
-
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
-        """Cast with the stored scale, in one pass."""
-        codes, transposed, scales, bias_grad = quantize(
-            x,
-            self.format,
-            self.scale,
-            self.amax,
-            None,
-            demand.rowwise,
-            demand.columnwise,
-            demand.bias_grad,
-            demand.moments,
-            demand.active,
-        )
-        assert scales is not None
-        return self.pack(codes, transposed, scales, bias_grad)
-
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same format with a given scale."""
-        assert scale is not None
-        return DelayedQuantizer(scale, None, self.format)
-
-    def persistent_tensors(self) -> list[torch.Tensor]:
-        """The scale and the running amax."""
-        return [self.scale] if self.amax is None else [self.scale, self.amax]
-
-    def __repr__(self) -> str:
-        return f"DelayedQuantizer({FP8_NAMES[self.format]})"
-
-
-class CurrentQuantizer(Fp8Quantizer):
-    """Scale from the tensor in hand: `fp8_max / max |x|`.
-
-    Args:
-        format: value of `DType`.
-        power_of_2: round scales down to powers of two.
-        epsilon: least amax.
-    """
-
-    scaling = Scaling.CURRENT
-
-    def __init__(self, format: int, power_of_2: bool = False, epsilon: float = 0.0) -> None:
-        super().__init__(format)
-        self.power_of_2 = power_of_2
-        self.epsilon = epsilon
-
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
-        """Find the scale, then cast."""
-        return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), demand)
-
-    def cast(self, x: torch.Tensor, scales: torch.Tensor, demand: Demand) -> Operands:
-        """Cast with scales that the producer of `x` has found already."""
-        codes, transposed, _, bias_grad = quantize(
-            x,
-            self.format,
-            None,
-            None,
-            scales,
-            demand.rowwise,
-            demand.columnwise,
-            demand.bias_grad,
-            demand.moments,
-            demand.active,
-        )
-        return self.pack(codes, transposed, scales, bias_grad)
-
-    def __repr__(self) -> str:
-        return f"CurrentQuantizer({FP8_NAMES[self.format]})"
-
-
-class BlockQuantizer(Fp8Quantizer):
-    """Scales from the blocks of the tensor in hand, along rows and along columns on their own.
-
-    Args:
-        format: value of `DType`.
-        dimensions: of a block: 1 (1 x 128 values along the axis that a GEMM sums over) or 2.
-        power_of_2: round scales down to powers of two.
-        epsilon: least amax.
-    """
-
-    scaling = Scaling.BLOCKS
-
-    def __init__(
-        self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
-    ) -> None:
-        super().__init__(format)
-        if dimensions not in (1, 2):
-            raise ValueError(f"[quantizer] expected blocks of 1 or 2 dimensions, got {dimensions}")
-        self.dimensions = dimensions
-        self.power_of_2 = power_of_2
-        self.epsilon = epsilon
-        self.matrix_format = block_format(format, dimensions)
-
-    @property
-    def cache_key(self) -> Hashable:
-        """Blocks of one kind stand for each other."""
-        return (self.scaling, self.dimensions, self.power_of_2, self.epsilon)
-
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
-        """Find the scales of all blocks and cast, in one pass."""
-        codes, scales, transposed, column_scales, bias_grad = quantize_blocks(
-            x,
-            self.matrix_format,
-            self.power_of_2,
-            self.epsilon,
-            demand.rowwise,
-            demand.columnwise,
-            demand.bias_grad,
-            demand.moments,
-            demand.active,
-        )
-        rowwise = self._matrix(codes, scales)
-        return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)
-
-    def _matrix(self, codes: torch.Tensor | None, scales: torch.Tensor | None) -> Fp8Matrix | None:
-        if codes is None or scales is None:
-            return None
-        return Fp8Matrix(codes, scales, self.matrix_format)
-
-    def __repr__(self) -> str:
-        return f"BlockQuantizer({FP8_NAMES[self.format]}, {self.dimensions}D)"
+        """Wrap codes that a kernel has written, with one scale."""
+        rowwise = None if codes is None else Fp8Matrix(codes, scales, self.matrix_format)
+        columns = None if transposed is None else Fp8Matrix(transposed, scales, self.matrix_format)
+        return Operands(rowwise, columns, bias_grad)
 
 
 IDENTITY = IdentityQuantizer()
-_NATIVE = (IdentityQuantizer, DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
 
 def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
@@ -363,17 +344,13 @@ class GemmQuantizers:
         self.output = output or IDENTITY
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
-        self.fp8 = isinstance(input, Fp8Quantizer)
+        self.fp8 = self.input.is_fp8
         self.wrapped = False  # somebody looks at these GEMMs
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         # They do nothing but call `_C`, the same for every tensor of a shape.
-        self.native = all(type(quantizer) in _NATIVE for quantizer in six)
+        self.native = all(quantizer.native for quantizer in six)
         # Of fprop, dgrad, wgrad: the short accumulator of FP8 tensor cores is for fprop only.
         self.fast_accumulation = (self.fp8, False, False)
-
-    def persistent_tensors(self) -> list[torch.Tensor]:
-        """Those of all six."""
-        return [t for name in SIX for t in getattr(self, name).persistent_tensors()]
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
         """The same, or a copy in which those of some names are others that look at its GEMMs."""
@@ -405,6 +382,10 @@ class GemmQuantizers:
         again.fp8, again.wrapped = self.fp8, self.wrapped
         again.fast_accumulation = self.fast_accumulation
         return again
+
+    def persistent_tensors(self) -> Tensors:
+        """The tensors that outlive a call and that its casts read or write, see `Quantizer`."""
+        return tuple(t for name in SIX for t in getattr(self, name).persistent_tensors())
 
 
 HIGH_PRECISION_GEMM = GemmQuantizers()

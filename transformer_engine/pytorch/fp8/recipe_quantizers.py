@@ -7,29 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    QParams,
-    Recipe,
-)
-from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.autocast import Scope, autocast, autocast_stack
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
-from transformer_engine.pytorch.fp8.quantizers import (
-    BlockQuantizer,
-    CalibratingQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    GemmQuantizers,
-)
+from transformer_engine.pytorch.fp8.quantizers import CalibratingQuantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 from transformer_engine.pytorch.recompute.compiled_scales import count_amaxes, scales_of_call
@@ -53,16 +39,6 @@ FEATURE_ALIGNMENT = 16
 # backward.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
 _CAST_COLUMNS = 2  # the first ones: outputs stay in high precision
-
-
-def forward_format(recipe: Recipe) -> int:
-    """Format of activations and weights."""
-    return E4M3
-
-
-def backward_format(recipe: Recipe) -> int:
-    """Format of gradients."""
-    return E5M2 if recipe.fp8_format is Format.HYBRID else E4M3  # type: ignore[attr-defined]
 
 
 class Columns(NamedTuple):
@@ -130,20 +106,18 @@ def build_quantizers(
 ) -> Built:
     """One `GemmQuantizers` per GEMM of the module.
 
-    Under delayed scaling this creates, fits and registers the module's scaling state; calls that
+    Where the recipe keeps state, this creates, fits and registers that of the module; calls that
     autograd does not record leave no amax behind, so evaluation changes nothing.
     """
-    recipe = scope.recipe
-    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        if exporting() and isinstance(recipe, Float8BlockScaling):
-            refuse("Float8BlockScaling", "export under another recipe", module.name)
-        stateless = _current if isinstance(recipe, Float8CurrentScaling) else _blocks
-        one = stateless(recipe) if scope.enabled else GemmQuantizers()  # type: ignore[arg-type]
+    recipe, rules = scope.recipe, rules_of(scope.recipe)
+    if exporting() and not rules.exportable:
+        refuse(type(recipe).__name__, "export under another recipe", module.name)
+    if not rules.keeps_state:
+        one = rules.gemm_quantizers(recipe, None) if scope.enabled else GemmQuantizers()
         return Built([one] * module.gemm_count)
-    assert isinstance(recipe, DelayedScaling)
     if exporting():
-        state = trained_scales(module.scaling, module.name)
-        return Built([_trained(recipe, state, i) for i in range(module.gemm_count)])
+        trained = _trained_columns(module)
+        return Built([rules.gemm_quantizers(recipe, columns) for columns in trained])
     forward, moved = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
     indices = range(module.gemm_count)
@@ -151,7 +125,7 @@ def build_quantizers(
         return Built([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
     columns = columns_of(forward, cast, recording, autocast_stack().runs_again)
-    gemms = [_delayed(recipe, columns, backward, i) for i in indices]
+    gemms = [rules.gemm_quantizers(recipe, _columns(columns, backward, i)) for i in indices]
     return Built(gemms, moved, columns)
 
 
@@ -172,7 +146,7 @@ def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> N
 
 def state_of(
     module: ScaledModule,
-    recipe: DelayedScaling,
+    recipe: Any,
     direction: str,
     device: torch.device,
 ) -> tuple[ScalingState, bool]:
@@ -189,28 +163,19 @@ def state_of(
     return state, before != (state.version, state.member_of)
 
 
-def _delayed(
-    recipe: DelayedScaling, forward: Columns, backward: ScalingState, gemm: int
-) -> GemmQuantizers:
-    def quantizer(column: int) -> DelayedQuantizer:
-        scale, amax = forward.scales[column], forward.amaxes[column]
-        return DelayedQuantizer(scale, amax, forward_format(recipe))
-
+def _columns(forward: Columns, backward: ScalingState, gemm: int) -> GemmColumns:
+    """What one GEMM casts with, as it has columns for itself."""
     first, of_grad = _CAST_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
-    amax = backward.amaxes[of_grad] if forward.amaxes[first] is not None else None
-    return GemmQuantizers(
-        input=quantizer(first),
-        weight=quantizer(first + 1),
-        grad_output=DelayedQuantizer(backward.scales[of_grad], amax, backward_format(recipe)),
-    )
+    input, weight = [(forward.scales[i], forward.amaxes[i]) for i in (first, first + 1)]
+    amax = None if input[1] is None else backward.amaxes[of_grad]
+    return GemmColumns(input, weight, (backward.scales[of_grad], amax))
 
 
-def _trained(recipe: DelayedScaling, forward: ScalingState, gemm: int) -> GemmQuantizers:
-    first, format = FORWARD_COLUMNS * gemm, forward_format(recipe)
-    return GemmQuantizers(
-        input=DelayedQuantizer(forward.scales[first], None, format),
-        weight=DelayedQuantizer(forward.scales[first + 1], None, format),
-    )
+def _trained_columns(module: ScaledModule) -> list[GemmColumns]:
+    """What the GEMMs of a module that has been trained cast with, leaving no trace."""
+    scales = trained_scales(module.scaling, module.name).scales
+    firsts = range(0, FORWARD_COLUMNS * module.gemm_count, FORWARD_COLUMNS)
+    return [GemmColumns((scales[i], None), (scales[i + 1], None)) for i in firsts]
 
 
 def with_weight_scales(
@@ -236,36 +201,3 @@ def _calibrating(forward: ScalingState, gemm: int) -> GemmQuantizers:
         input=CalibratingQuantizer(forward.amaxes[first]),
         weight=CalibratingQuantizer(forward.amaxes[first + 1]),
     )
-
-
-def _current(recipe: Float8CurrentScaling) -> GemmQuantizers:
-    def quantizer(parameters: object, format: int) -> CurrentQuantizer:
-        power_of_2 = recipe.use_power_2_scales or parameters.power_2_scale  # type: ignore[attr-defined]
-        return CurrentQuantizer(format, power_of_2, parameters.amax_epsilon)  # type: ignore[attr-defined]
-
-    gemms = GemmQuantizers(
-        input=quantizer(recipe.fp8_quant_fwd_inp, forward_format(recipe)),
-        weight=quantizer(recipe.fp8_quant_fwd_weight, forward_format(recipe)),
-        grad_output=quantizer(recipe.fp8_quant_bwd_grad, backward_format(recipe)),
-    )
-    gemms.fast_accumulation = (
-        not recipe.fp8_gemm_fprop.use_split_accumulator,
-        not recipe.fp8_gemm_dgrad.use_split_accumulator,
-        not recipe.fp8_gemm_wgrad.use_split_accumulator,
-    )
-    return gemms
-
-
-def _blocks(recipe: Float8BlockScaling) -> GemmQuantizers:
-    def quantizer(parameters: QParams, dimensions: int, format: int) -> BlockQuantizer:
-        power_of_2 = parameters.power_2_scale and not recipe.use_f32_scales
-        return BlockQuantizer(format, dimensions, power_of_2, parameters.amax_epsilon)
-
-    forward, backward = forward_format(recipe), backward_format(recipe)
-    gemms = GemmQuantizers(
-        input=quantizer(recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim, forward),
-        weight=quantizer(recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim, forward),
-        grad_output=quantizer(recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim, backward),
-    )
-    gemms.fast_accumulation = (False, False, False)
-    return gemms

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 
 
@@ -28,7 +28,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
 
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
-        return scope.enabled and isinstance(scope.recipe, DelayedScaling)
+        return scope.enabled and rules_of(scope.recipe).keeps_state
 
     @property
     def fp8_meta(self) -> Fp8Meta:

@@ -1,4 +1,4 @@
-"""Delayed scaling's state: scales and amax histories of a module, and the update of all of them.
+"""Scales and amax histories of modules, for recipes that keep state, and the update of all.
 
 A module owns one `ScalingState` per direction. States register with the `ScalingRegistry`, which
 updates every member of a (recipe, group, direction) in one launch: the kernel reads a device table
@@ -14,14 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
-from transformer_engine.pytorch.kernels.delayed_scaling import (
-    delayed_scaling_update,
-    entry,
-    gather_amax,
-    spread,
-)
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
+from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 
 FORWARD, BACKWARD = "forward", "backward"
 _ALIGNED = 4  # floats
@@ -106,7 +102,7 @@ def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -
 class ScalingMembers:
     """The live states of one (recipe, group, direction), and their table on the device."""
 
-    def __init__(self, recipe: DelayedScaling, group: Hashable, direction: str) -> None:
+    def __init__(self, recipe: Any, group: Hashable, direction: str) -> None:
         self.recipe = recipe
         self.group = group
         self.direction = direction
@@ -114,6 +110,12 @@ class ScalingMembers:
         self._table: torch.Tensor | None = None
         self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
         self.columns = 0
+
+    @property
+    def fp8_max(self) -> float:
+        """The largest value of the recipe's format in this direction."""
+        span: Any = self.recipe.fp8_format.value
+        return span.max_fwd if self.direction == FORWARD else span.max_bwd
 
     def add(self, state: ScalingState) -> None:
         """Take a state in; it leaves the members that it was among."""
@@ -152,16 +154,9 @@ class ScalingMembers:
         by_device: dict[torch.device, list[ScalingState]] = {}
         for state in self.alive():
             by_device.setdefault(state.scale.device, []).append(state)
-        recipe, span = self.recipe, self.recipe.fp8_format.value
-        fp8_max = span.max_fwd if self.direction == FORWARD else span.max_bwd
+        rules = rules_of(self.recipe)
         for states in by_device.values():
-            reduced = self._reduced_amax(states)
-            algorithm = recipe.amax_compute_algo
-            if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
-                _update_with_callables(states, recipe, fp8_max, reduced)
-            else:
-                table = self.table(states)
-                delayed_scaling_update(table, reduced, algorithm, fp8_max, recipe.margin)
+            rules.update_scales(self, states, self._reduced_amax(states))
 
     def _reduced_amax(self, states: list[ScalingState]) -> torch.Tensor | None:
         """Row 0 of all states, maximum over the ranks of the group; None on a single rank."""
@@ -178,9 +173,9 @@ class ScalingRegistry:
     """The members of every (recipe, group, direction); modules are held weakly."""
 
     def __init__(self) -> None:
-        self._members: dict[tuple[DelayedScaling, Hashable, str], ScalingMembers] = {}
+        self._members: dict[tuple[Recipe, Hashable, str], ScalingMembers] = {}
 
-    def members(self, recipe: DelayedScaling, group: Hashable, direction: str) -> ScalingMembers:
+    def members(self, recipe: Recipe, group: Hashable, direction: str) -> ScalingMembers:
         """The members of a key, made at first use."""
         key = (recipe, group, direction)
         members = self._members.get(key)
@@ -193,32 +188,3 @@ class ScalingRegistry:
         for members in self._members.values():
             if members.direction == direction:
                 members.update()
-
-
-def _update_with_callables(
-    states: list[ScalingState],
-    recipe: DelayedScaling,
-    fp8_max: float,
-    reduced: torch.Tensor | None,
-) -> None:
-    """The same update with the recipe's own functions, state by state, in torch."""
-    start = 0
-    for state in states:
-        history, count = state.amax_history, state.scale.numel()
-        if reduced is not None:
-            history[0] = reduced[start : start + count]
-        start += count
-        algorithm = recipe.amax_compute_algo
-        if callable(algorithm):
-            amax = algorithm(history)
-        else:
-            amax = history.amax(dim=0) if algorithm == "max" else history[0]
-        if recipe.scaling_factor_compute_algo is not None:
-            scale = recipe.scaling_factor_compute_algo(amax, state.scale, fp8_max, recipe)
-        else:
-            scale = (fp8_max / amax) / 2.0**recipe.margin
-            scale = torch.where((amax > 0) & amax.isfinite(), scale, state.scale)
-            scale = scale.clamp(max=torch.finfo(torch.float32).max)
-        state.scale.copy_(scale)
-        history.copy_(history.roll(-1, 0))
-        history[0].zero_()

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.dtypes import HIGH_PRECISION, block_dimensions
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.model_init import ModelInit
 from transformer_engine.pytorch.fp8.recipe_quantizers import FEATURE_ALIGNMENT
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
+from transformer_engine.pytorch.scale_layout import WHOLE
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
@@ -42,7 +44,11 @@ def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
     fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
     if not fits:
         return nn.Parameter(values)
-    parameter = nn.Parameter(WeightQuantizer.of(init.recipe, label).unwritten(values))
+    rules = rules_of(init.recipe)
+    layout = rules.weight_layout(init.recipe) or WHOLE
+    settings = rules.weight_settings(init.recipe)
+    quantizer = WeightQuantizer.for_layout(layout, label=label, **settings)
+    parameter = nn.Parameter(quantizer.unwritten(values))
     if not values.is_meta:
         start(parameter, values, init)
     return parameter
@@ -67,8 +73,9 @@ def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
 def rename(module: nn.Module, layer: str) -> None:
     """Let messages name the layer as it is called now."""
     for name, weight in fp8_weights(module).items():
-        if isinstance(weight._quantizer, WeightQuantizer):
-            weight._quantizer.label = f"{name} of layer {layer}"
+        quantizer: Any = weight._quantizer
+        if getattr(quantizer, "writes_weights", False):
+            quantizer.label = f"{name} of layer {layer}"
 
 
 def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
@@ -185,7 +192,7 @@ def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> No
         quantizer = WeightQuantizer.writing(weight)
         if not enabled:
             _announce_dequantized(module, name)
-        elif not quantizer.serves(recipe) or block_dimensions(rowwise.format) == 1:
+        elif not (rules_of(recipe).takes(recipe, quantizer) and rowwise.layout.transposes):
             raise RuntimeError(
                 f"[{type(module).__name__}] Recipe mismatch for {name!r}: it was made for "
                 f"{quantizer.made_for}, got {type(recipe).__name__}; give quantized_model_init the "

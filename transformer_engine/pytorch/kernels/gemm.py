@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.dtypes import SCALE_BLOCK, TORCH_FP8, block_dimensions
+from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.memory_views import tensor_at
+from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 
 PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
@@ -287,8 +288,8 @@ def _define(
 ) -> None:
     """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
     del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
-    if d.is_cuda and block_dimensions(a_format):
-        _announce_slow_product(d.shape[:-1].numel(), *b.shape)
+    if d.is_cuda and a_format != PLAIN and layout_of(a_format).in_blocks:
+        _announce_slow_product(d.shape[:-1].numel(), *b.shape, layout_of(a_format))
     with _without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
@@ -302,9 +303,9 @@ def _define(
 
 
 @functools.cache
-def _announce_slow_product(m: int, n: int, k: int) -> None:
+def _announce_slow_product(m: int, n: int, k: int, layout: ScaleLayout) -> None:
     """Once for each size: the result is exact, but the time is not that of an FP8 product."""
-    if m and min(n, k) >= SCALE_BLOCK:
+    if m and min(n, k) >= layout.run:
         warnings.warn(
             f"[gemm] cuBLASLt has no kernel for block scales at m = {m}, n = {n}, k = {k}: torch "
             "multiplies the dequantised operands",
@@ -334,7 +335,7 @@ def _matrix(
     rows, columns = operand.shape[:-1].numel(), operand.shape[-1]
     if format == PLAIN:
         matrix = operand.reshape(rows, columns).to(torch.float32)
-    elif block_dimensions(format):
+    elif layout_of(format).in_blocks:
         matrix = operand.new_empty((rows, columns), dtype=torch.float32)
         _C.dequantize(operand.reshape(rows, columns), format, scales, matrix)
     else:
@@ -364,7 +365,7 @@ def _value(
         _matrix(a, a_scales, a_format, a_transposed)
         @ _matrix(b, b_scales, b_format, b_transposed).t()
     )
-    if a_scales is not None and b_scales is not None and not block_dimensions(a_format):
+    if a_scales is not None and b_scales is not None and not layout_of(a_format).in_blocks:
         value *= a_scales[0] * b_scales[0]
     return value
 

@@ -5,27 +5,10 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.dtypes import SCALE_BLOCK, block_dimensions
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.moments import merge_moments
 from transformer_engine.pytorch.kernels.shapes import rows_of
-
-
-def block_scale_shape(rows: int, cols: int, dimensions: int) -> tuple[int, int]:
-    """The shape of the inverse scales of a `[rows, cols]` matrix of codes.
-
-    Args:
-        rows: of the codes.
-        cols: of the codes.
-        dimensions: of a block: 1 is 1 x 128 values, `[ceil(cols / 128), rows]`; 2 is 128 x 128
-            values, `[ceil(rows / 128), ceil(cols / 128)]`. The last size is rounded up to 4.
-
-    >>> block_scale_shape(20, 300, 1), block_scale_shape(20, 300, 2)
-    ((3, 20), (1, 4))
-    """
-    if dimensions == 1:
-        return -(-cols // SCALE_BLOCK), -(-rows // 4) * 4
-    return -(-rows // SCALE_BLOCK), -(-cols // (4 * SCALE_BLOCK)) * 4
+from transformer_engine.pytorch.scale_layout import layout_of
 
 
 @library_op(
@@ -56,7 +39,7 @@ def quantize_blocks(
 
     Args:
         x: fp32, fp16 or bf16, contiguous.
-        format: of `dtypes.block_format`: element type and dimensions of a block.
+        format: element type and layout, see `ScaleLayout.code`.
         power_of_2: round scales down to powers of two.
         epsilon: least amax.
         rowwise: return codes and their scales.
@@ -70,14 +53,14 @@ def quantize_blocks(
         `[..., cols]`, the inverse scales of their blocks, the transposed codes `[cols, rows]` with
         blocks along their own rows, the inverse scales of these, and the column sums.
     """
-    rows, cols, dimensions = rows_of(x), x.shape[-1], block_dimensions(format)
+    rows, cols, layout = rows_of(x), x.shape[-1], layout_of(format)
     codes = scales = transposed = column_scales = None
     if rowwise:
         codes = torch.empty_like(x, dtype=torch.uint8)
-        scales = x.new_empty(block_scale_shape(rows, cols, dimensions), dtype=torch.float32)
+        scales = x.new_empty(layout.scale_shape(rows, cols), dtype=layout.scale_dtype)
     if columnwise:
         transposed = x.new_empty((cols, rows), dtype=torch.uint8)
-        column_scales = x.new_empty(block_scale_shape(cols, rows, dimensions), dtype=torch.float32)
+        column_scales = x.new_empty(layout.scale_shape(cols, rows), dtype=layout.scale_dtype)
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         _C.quantize_blocks(

@@ -6,8 +6,8 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
 from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.scale_layout import SQUARES
 
 
 @library_op("transpose(Tensor codes) -> Tensor")
@@ -27,11 +27,11 @@ def transpose_blocks(
 
     Args:
         codes: `[..., cols]`.
-        scales: fp32, see `quantize_blocks.block_scale_shape`.
+        scales: fp32, see `ScaleLayout.scale_shape`.
     """
     rows, cols = rows_of(codes), codes.shape[-1]
     out = codes.new_empty((cols, rows))
-    out_scales = scales.new_empty(block_scale_shape(cols, rows, 2))
+    out_scales = scales.new_empty(SQUARES.scale_shape(cols, rows))
     if launch:
         _C.transpose(codes, out, scales, out_scales)
     return out, out_scales

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.library import is_exporting
 
 _Policy = torch_checkpoint.CheckpointPolicy
@@ -61,10 +62,5 @@ def _read_numbers(recipe: Recipe | None) -> None:
 
     What parts of the graph share must therefore be read outside of them all.
     """
-    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        for cast in (
-            recipe.fp8_quant_fwd_inp,
-            recipe.fp8_quant_fwd_weight,
-            recipe.fp8_quant_bwd_grad,
-        ):
-            cast.amax_epsilon + 0.0
+    for number in rules_of(recipe).numbers(recipe):
+        number + 0.0

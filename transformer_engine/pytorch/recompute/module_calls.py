@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 from transformer_engine.pytorch.recompute.regions import (
     Call,
@@ -114,8 +114,8 @@ def first_call(module: ScaledModule, where: Place, counts: bool) -> Call:
     stack.noted = True
     if not where.records or any(region.foreign for region in where.records):
         module.in_foreign_region = True
-    delayed = scope.enabled and isinstance(scope.recipe, DelayedScaling)
-    scales = module.scaling[FORWARD].scale.clone() if delayed and where.records else None
+    keeps_state = scope.enabled and rules_of(scope.recipe).keeps_state
+    scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.records else None
     return Call(scope, scales, ends)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.dtypes import FP8_NAMES, SCALE_BLOCK, DType, block_format
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Side
-from transformer_engine.pytorch.fp8.quantizers import BlockQuantizer
+from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.scale_layout import block_layout
 from transformer_engine.pytorch.tensor.quantized_tensor import (
     Parts,
     QuantizedTensor,
@@ -31,7 +32,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         shape: of the tensor.
         dtype: nominal dtype, what `dequantize` gives by default.
         rowwise_data: uint8 codes of that shape, or None.
-        rowwise_scale_inv: fp32, see `kernels.quantize_blocks.block_scale_shape`.
+        rowwise_scale_inv: fp32, see `ScaleLayout.scale_shape`.
         columnwise_data: uint8 codes `[cols, rows]`, or None.
         columnwise_scale_inv: fp32, the inverse scales of these.
         fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`, or torch's dtype of that name.
@@ -71,7 +72,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         columnwise_scale_inv: torch.Tensor | None,
         fp8_dtype: DType | torch.dtype | int,
         is_2D_scaled: bool,
-        quantizer: Float8BlockQuantizer | None = None,
+        quantizer: Quantizer | None = None,
     ) -> Float8BlockwiseQTensor:
         """Wrap codes."""
         some = rowwise_data if rowwise_data is not None else columnwise_data
@@ -84,7 +85,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self._fp8_dtype = DType.of(fp8_dtype)
         self._is_2D_scaled = is_2D_scaled
-        self._format = block_format(int(self._fp8_dtype), 2 if is_2D_scaled else 1)
+        self._format = block_layout(2 if is_2D_scaled else 1).code(int(self._fp8_dtype))
         self._quantizer = quantizer
         return self
 
@@ -95,6 +96,20 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         """A tensor of parts and facts as another one has them."""
         named = {name[1:]: part for name, part in zip(cls.part_names, parts, strict=True)}
         return cls(shape, **named, **facts)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_operands(
+        cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
+    ) -> Float8BlockwiseQTensor:
+        """The tensor form of what a quantizer gives to GEMMs."""
+        rowwise, *others = _parts(operands.rowwise, operands.columnwise)
+        some: Any = operands.columnwise if rowwise is None else operands.rowwise
+        facts = {"fp8_dtype": some.element, "is_2D_scaled": some.layout.dimensions == 2}
+        return cls.assembled(
+            like.shape,
+            [None if rowwise is None else rowwise.view(like.shape), *others],
+            {"dtype": like.dtype, "quantizer": quantizer, **facts},
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -125,7 +140,8 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     def quantized(self, plain: torch.Tensor) -> Parts:
         """The parts that the quantizer makes of other values of this shape."""
         sides = (self._rowwise_data is not None, self._columnwise_data is not None)
-        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))  # type: ignore[union-attr]
+        assert self._quantizer is not None
+        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))
         return _parts(made.rowwise, made.columnwise)
 
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
@@ -195,29 +211,36 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         rows, cols = _matrix_shape(shape)
         return cols, rows
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Of the inverse scales of a tensor's side."""
         rows, cols = _matrix_shape(shape)
         sides = (cols, rows) if columnwise else (rows, cols)
-        return block_scale_shape(*sides, self.dimensions)
+        return self.layout.scale_shape(*sides)
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether parts of the tensor, cut along tokens, are made of whole blocks."""
         rows, cols = _matrix_shape(tensor.shape)
-        return tensor.ndim >= 2 and rows % SCALE_BLOCK == 0 and cols % SCALE_BLOCK == 0
+        run = self.layout.run
+        return tensor.ndim >= 2 and rows % run == 0 and cols % run == 0
 
     def _made(self, plain: torch.Tensor) -> Float8BlockwiseQTensor:
         made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
-        return Float8BlockwiseQTensor.assembled(
-            plain.shape,
-            _parts(made.rowwise, made.columnwise),
-            {
-                "dtype": plain.dtype,
-                "fp8_dtype": self.dtype,
-                "is_2D_scaled": self.dimensions == 2,
-                "quantizer": self,
-            },
+        return Float8BlockwiseQTensor.from_operands(made, plain, self)
+
+    @classmethod
+    def of(cls, quantizer: BlockQuantizer) -> Float8BlockQuantizer:
+        """The same cast as that of a quantizer of modules."""
+        return cls(
+            quantizer.format,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=quantizer.epsilon,
+            force_pow_2_scales=quantizer.power_of_2,
+            block_scaling_dim=quantizer.dimensions,
         )
+
+
+BlockQuantizer.public_class = Float8BlockQuantizer
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

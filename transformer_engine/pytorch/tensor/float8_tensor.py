@@ -9,11 +9,9 @@ import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, scale_pair
-from transformer_engine.pytorch.fp8.quantizers import (
-    CurrentQuantizer,
-    DelayedQuantizer,
-    Fp8Quantizer,
-)
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
+from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import (
@@ -58,7 +56,7 @@ class Float8Tensor(QuantizedTensor):
         fp8_scale_inv: torch.Tensor,
         fp8_dtype: DType | torch.dtype | int,
         data_transpose: torch.Tensor | None = None,
-        quantizer: Fp8Quantizer | None = None,
+        quantizer: Quantizer | None = None,
     ) -> Float8Tensor:
         """Wrap codes."""
         self = cls.wrap(torch.Size(shape), dtype, data)
@@ -81,16 +79,15 @@ class Float8Tensor(QuantizedTensor):
 
     @classmethod
     def from_operands(
-        cls, operands: Operands, like: torch.Tensor, quantizer: Fp8Quantizer
+        cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
     ) -> Float8Tensor:
         """The tensor form of what a quantizer gives to GEMMs."""
         rowwise, columnwise = operands.rowwise, operands.columnwise
-        assert isinstance(rowwise, Fp8Matrix)
-        transposed = columnwise.codes if isinstance(columnwise, Fp8Matrix) else None
-        codes = rowwise.codes.view(like.shape)
-        return cls(
-            like.shape, like.dtype, codes, rowwise.scales, rowwise.format, transposed, quantizer
-        )
+        columns = columnwise.codes if isinstance(columnwise, Fp8Matrix) else None
+        some: Any = columnwise if rowwise is None else rowwise
+        codes = transpose(some.codes) if rowwise is None else some.codes
+        codes = codes.view(like.shape)
+        return cls(like.shape, like.dtype, codes, some.scales, some.element, columns, quantizer)
 
     @property
     def scales(self) -> torch.Tensor:
@@ -173,7 +170,7 @@ class _Float8Making(TensorMaking):
     """What public quantizers add: calling one gives a `Float8Tensor`."""
 
     def _made(self, plain: torch.Tensor) -> Float8Tensor:
-        operands = self.operands(plain, Demand(self, True, self.columnwise_usage))  # type: ignore[attr-defined]
+        operands = self.operands(plain, Demand(self, True, self.columnwise_usage))  # type: ignore[arg-type, attr-defined]
         return Float8Tensor.from_operands(operands, plain, self)  # type: ignore[arg-type]
 
 
@@ -207,6 +204,11 @@ class Float8Quantizer(_Float8Making, DelayedQuantizer):
         super().__init__(scale, amax, int(self.dtype))
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
+    @classmethod
+    def of(cls, quantizer: DelayedQuantizer) -> Float8Quantizer:
+        """The same cast as that of a quantizer of modules."""
+        return cls(quantizer.scale, quantizer.amax, quantizer.format)  # type: ignore[arg-type]
+
 
 class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
     """Quantises with the scale of the tensor in hand.
@@ -238,3 +240,16 @@ class Float8CurrentScalingQuantizer(_Float8Making, CurrentQuantizer):
         self.dtype = DType.of(fp8_dtype)
         super().__init__(int(self.dtype), force_pow_2_scales, amax_epsilon)
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    @classmethod
+    def of(cls, quantizer: CurrentQuantizer) -> Float8CurrentScalingQuantizer:
+        """The same cast as that of a quantizer of modules."""
+        return cls(
+            quantizer.format,
+            force_pow_2_scales=quantizer.power_of_2,
+            amax_epsilon=quantizer.epsilon,
+        )
+
+
+DelayedQuantizer.public_class = Float8Quantizer
+CurrentQuantizer.public_class = Float8CurrentScalingQuantizer

@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Recipe,
-)
-from transformer_engine.pytorch.dtypes import E4M3, SCALE_BLOCK
+from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -40,36 +35,24 @@ class WeightQuantizer(Fp8Quantizer):
     """
 
     pickles = True
+    writes_weights = True
     label: str  # which parameter of which layer this is
-    made_for: str  # the recipes that may use the weight, for messages
+    family: str | None = None  # of the recipes that may use the weight; None: all with its layout
+    made_for: str  # these recipes, for messages
 
     @staticmethod
-    def of(recipe: Recipe | None, label: str) -> WeightQuantizer:
-        """For a recipe of `quantized_model_init`."""
-        if isinstance(recipe, Float8BlockScaling):
-            weight = recipe.fp8_quant_fwd_weight
-            power_of_2 = weight.power_2_scale and not recipe.use_f32_scales
-            return BlockWeightQuantizer(power_of_2, weight.amax_epsilon, label)
-        if isinstance(recipe, DelayedScaling):
-            return TensorWeightQuantizer("delayed", margin=recipe.margin, label=label)
-        if isinstance(recipe, Float8CurrentScaling):
-            weight = recipe.fp8_quant_fwd_weight
-            power_of_2 = recipe.use_power_2_scales or weight.power_2_scale
-            return TensorWeightQuantizer("current", power_of_2, weight.amax_epsilon, label=label)
-        return TensorWeightQuantizer(label=label)
+    def for_layout(layout: ScaleLayout, **settings: Any) -> WeightQuantizer:
+        """What writes weights of a layout; the settings are those of its class."""
+        kind = BlockWeightQuantizer if layout.in_blocks else TensorWeightQuantizer
+        return kind(**settings)
 
     @staticmethod
     def writing(weight: QuantizedTensor) -> WeightQuantizer:
         """What writes a weight; where users made it without one of these, the usual one."""
-        own = weight._quantizer
-        if isinstance(own, WeightQuantizer):
+        own: Any = weight._quantizer
+        if getattr(own, "writes_weights", False):
             return own
-        blocks = isinstance(weight, Float8BlockwiseQTensor)
-        return BlockWeightQuantizer() if blocks else TensorWeightQuantizer()
-
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        raise NotImplementedError
+        return WeightQuantizer.for_layout(layout_of(weight._format))
 
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
@@ -77,14 +60,11 @@ class WeightQuantizer(Fp8Quantizer):
         """A weight of these codes, under a nominal dtype."""
         raise NotImplementedError
 
-    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
-        """Memory for the scales of these codes."""
-        raise NotImplementedError
-
     def unwritten(self, like: torch.Tensor) -> QuantizedTensor:
         """A weight of the shape, nominal dtype and device of `like`, of undefined values."""
         codes = torch.empty_like(like, dtype=torch.uint8)
-        return self.holding(codes, self.scales_for(codes), like.dtype)
+        shape, dtype = self.layout.scale_shape(*codes.shape), self.layout.scale_dtype
+        return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values` with scales that an earlier one had, where these can hold them.
@@ -127,21 +107,11 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         own = (self.family, self.power_of_2, self.epsilon, self.margin, self.label)
         return TensorWeightQuantizer, own
 
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        if recipe is None or not recipe.float8_per_tensor_scaling():
-            return False
-        return self.family in (None, "delayed" if recipe.delayed() else "current")
-
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> Float8Tensor:
         """A weight of these codes."""
         return Float8Tensor(codes.shape, dtype, codes, scales, self.format, quantizer=self)
-
-    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
-        """Memory for `{1/scale, scale}`."""
-        return codes.new_empty(2, dtype=torch.float32)
 
     def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
         """Find the scale, then cast."""
@@ -188,10 +158,6 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
     def __reduce__(self) -> Any:
         return BlockWeightQuantizer, (self.power_of_2, self.epsilon, self.label)
 
-    def serves(self, recipe: Recipe | None) -> bool:
-        """Whether GEMMs of a recipe can take the weight as it is."""
-        return isinstance(recipe, Float8BlockScaling) and recipe.w_block_scaling_dim == 2
-
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> Float8BlockwiseQTensor:
@@ -208,10 +174,6 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
             quantizer=self,
         )
 
-    def scales_for(self, codes: torch.Tensor) -> torch.Tensor:
-        """Memory for the inverse scales of all blocks."""
-        return codes.new_empty(self.get_scale_shape(codes.shape, False), dtype=torch.float32)
-
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values`, see the base class; each block decides for itself."""
         matrix: Any = self.operands(values, Demand(self, True, False)).rowwise
@@ -220,23 +182,22 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         given = scales.to(values.device).view(matrix.scales.shape)
         rows, cols = values.shape
         scale = given.reciprocal()
-        largest = _largest_of_blocks(values, given.shape)
+        largest = _largest_of_blocks(values, given.shape, self.layout.run)
         holds = (given > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
         chosen = torch.where(holds, given, matrix.scales)
-        each = chosen.reciprocal().repeat_interleave(SCALE_BLOCK, 0)[:rows]
-        each = each.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]
+        each = self.layout.spread(chosen.reciprocal(), rows, cols)
         one = torch.ones(2, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]
         assert codes is not None
         return Fp8Matrix(codes, chosen, matrix.format)
 
 
-def _largest_of_blocks(values: torch.Tensor, grid: torch.Size) -> torch.Tensor:
+def _largest_of_blocks(values: torch.Tensor, grid: torch.Size, side: int) -> torch.Tensor:
     """fp32 magnitudes, one for each block and zero for what rounding up added; no NaN."""
     rows, cols = values.shape
-    whole = values.new_zeros((grid[0] * SCALE_BLOCK, grid[1] * SCALE_BLOCK), dtype=torch.float32)
+    whole = values.new_zeros((grid[0] * side, grid[1] * side), dtype=torch.float32)
     whole[:rows, :cols] = values.abs().nan_to_num(nan=0.0, posinf=torch.inf)
-    return whole.view(grid[0], SCALE_BLOCK, grid[1], SCALE_BLOCK).amax((1, 3))
+    return whole.view(grid[0], side, grid[1], side).amax((1, 3))
 
 
 torch.serialization.add_safe_globals([TensorWeightQuantizer, BlockWeightQuantizer])

@@ -11,22 +11,21 @@ checkpoints number them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
     Columns,
-    backward_format,
     columns_of,
-    forward_format,
     state_of,
 )
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
@@ -158,10 +157,10 @@ def asks(scope: Scope, layer: str = "") -> bool:
         scope: that is open.
         layer: for the error.
     """
-    recipe = scope.recipe
+    recipe: Any = scope.recipe
     if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
         return False
-    if isinstance(recipe, Float8CurrentScaling):
+    if not rules_of(recipe).fp8_attention:
         raise NotImplementedError(
             "[attention] expected a recipe whose attention can run in FP8, DelayedScaling, got"
             f" {type(recipe).__name__} with fp8_dpa={recipe.fp8_dpa}, fp8_mha={recipe.fp8_mha};"
@@ -216,8 +215,8 @@ def _casts(
         runs_again: see `columns_of`.
     """
     stack = autocast_stack()
-    scope, recipe = stack.scope, stack.scope.recipe
-    assert isinstance(recipe, DelayedScaling)
+    scope, rules = stack.scope, rules_of(stack.scope.recipe)
+    recipe: Any = scope.recipe
     forward, _ = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
     if recipe.fp8_mha:
@@ -232,11 +231,11 @@ def _casts(
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]
         )
-    format = forward_format(recipe) if scope.enabled else None
+    format = rules.forward_format(recipe) if scope.enabled else None
     slots = zip(columns.scales, columns.amaxes, strict=True)
     qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
     casts = counts and scope.enabled and environment().fp8_backward is not False
-    of_backward = _backward_slots(backward, backward_format(recipe), casts)
+    of_backward = _backward_slots(backward, rules.backward_format(recipe), casts)
     return Casts(qkv, softmax, out, *of_backward, columns=columns)
 
 

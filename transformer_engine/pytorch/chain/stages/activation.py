@@ -11,10 +11,9 @@ from transformer_engine.pytorch.chain.stages.base import (
     Saved,
     Stage,
     Values,
-    fused_arguments,
-    fused_result,
+    quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
+from transformer_engine.pytorch.fp8.operands import Demand, FusedOutputs, Operands
 from transformer_engine.pytorch.kernels.activation import (
     DEFINITIONS,
     activation_backward,
@@ -41,9 +40,9 @@ class Activation(Stage):
     ) -> tuple[Results, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
         (x,) = inputs
-        fused = fused_arguments(request)
-        y, codes, transposed, scales = activation_forward(x, self.kind, *fused)
-        value = fused_result(request, y, codes, transposed, scales)
+        quantizer = quantizer_of(request)
+        made = activation_forward(x, self.kind, *quantizer.fused_arguments(request))
+        value = quantizer.fused_result(request, FusedOutputs(*made))
         return (value,), Saved((x,) if plan.requires_grad else ())
 
     def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
@@ -63,8 +62,9 @@ class Activation(Stage):
         assert not isinstance(grad, Operands)
         (x,) = saved.tensors
         assert x is not None
-        fused = fused_arguments(request)
-        dx, codes, transposed, scales, bias_grad = activation_backward(
+        quantizer = quantizer_of(request)
+        fused = quantizer.fused_arguments(request)
+        made = activation_backward(
             grad,
             x,
             self.kind,
@@ -73,4 +73,4 @@ class Activation(Stage):
             fused.moments,
             fused.active,
         )
-        return (fused_result(request, dx, codes, transposed, scales, bias_grad),), None
+        return (quantizer.fused_result(request, FusedOutputs(*made)),), None

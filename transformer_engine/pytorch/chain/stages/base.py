@@ -14,49 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
-from transformer_engine.pytorch.fp8.quantizers import (
-    IDENTITY,
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    Quantizer,
-    WrappingQuantizer,
-)
+from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 
 
-class PendingCast(NamedTuple):
-    """A result whose current scales are known, or whose blocks will have their own.
-
-    The chain casts it once the stage has returned and nothing holds what the stage read: that and
-    the codes together would set the peak of memory.
-    """
-
-    plain: torch.Tensor
-    scales: torch.Tensor | None
-    request: Demand
-    bias_grad: torch.Tensor | None
-
-    def cast(self) -> Operands:
-        """The operands; the column sums have been taken already."""
-        request = self.request
-        quantizer: CurrentQuantizer | BlockQuantizer = request.quantizer  # type: ignore[assignment]
-        sides = Demand(
-            quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
-        )
-        if self.scales is None:
-            operands = quantizer.operands(self.plain, sides)
-        else:
-            assert isinstance(quantizer, CurrentQuantizer)
-            operands = quantizer.cast(self.plain, self.scales, sides)
-        operands.bias_grad = self.bias_grad
-        return operands
-
-
-Value: TypeAlias = torch.Tensor | Operands  # what a stage reads
-Result: TypeAlias = Value | PendingCast  # what it makes
 Values: TypeAlias = Sequence[Any]  # of a stage, in order; None is a gradient that nobody has
 Results: TypeAlias = tuple[Any, ...]
 
@@ -106,9 +69,9 @@ class Stage:
         """Whether calls do nothing but allocate and call `_C`, the same for equal shapes."""
         return False
 
-    def persistent_tensors(self, plan: Any) -> list[torch.Tensor]:
+    def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
         """What such calls read or write beside values and parameters."""
-        return []
+        return ()
 
     def caches(self, plan: Any) -> bool:
         """Whether calls read tensors that earlier ones have cached."""
@@ -179,86 +142,6 @@ class Stage:
         return ()
 
 
-def quantizer_of(wants: Demand | None) -> Quantizer:
-    """The quantizer of a demand; the identity where nothing is demanded."""
-    return IDENTITY if wants is None else wants.quantizer  # type: ignore[return-value]
-
-
-class FusedArguments(NamedTuple):
-    """A demand in the words of the fused kernels: see `kernels.norm` and `kernels.activation`."""
-
-    plain: bool  # a plain result is needed
-    format: int = -1
-    scale: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-    rowwise: bool = False
-    columnwise: bool = False
-    current: bool = False
-    power_of_2: bool = False
-    epsilon: float = 0.0
-    moments: torch.Tensor | None = None
-    active: torch.Tensor | None = None
-
-
-def fused_arguments(wants: Demand | None) -> FusedArguments:
-    """How a producing kernel serves a demand in its own pass.
-
-    Epsilons are literals here: torch.compile makes an input of a default that is a float.
-    """
-    quantizer, plain = quantizer_of(wants), False
-    while isinstance(quantizer, WrappingQuantizer):
-        assert wants is not None
-        plain = plain or quantizer.needs_plain
-        wants = quantizer.inner_demand(wants)
-        quantizer = quantizer_of(wants)
-    if isinstance(quantizer, DelayedQuantizer):
-        assert wants is not None
-        return FusedArguments(
-            plain,
-            quantizer.format,
-            quantizer.scale,
-            quantizer.amax,
-            wants.rowwise,
-            wants.columnwise,
-            epsilon=0.0,
-            moments=wants.moments,
-            active=wants.active,
-        )
-    if isinstance(quantizer, CurrentQuantizer):  # moments are taken by the cast
-        return FusedArguments(
-            True,
-            quantizer.format,
-            current=True,
-            power_of_2=quantizer.power_of_2,
-            epsilon=quantizer.epsilon,
-        )
-    if wants is None or isinstance(quantizer, BlockQuantizer):
-        return FusedArguments(True, epsilon=0.0)
-    return FusedArguments(True, epsilon=0.0, moments=wants.moments, active=wants.active)
-
-
-def fused_result(
-    wants: Demand | None,
-    plain: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    transposed: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    bias_grad: torch.Tensor | None = None,
-) -> Result:
-    """What a fused kernel returned, as the result of its stage."""
-    quantizer = quantizer_of(wants)
-    if isinstance(quantizer, WrappingQuantizer):
-        assert wants is not None
-        inner = quantizer.inner_demand(wants)
-        cast = fused_result(inner, plain, codes, transposed, scales, bias_grad)
-        return quantizer.finish(
-            plain, cast.cast() if isinstance(cast, PendingCast) else cast, wants
-        )
-    if isinstance(quantizer, DelayedQuantizer):
-        assert scales is not None
-        return quantizer.pack(codes, transposed, scales, bias_grad)
-    assert plain is not None
-    if isinstance(quantizer, CurrentQuantizer | BlockQuantizer):
-        assert wants is not None
-        return PendingCast(plain, scales, wants, bias_grad)
-    return plain if bias_grad is None else Operands(plain, plain, bias_grad)
+def quantizer_of(request: Demand | None) -> Quantizer:
+    """The quantizer of a request; the identity where nothing is requested."""
+    return IDENTITY if request is None else request.quantizer

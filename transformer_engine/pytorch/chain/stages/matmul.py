@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.chain.stages.base import (
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers, Scaling
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
@@ -171,7 +171,7 @@ class Matmul(Stage):
         plan = _Plan(call, call.quantizers[self.index], first)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
-            if quantizer.scaling is Scaling.DELAYED:
+            if not quantizer.recasts_alike:
                 raise ValueError(
                     "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
                     f"gone when the input is cast again; use another recipe (layer {self.name})"
@@ -186,7 +186,7 @@ class Matmul(Stage):
         later = plan.input_in_backward is not None
         return plan.quantizers.native and not (makes_cache or later)
 
-    def persistent_tensors(self, plan: _Plan) -> list[torch.Tensor]:
+    def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
         """Scales and amaxes."""
         return plan.quantizers.persistent_tensors()
 

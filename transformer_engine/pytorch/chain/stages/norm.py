@@ -9,16 +9,14 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import (
-    FusedArguments,
     Parameters,
     Results,
     Saved,
     Stage,
     Values,
-    fused_arguments,
-    fused_result,
+    quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, Operands
+from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, FusedOutputs, Operands
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
     RMS_NORM,
@@ -88,7 +86,8 @@ class Norm(Stage):
             x = x.contiguous()
         gamma, beta = parameters
         assert gamma is not None
-        fused = fused_arguments(request)
+        quantizer = quantizer_of(request)
+        fused = quantizer.fused_arguments(request)
         apart = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
             # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
@@ -99,7 +98,7 @@ class Norm(Stage):
         y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
         if apart is not None:
             y = self._call(x, gamma, beta, plan, plan.dtype, apart)[0]
-        value = fused_result(request, y, codes, transposed, scales)
+        value = quantizer.fused_result(request, FusedOutputs(y, codes, transposed, scales))
         saved = Saved((x, gamma, mean, rstd) if plan.requires_grad else ())
         if self.tap is None:  # nothing holds the plain result once it is cast
             return (value,), saved

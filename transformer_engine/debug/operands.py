@@ -1,21 +1,22 @@
-"""Operands whose blocks have scales, as features see them and as they give them back."""
+"""FP8 operands as the tensors that features see, and such tensors as operands."""
 
 from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.dtypes import block_dimensions, element_of
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.kernels.quantize_blocks import block_scale_shape
+from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
+from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 
 
 def _resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
     """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
     codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
-    shape = block_scale_shape(rows, cols, block_dimensions(matrix.format))
-    return Fp8Matrix(_fitted(codes, rows, cols), _fitted(matrix.scales, *shape), matrix.format)
+    scales = matrix.scales
+    if matrix.layout.in_blocks:
+        scales = _fitted(scales, *matrix.layout.scale_shape(rows, cols))
+    return Fp8Matrix(_fitted(codes, rows, cols), scales, matrix.format)
 
 
 def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -26,8 +27,8 @@ def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def as_tensor(
-    x: torch.Tensor, cast: Operands, quantizer: Float8BlockQuantizer
-) -> Float8BlockwiseQTensor | None:
+    x: torch.Tensor, cast: Operands, quantizer: Quantizer | None
+) -> QuantizedTensor | None:
     """What a cast made of `x`, without the tokens that were added for the GEMMs.
 
     Args:
@@ -41,24 +42,15 @@ def as_tensor(
     some = rowwise or columnwise
     if some is None:
         return None
-    return Float8BlockwiseQTensor(
-        x.shape,
-        x.dtype,
-        rowwise_data=None if rowwise is None else rowwise.codes.view(x.shape),
-        rowwise_scale_inv=None if rowwise is None else rowwise.scales,
-        columnwise_data=None if columnwise is None else columnwise.codes,
-        columnwise_scale_inv=None if columnwise is None else columnwise.scales,
-        fp8_dtype=element_of(some.format),
-        is_2D_scaled=block_dimensions(some.format) == 2,
-        quantizer=quantizer,
-    )
+    kind = Float8BlockwiseQTensor if some.layout.in_blocks else Float8Tensor
+    return kind.from_operands(Operands(rowwise, columnwise), x, quantizer)
 
 
 def _side(side: Side | None, rows: int, cols: int) -> Fp8Matrix | None:
     return _resized(side, rows, cols) if isinstance(side, Fp8Matrix) else None
 
 
-def matrix(tensor: Float8BlockwiseQTensor, columnwise: bool, padding: int) -> Fp8Matrix:
+def matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matrix:
     """The side of a feature's tensor that a GEMM takes, with so many tokens of zeros added.
 
     Raises:
@@ -67,7 +59,7 @@ def matrix(tensor: Float8BlockwiseQTensor, columnwise: bool, padding: int) -> Fp
     side = tensor.side(columnwise)
     if side is None:
         raise ValueError(
-            "[modify_tensor] expected a Float8BlockwiseQTensor with "
+            f"[modify_tensor] expected a {type(tensor).__name__} with "
             f"{'column' if columnwise else 'row'}-wise data, got one without"
         )
     if not padding:

@@ -1,0 +1,156 @@
+"""`RecipeRules`: what modules ask of a recipe, and the registry in which they find the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from transformer_engine.common.recipe import Format, Recipe
+from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.scale_layout import ScaleLayout
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.fp8.scaling_state import ScalingMembers, ScalingState
+    from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
+
+Column = tuple[torch.Tensor, torch.Tensor | None]  # scale; amax, None where casts leave no trace
+
+
+class GemmColumns(NamedTuple):
+    """What a module with scaling state keeps for the casts of one GEMM."""
+
+    input: Column
+    weight: Column
+    grad_output: Column | None = None
+
+
+class RecipeRules:
+    """The answers of a recipe, which has an `fp8_format` and says the rest.
+
+    One object answers for all recipes of a class, so it holds no state.
+
+    Attributes:
+        keeps_state: modules keep scales and amaxes for it (`ScalingState`), which are updated at
+            the end of a step. Such a recipe has `amax_history_len` and `reduce_amax`.
+        scaling: what statistics call the scaling of its casts.
+        fp8_attention: attention can run in FP8, where the recipe asks for that.
+        exportable: its casts have a form in ONNX.
+        weight_family: which FP8 weights of its layout may serve it, see `WeightQuantizer.family`.
+    """
+
+    keeps_state = False
+    scaling = ""
+    fp8_attention = False
+    exportable = False
+    weight_family: str | None = None
+
+    def forward_format(self, recipe: Any) -> int:
+        """Element type of activations and weights."""
+        return E4M3
+
+    def backward_format(self, recipe: Any) -> int:
+        """Element type of gradients."""
+        return E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
+
+    def gemm_quantizers(self, recipe: Any, columns: GemmColumns | None) -> GemmQuantizers:
+        """The quantizers of one GEMM; `columns` is None unless the recipe keeps state."""
+        raise NotImplementedError
+
+    def update_scales(
+        self, members: ScalingMembers, states: list[ScalingState], amaxes: torch.Tensor | None
+    ) -> None:
+        """End a step of the states of some modules, where the recipe keeps state.
+
+        Args:
+            members: whose recipe and direction these are.
+            states: on one device.
+            amaxes: fp32, of all their columns, reduced over ranks; None on a single rank.
+        """
+        raise NotImplementedError
+
+    def numbers(self, recipe: Any) -> Sequence[float]:
+        """The floats that casts read, which torch.compile may make inputs of a graph."""
+        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+        return [getattr(recipe, name).amax_epsilon for name in names if hasattr(recipe, name)]
+
+    def weight_layout(self, recipe: Any) -> ScaleLayout | None:
+        """Of weights that exist in FP8 alone; None where no such weight can serve the recipe."""
+        return None
+
+    def weight_settings(self, recipe: Any) -> dict[str, Any]:
+        """Arguments of the `WeightQuantizer` that writes such weights, other than its label."""
+        return {}
+
+    def refusal_of_weights(self, recipe: Any) -> str:
+        """What is wrong with the recipe for modules with such weights; empty where nothing is."""
+        if self.weight_layout(recipe) is None:
+            return f"expected a recipe that FP8 weights can serve, got {recipe!r}"
+        return ""
+
+    def takes(self, recipe: Any, weight: WeightQuantizer) -> bool:
+        """Whether GEMMs can take a weight that this quantizer writes."""
+        fits = weight.layout == self.weight_layout(recipe)
+        return fits and weight.family in (None, self.weight_family)
+
+    def what_if_quantizer(self, tensor: str, format: int) -> Fp8Quantizer | None:
+        """What casts a tensor on its own, for statistics of a recipe that is not in use.
+
+        Args:
+            tensor: activation, weight or gradient.
+            format: element type that the recipe in use casts it to.
+        """
+        return None
+
+
+_RULES: dict[type, RecipeRules] = {type(None): RecipeRules()}
+R = TypeVar("R", bound=type[RecipeRules])
+
+
+def register(kind: type[Recipe]) -> Callable[[R], R]:
+    """Register rules for a class of recipes; subclasses of it have them too.
+
+    Raises:
+        ValueError: the class has rules.
+    """
+    if kind in _RULES:
+        raise ValueError(f"[register] expected a recipe without rules, got {kind.__name__}")
+
+    def add(rules: R) -> R:
+        _RULES[kind] = rules()
+        return rules
+
+    return add
+
+
+def find_rules(recipe: object) -> RecipeRules | None:
+    """The rules of a recipe, or of what users may think to be one; None where there are none."""
+    for kind in type(recipe).__mro__:
+        if kind in _RULES:
+            return _RULES[kind]
+    return None
+
+
+def rules_of(recipe: Recipe | None) -> RecipeRules:
+    """The rules of a recipe that was checked; without one they ask for nothing."""
+    rules = find_rules(recipe)
+    assert rules is not None
+    return rules
+
+
+def registered() -> dict[type[Recipe], RecipeRules]:
+    """The recipes that have rules, in the order in which their classes were made."""
+    return {kind: _RULES[kind] for kind in Recipe.__subclasses__() if kind in _RULES}
+
+
+def recipe_names() -> str:
+    """Their names, for messages: "A, B or C"."""
+    *names, last = [kind.__name__ for kind in registered()]
+    return f"{', '.join(names)} or {last}"
+
+
+def rules_named(scaling: str) -> RecipeRules | None:
+    """The rules of the recipe that statistics call so."""
+    return next((rules for rules in _RULES.values() if rules.scaling == scaling), None)

@@ -1,0 +1,115 @@
+"""`Float8BlockScaling`: every block of a tensor has the scale of its own largest magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from transformer_engine.common.recipe import Float8BlockScaling, QParams
+from transformer_engine.pytorch.dtypes import E4M3, FP8_NAMES
+from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
+from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
+from transformer_engine.pytorch.scale_layout import ScaleLayout, block_layout
+
+
+class BlockQuantizer(Fp8Quantizer, native=True):
+    """Scales from the blocks of the tensor in hand, along rows and along columns on their own.
+
+    Args:
+        format: value of `DType`.
+        dimensions: of a block: 1 (1 x 128 values along the axis that a GEMM sums over) or 2.
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+    """
+
+    scaling = "fp8_block_scaling"
+
+    def __init__(
+        self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
+    ) -> None:
+        self.layout = block_layout(dimensions)
+        super().__init__(format)
+        self.dimensions = dimensions
+        self.power_of_2 = power_of_2
+        self.epsilon = epsilon
+
+    @property
+    def cache_key(self) -> Hashable:
+        """Blocks of one kind stand for each other."""
+        return (self.scaling, self.dimensions, self.power_of_2, self.epsilon)
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Find the scales of all blocks and cast, in one pass."""
+        codes, scales, transposed, column_scales, bias_grad = quantize_blocks(
+            x,
+            self.matrix_format,
+            self.power_of_2,
+            self.epsilon,
+            demand.rowwise,
+            demand.columnwise,
+            demand.bias_grad,
+            demand.moments,
+            demand.active,
+        )
+        rowwise = self._matrix(codes, scales)
+        return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)
+
+    def _matrix(self, codes: torch.Tensor | None, scales: torch.Tensor | None) -> Fp8Matrix | None:
+        if codes is None or scales is None:
+            return None
+        return Fp8Matrix(codes, scales, self.matrix_format)
+
+    def __repr__(self) -> str:
+        return f"BlockQuantizer({FP8_NAMES[self.format]}, {self.dimensions}D)"
+
+
+@register(Float8BlockScaling)
+class BlockRules(RecipeRules):
+    """The answers of `Float8BlockScaling`."""
+
+    scaling = BlockQuantizer.scaling
+
+    def gemm_quantizers(
+        self, recipe: Float8BlockScaling, columns: GemmColumns | None
+    ) -> GemmQuantizers:
+        """Casts as the recipe says for each kind of tensor; the GEMMs sum in fp32."""
+
+        def quantizer(parameters: QParams, dimensions: int, format: int) -> BlockQuantizer:
+            power_of_2 = parameters.power_2_scale and not recipe.use_f32_scales
+            return BlockQuantizer(format, dimensions, power_of_2, parameters.amax_epsilon)
+
+        forward, backward = self.forward_format(recipe), self.backward_format(recipe)
+        of_grad = recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim
+        gemms = GemmQuantizers(
+            input=quantizer(recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim, forward),
+            weight=quantizer(recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim, forward),
+            grad_output=quantizer(*of_grad, backward),
+        )
+        gemms.fast_accumulation = (False, False, False)
+        return gemms
+
+    def weight_layout(self, recipe: Float8BlockScaling) -> ScaleLayout:
+        """That of weights' casts."""
+        return block_layout(recipe.w_block_scaling_dim)
+
+    def weight_settings(self, recipe: Float8BlockScaling) -> dict[str, Any]:
+        """As weights are cast."""
+        weight: Any = self.gemm_quantizers(recipe, None).weight
+        return {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
+
+    def refusal_of_weights(self, recipe: Float8BlockScaling) -> str:
+        """A weight in FP8 alone must have a transpose."""
+        if self.weight_layout(recipe).transposes:
+            return ""
+        return (
+            "expected w_block_scaling_dim=2, got 1: blocks of 1 x 128 values have no transpose, "
+            "which the backward takes of a weight that is kept in FP8"
+        )
+
+    def what_if_quantizer(self, tensor: str, format: int) -> BlockQuantizer:
+        """That of the recipe's defaults, which know E4M3 alone."""
+        return BlockQuantizer(E4M3, 2 if tensor == "weight" else 1)

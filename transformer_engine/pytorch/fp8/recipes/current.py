@@ -1,0 +1,106 @@
+"""`Float8CurrentScaling`: every tensor has the scale of its own largest magnitude."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.common.recipe import Float8CurrentScaling, QParams
+from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
+from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, Operands
+from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
+from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
+
+
+class CurrentQuantizer(Fp8Quantizer, native=True):
+    """Scale from the tensor in hand: `fp8_max / max |x|`.
+
+    Args:
+        format: value of `DType`.
+        power_of_2: round scales down to powers of two.
+        epsilon: least amax.
+    """
+
+    scaling = "fp8_current_scaling"
+
+    def __init__(self, format: int, power_of_2: bool = False, epsilon: float = 0.0) -> None:
+        super().__init__(format)
+        self.power_of_2 = power_of_2
+        self.epsilon = epsilon
+
+    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+        """Find the scale, then cast."""
+        return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), demand)
+
+    def cast(self, x: torch.Tensor, scales: torch.Tensor | None, request: Demand) -> Operands:
+        """Cast with scales that the producer of `x` has found already, if it has."""
+        if scales is None:
+            return self.operands(x, request)
+        return self.cast_with(x, request, scales=scales)
+
+    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+        """The scale; the cast takes the moments."""
+        return FusedArguments(
+            True, self.format, current=True, power_of_2=self.power_of_2, epsilon=self.epsilon
+        )
+
+    def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
+        """`current_scale` of csrc/core/scaling.h, but for NaN: here a NaN makes all of `x` NaN."""
+        amax = x.abs().max().clamp(min=self.epsilon)
+        known = (amax > 0.0) & (amax < torch.inf)
+        scale = torch.finfo(TORCH_FP8[self.format]).max / torch.where(known, amax, 1.0)
+        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        if self.power_of_2:
+            power = torch.exp2(torch.round(torch.log2(scale)))
+            scale = torch.where(power > scale, power / 2, power)
+        return torch.where(known, scale, 1.0)
+
+    def __repr__(self) -> str:
+        return f"CurrentQuantizer({FP8_NAMES[self.format]})"
+
+
+@register(Float8CurrentScaling)
+class CurrentRules(RecipeRules):
+    """The answers of `Float8CurrentScaling`."""
+
+    scaling = CurrentQuantizer.scaling
+    exportable = True
+    weight_family = "current"
+
+    def gemm_quantizers(
+        self, recipe: Float8CurrentScaling, columns: GemmColumns | None
+    ) -> GemmQuantizers:
+        """Casts as the recipe says for each kind of tensor."""
+
+        def quantizer(parameters: QParams, format: int) -> CurrentQuantizer:
+            power_of_2 = recipe.use_power_2_scales or parameters.power_2_scale
+            return CurrentQuantizer(format, power_of_2, parameters.amax_epsilon)
+
+        gemms = GemmQuantizers(
+            input=quantizer(recipe.fp8_quant_fwd_inp, self.forward_format(recipe)),
+            weight=quantizer(recipe.fp8_quant_fwd_weight, self.forward_format(recipe)),
+            grad_output=quantizer(recipe.fp8_quant_bwd_grad, self.backward_format(recipe)),
+        )
+        gemms.fast_accumulation = (
+            not recipe.fp8_gemm_fprop.use_split_accumulator,
+            not recipe.fp8_gemm_dgrad.use_split_accumulator,
+            not recipe.fp8_gemm_wgrad.use_split_accumulator,
+        )
+        return gemms
+
+    def weight_layout(self, recipe: Float8CurrentScaling) -> ScaleLayout:
+        """One scale."""
+        return WHOLE
+
+    def weight_settings(self, recipe: Float8CurrentScaling) -> dict[str, Any]:
+        """As weights are cast."""
+        weight: Any = self.gemm_quantizers(recipe, None).weight
+        scale = {"power_of_2": weight.power_of_2, "epsilon": weight.epsilon}
+        return {"family": self.weight_family, **scale}
+
+    def what_if_quantizer(self, tensor: str, format: int) -> CurrentQuantizer:
+        """That of the recipe's defaults, in the format of the recipe in use."""
+        return CurrentQuantizer(format)
