@@ -12,7 +12,7 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.debug.features import _test_dummy_feature
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 FEATURES = Path(te.__file__).parents[1] / "debug" / "features"
 USER_FEATURE = '''
@@ -133,7 +133,7 @@ def test_session_begins_and_ends_around_modules_that_are_there() -> None:
         train(module, RECIPES["current"], steps=1, after_step=debug_api.step)
         assert {kind for _, _, kind in kinds()} == {"bf16"}
         debug_api.end_debug()
-        assert autocast_stack().inspector is None
+        assert process_state().inspector is None
     assert_equal(train(module, RECIPES["current"], steps=1), expected)
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 
 @pytest.fixture(autouse=True)
 def _fresh_scopes() -> Iterator[None]:
-    autocast_stack().reset()
+    reset_autocast()
     yield
-    autocast_stack().reset()
+    reset_autocast()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from transformer_engine.debug.inspector import Inspector
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 DEFAULTS = {"fp8_gemm_enabled": True}
 
@@ -104,8 +104,8 @@ class Session:
 @contextmanager
 def session(*selected: tuple[str, Any, dict[str, Any]]) -> Iterator[Session]:
     opened = Session(FakeManager(*selected))
-    autocast_stack().inspector = opened.inspector
+    process_state().inspector = opened.inspector
     try:
         yield opened
     finally:
-        autocast_stack().inspector = None
+        process_state().inspector = None

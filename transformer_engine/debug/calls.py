@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine.debug.names import NAMESPACE, GemmTensor
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.tensor import Quantizer
 
 
@@ -95,7 +95,7 @@ class FeatureCalls:
         self._show("inspect_tensor_postquantize", x, gemm=gemm, rowwise=rowwise)
 
     def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:
-        inspector = autocast_stack().inspector
+        inspector = process_state().inspector
         ended = inspector is None or inspector.manager is not self.manager
         if not (self.repeated or ended):
             iteration = self.manager.iteration

@@ -6,7 +6,7 @@ from typing import Any
 
 from nvdlfw_inspect.debug_manager import subscribe
 from transformer_engine.debug.inspector import Inspector
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 
 class InspectorListener:
@@ -14,11 +14,11 @@ class InspectorListener:
 
     def initialized(self, manager: Any) -> None:
         """A session begins."""
-        autocast_stack().inspector = Inspector(manager)
+        process_state().inspector = Inspector(manager)
 
     def stepped(self, manager: Any) -> None:
         """The count of iterations has changed."""
-        inspector = autocast_stack().inspector
+        inspector = process_state().inspector
         if inspector is not None:
             inspector.stepped()
 
@@ -26,7 +26,7 @@ class InspectorListener:
 
     def ended(self, manager: Any) -> None:
         """The session ends."""
-        autocast_stack().inspector = None
+        process_state().inspector = None
 
 
 subscribe(InspectorListener())

@@ -34,11 +34,7 @@ from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.export.onnx import onnx_export
-from transformer_engine.pytorch.fp8.autocast import (
-    autocast,
-    fp8_autocast,
-    get_default_recipe,
-)
+from transformer_engine.pytorch.fp8.autocast import autocast, fp8_autocast, get_default_recipe
 from transformer_engine.pytorch.fp8.availability import (
     get_cudnn_version,
     get_device_compute_capability,

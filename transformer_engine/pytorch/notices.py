@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 
 def warn(text: str, stacklevel: int = 1, category: type[Warning] = UserWarning) -> None:
@@ -38,7 +38,7 @@ def warn_once(text: str, about: str = "", stacklevel: int = 1) -> None:
 
 
 def _warn_of(about: str, text: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
-    announced = autocast_stack().announced
+    announced = process_state().announced
     if about not in announced:
         announced.add(about)
         warnings.warn(text, category, stacklevel=stacklevel + 1)

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.attention.backends.table import ranked
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_rule
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD
 from transformer_engine.pytorch.kernels import attention as kernels
 
@@ -24,7 +24,7 @@ HOPPER = {"device": "cuda", "capability": (9, 0), "fp8": True, "key_size": 128, 
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch):
-    autocast_stack().reset()
+    reset_autocast()
     for name in ("fp8_attention_forward", "fp8_attention_backward", "attention_backward"):
         monkeypatch.setattr(cudnn_fp8, name, getattr(fake_cudnn_fp8, name))
     monkeypatch.setattr(cudnn_fp8, "_refusal", lambda problem, in_fp8: "")

@@ -15,7 +15,7 @@ from transformer_engine import _C
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.attention.core import attention as core
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.kernels import attention_fp8 as kernels
 from transformer_engine.pytorch.kernels.attention import BSHD, SBHD, settings_of
 
@@ -28,7 +28,7 @@ RECIPE = DelayedScaling(amax_history_len=2, fp8_dpa=True)
 
 @pytest.fixture(autouse=True)
 def _cudnn_alone(monkeypatch):
-    autocast_stack().reset()
+    reset_autocast()
     monkeypatch.setattr(core, "choose", lambda *call: cudnn_fp8.BACKEND)
 
 

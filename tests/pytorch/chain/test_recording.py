@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import transformer_engine.pytorch as te
 from transformer_engine import _C
 from transformer_engine.pytorch.chain import recording, segments
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 MODULES = {
     "Linear": lambda **kw: te.Linear(32, 48, **kw),
@@ -108,7 +108,7 @@ def test_cached_weights(device, by_stages, recipe):
     found = []
     for _ in range(2):
         torch.manual_seed(5)
-        autocast_stack().reset()
+        reset_autocast()
         module = te.Linear(32, 48, device=device, params_dtype=torch.bfloat16)
         for _ in range(3):
             for first in (True, False, False):
@@ -229,7 +229,7 @@ def test_main_grad_is_recorded_and_may_move(device, by_stages, recipe, dtype):
     found = []
     for run in range(2):
         torch.manual_seed(7)
-        autocast_stack().reset()
+        reset_autocast()
         module = te.LayerNormMLP(
             32, 64, device=device, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True
         )

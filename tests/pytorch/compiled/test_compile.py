@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 from gpt.model import Gpt
 from gpt.settings import SIZES, Settings
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 HIDDEN, FFN, HEADS = 64, 128, 4
 RECIPES = {
@@ -124,7 +124,7 @@ class Mixed(nn.Module):
 
 def run(case, device, backend, compare, mode=None):
     torch._dynamo.reset()
-    autocast_stack().reset()  # compiled code is the first to see a recipe
+    reset_autocast()  # compiled code is the first to see a recipe
     torch.manual_seed(0)
     eager = Mixed(build(case.kind, case.dtype, device), case)
     if mode is not None:  # scales that a CUDA graph makes are its own
@@ -228,7 +228,7 @@ def test_cuda_graphs_of_inductor(case):
 
 def test_calibration(device):
     """In compiled code too, scales are ready behind the region."""
-    autocast_stack().reset()
+    reset_autocast()
     eager = te.Linear(HIDDEN, FFN, device=device)
     twin = copy.deepcopy(eager)
 
@@ -247,7 +247,7 @@ def test_calibration(device):
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_micro_batches_and_gradients_in_place(recipe, device):
     """Cached weights and `main_grad` outlive the graphs that write them."""
-    autocast_stack().reset()
+    reset_autocast()
     torch._dynamo.reset()
     eager = te.LayerNormLinear(HIDDEN, FFN, fuse_wgrad_accumulation=True, device=device)
     twin = copy.deepcopy(eager)
@@ -270,7 +270,7 @@ def test_micro_batches_and_gradients_in_place(recipe, device):
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_tokens_that_must_be_padded(recipe, device):
     """What a stage saves for backward is no view of a longer tensor."""
-    autocast_stack().reset()
+    reset_autocast()
     torch._dynamo.reset()
     case = Case("LayerNormMLP", BF16, recipe, False, False, True)
     eager = build(case.kind, case.dtype, device)
@@ -284,7 +284,7 @@ def test_tokens_that_must_be_padded(recipe, device):
 
 def test_warnings_break_no_graph(device):
     """A layer that FP8 cannot take, and weights kept in FP8 where nothing runs in it."""
-    autocast_stack().reset()
+    reset_autocast()
     torch._dynamo.reset()
     with te.fp8_model_init():
         kept = te.Linear(HIDDEN, FFN, device=device, name="kept")

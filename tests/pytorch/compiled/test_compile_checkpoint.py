@@ -14,7 +14,7 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.module.dropout_add import dropout_add
 
 Call = Callable[..., Any]
@@ -67,7 +67,7 @@ class Case(NamedTuple):
         self, device: str, wrap: Call | None, compiler: Call = lambda function, **_: function
     ) -> list[torch.Tensor]:
         """Results, gradients and FP8 state of some steps."""
-        autocast_stack().reset()
+        reset_autocast()
         torch._dynamo.reset()
         modules = build(device)
         recipe = ALL_RECIPES[self.recipe]
@@ -225,7 +225,7 @@ def test_micro_batches(device: str) -> None:
     """Weights that are cached in a region are cached for the next."""
     found = []
     for wrap in (uncheckpointed, te.checkpoint):
-        autocast_stack().reset()
+        reset_autocast()
         torch._dynamo.reset()
         modules = build(device)
         layer = modules["mlp"]
@@ -250,7 +250,7 @@ def test_micro_batches(device: str) -> None:
 def test_weights_kept_in_fp8(recipe: str, device: str) -> None:
     found = []
     for again in (False, True):
-        autocast_stack().reset()
+        reset_autocast()
         torch._dynamo.reset()
         with te.quantized_model_init(recipe=RECIPES[recipe]):
             layer = build(device)["mlp"]
@@ -279,7 +279,7 @@ def test_calibration_counts_once() -> None:
     """High precision that notes amaxes, before the scales of FP8 are needed."""
     found = []
     for wrap in (uncheckpointed, te.checkpoint):
-        autocast_stack().reset()
+        reset_autocast()
         torch._dynamo.reset()
         modules = build("cpu")
         call = lambda x, m=modules, wrap=wrap: wrap(m["mlp"], x)  # noqa: E731

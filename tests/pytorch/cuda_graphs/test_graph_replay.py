@@ -13,7 +13,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cuda_graphs import graphed
 from transformer_engine.pytorch.cuda_graphs.callables import _Order, _replaced
 from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
-from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 
 DELAYED = RECIPES["delayed"]
 
@@ -68,8 +69,7 @@ def _emulated(monkeypatch):
 
 
 def graphs(functions, samples, recipe=None, order=None, cached: bool = False) -> list[Graphed]:
-    stack = autocast_stack()
-    wanted = OUTSIDE if recipe is None else stack.intern(Scope(True, False, recipe))
+    wanted = OUTSIDE if recipe is None else process_state().intern(Scope(True, False, recipe))
     settings = Settings(wanted, 2, False, None, None, cached, False, True)
     subjects = [Subject(f, f"callable {i}") for i, f in enumerate(functions)]
     plan = _Order(len(functions), order)

@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),
@@ -30,7 +30,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    autocast_stack().reset()
+    reset_autocast()
     torch._dynamo.reset()
 
 

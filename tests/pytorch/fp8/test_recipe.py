@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import (
     MMParams,
     QParams,
 )
-from transformer_engine.pytorch.fp8.autocast import Scope
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 
 

@@ -9,11 +9,11 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaling_state import (
     BACKWARD,
     FORWARD,
-    ScalingMembers,
+    ScalingGroup,
     ScalingState,
 )
 
@@ -57,20 +57,20 @@ def test_gradients_are_updated_at_the_end_of_backward(device: str) -> None:
 
 
 def test_a_state_where_a_dead_one_lay_is_updated_itself(device: str) -> None:
-    members = ScalingMembers(DelayedScaling(amax_history_len=4), None, FORWARD)
+    group = ScalingGroup(DelayedScaling(amax_history_len=4), None)
     dead = ScalingState(FORWARD, 1, 4, torch.device(device))
-    members.add(dead)
-    members.update()
+    group.add(dead)
+    group.update(FORWARD)
     address, old_scale, old_history = id(dead), dead.scale, dead.amax_history
     del dead
     elsewhere = []
     while id(state := ScalingState(FORWARD, 1, 4, torch.device(device))) != address:
         elsewhere.append(state)
         assert len(elsewhere) < 10_000
-    members.add(state)
+    group.add(state)
     state.amax_history[0] = 2.0
     old_history[0] = 7.0
-    members.update()
+    group.update(FORWARD)
     assert state.scale.item() == 448.0 / 2.0
     assert old_scale.item() == 1.0
 
@@ -195,11 +195,11 @@ def test_dead_modules_leave_the_update(device: str) -> None:
     recipe = DelayedScaling(amax_history_len=3)
     keep, drop = linear(device), linear(device)
     x = torch.randn(16, 32, device=device)
-    for layer in (keep, drop):
-        step(layer, x, recipe)
-    members = autocast_stack().registry.members(recipe, None, FORWARD)
+    with te.autocast(recipe=recipe):
+        keep(x), drop(x)
+    members = keep.scaling[FORWARD].group.members[FORWARD]
     assert len(members.alive()) == 2
-    del drop, layer
+    del drop
     gc.collect()
     step(keep, x, recipe)
     assert len(members.alive()) == 1

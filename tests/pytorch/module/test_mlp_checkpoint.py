@@ -10,7 +10,7 @@ from rulers import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 SETTINGS = {
     "plain": {},
@@ -33,7 +33,7 @@ def pair(device="cpu", **settings):
 
 def train(layer, recipe, device="cpu", wrap=uncheckpointed, firsts=(None, None, None)):
     """Results, gradients and FP8 state of some steps."""
-    autocast_stack().reset()
+    reset_autocast()
     generator = torch.Generator().manual_seed(0)
     found = []
     for i, first in enumerate(firsts):

@@ -9,7 +9,7 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.offload import context as module
 from transformer_engine.pytorch.offload.context import CudaCopies, Offload
 
@@ -252,7 +252,7 @@ def test_transformer_layers(number: int, precision: str, monkeypatch) -> None:
     monkeypatch.setattr(module, "LEAST_ELEMENTS", 256 * 1024)
 
     def run(wrap) -> tuple[list[torch.Tensor], int]:
-        autocast_stack().reset()
+        reset_autocast()
         torch.manual_seed(0)
         layers = nn.ModuleList(
             te.TransformerLayer(1024, 4096, 16, params_dtype=torch.bfloat16) for _ in range(4)

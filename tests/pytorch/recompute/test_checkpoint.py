@@ -10,7 +10,7 @@ from rulers import assert_equal
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 
 class Model(nn.Module):
@@ -82,7 +82,7 @@ def test_weights_kept_in_fp8(mode: str, recipe: str, device: str) -> None:
         layer = te.LayerNormMLP(32, 64, device=device, params_dtype=torch.float32)
     found = []
     for wrap in (uncheckpointed, MODES[mode]):
-        autocast_stack().reset()
+        reset_autocast()
         layer.scaling.clear()
         layer.name = "layer"  # forgets its runs
         for i in range(2):
@@ -97,7 +97,7 @@ def test_weights_kept_in_fp8(mode: str, recipe: str, device: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_grouped_linear(mode: str) -> None:
     def run(wrap: Wrap) -> list[torch.Tensor]:
-        autocast_stack().reset()
+        reset_autocast()
         torch.manual_seed(1)
         layer = te.GroupedLinear(2, 32, 16, device="cpu", params_dtype=torch.float32)
         for _ in range(2):

@@ -9,7 +9,7 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -36,7 +36,7 @@ def test_twice_over_one_graph() -> None:
     layer = te.Linear(32, 32, device="cpu", params_dtype=torch.float32)
     found = []
     for wrap in (uncheckpointed, MODES["te not reentrant"], MODES["torch not reentrant"]):
-        autocast_stack().reset()
+        reset_autocast()
         layer.scaling.clear()
         layer.to(torch.float32)  # forgets its runs
         x = torch.linspace(-1, 1, 512).view(16, 32).requires_grad_()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 
 class _Readable(type):
     @property
     def debug_enabled(cls) -> bool:
         """Whether a session runs."""
-        return autocast_stack().inspector is not None
+        return process_state().inspector is not None
 
 
 class TEDebugState(metaclass=_Readable):
@@ -22,5 +22,5 @@ class TEDebugState(metaclass=_Readable):
     @staticmethod
     def get_iteration() -> int:
         """How often `debug_api.step()` was called in the running session; 0 without one."""
-        inspector = autocast_stack().inspector
+        inspector = process_state().inspector
         return 0 if inspector is None else int(inspector.iteration)

@@ -16,8 +16,8 @@ import torch
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
     Fp8Quantizer,
@@ -63,7 +63,7 @@ class Feed:
         if not (statistics.due or captured):
             return
         if self._silent:
-            log = autocast_stack().inspector.log_statistics
+            log = process_state().inspector.log_statistics
             self._silent = log(statistics.layer, statistics.tensor, self._silent)
         rows, columns = _matrix(*rowwise), _matrix(*columnwise)
         if x is not None:
@@ -179,7 +179,7 @@ def traced(
 
 @torch.compiler.assume_constant_result
 def _enter(layer: str, fp8: bool, session: str) -> None:
-    autocast_stack().inspector.enter_graph(layer, fp8)
+    process_state().inspector.enter_graph(layer, fp8)
 
 
 @torch.compiler.assume_constant_result
@@ -193,7 +193,7 @@ def _feed(
     session: str,
 ) -> str:
     """The name of a feed; empty where no statistic is ever due."""
-    inspector = autocast_stack().inspector
+    inspector = process_state().inspector
     statistics, features = inspector.statistics_of(layer, tensor, device)
     if statistics is None:
         return ""

@@ -37,7 +37,7 @@ from transformer_engine.pytorch.attention.masks.masks import (
 )
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import (
@@ -316,7 +316,7 @@ class DotProductAttention(ScaledModule):
 
     def get_extra_state(self) -> torch.Tensor:
         """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""
-        autocast_stack().flush()
+        process_state().flush()
         return extra_state.pack(self.scaling)
 
     def set_extra_state(self, state: Any) -> None:

@@ -35,12 +35,12 @@ from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segments import HOST_BOUND_BYTES
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.recompute.module_calls import may_recompute
 
 _MOST_PLANS = 16
 Arguments = Sequence[dict[str, Any]]
-_STACK = autocast_stack()
 _FORWARDS: dict[type, Any] = {}  # of classes whose modules may run without being called
 
 
@@ -203,16 +203,12 @@ class _FusedLayer:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             joined = self._plans[key] = _joined(chain, plans, tuple(needs[: len(values)]))
-        ends = False
-        if joined.requires_grad and _STACK.first_pending:
-            ends = any([_ends(*one) for one in zip(self.members, plans, strict=True)])
-        return call_chain(joined, ends, *inputs)
-
-
-def _ends(member: _Member, plan: CallPlan) -> bool:
-    """Whether the backward of a member ends the step."""
-    ends_backward = getattr(member.part, "ends_backward", None)
-    return ends_backward is not None and plan.requires_grad and ends_backward()
+        step = None
+        if joined.requires_grad and autocast_stack().step.first_pending:
+            for member, plan in zip(self.members, plans, strict=True):
+                if plan.requires_grad and isinstance(member.part, ScaledModule):
+                    step = step or member.part.take_backward_end()
+        return call_chain(joined, step, *inputs)
 
 
 def _joined(chain: Chain, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:

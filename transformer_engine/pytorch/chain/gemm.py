@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.fp8.autocast import GemmGroup, autocast_stack
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.fp8.process_state import GemmGroup, process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
 
-_STACK = autocast_stack()
 _NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -56,7 +55,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
     if not torch.compiler.is_compiling():
-        counts = _STACK.gemm_counts if _counters.own is None else _counters.own
+        counts = process_state().gemm_counts if _counters.own is None else _counters.own
         key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
         counts[key] = counts.get(key, 0) + 1
     return fp8
@@ -64,7 +63,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
 
 def count_group(group: GemmGroup) -> None:
     """Count GEMMs that run elsewhere."""
-    groups = _STACK.gemm_groups
+    groups = process_state().gemm_groups
     groups[group] = groups.get(group, 0) + 1
 
 
@@ -258,11 +257,11 @@ def gemm_report(reset: bool = False) -> GemmReport:
     >>> gemm_report().total("fp8") >= 0
     True
     """
-    counts = dict(_STACK.gemm_counts)
-    for group, times in _STACK.gemm_groups.items():
+    counts = dict(process_state().gemm_counts)
+    for group, times in process_state().gemm_groups.items():
         for key, number in group:
             counts[key] = counts.get(key, 0) + number * times
     if reset:
-        _STACK.gemm_counts.clear()
-        _STACK.gemm_groups.clear()
+        process_state().gemm_counts.clear()
+        process_state().gemm_groups.clear()
     return GemmReport(counts)

@@ -10,15 +10,15 @@ from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import Targets, run_exported, wgrad_targets
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step
 
 
-def call_chain(plan: CallPlan, ends_backward: bool, *inputs: Any) -> Any:
+def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     """Run a chain forward, recorded by autograd where a gradient is wanted.
 
     Args:
         plan: of the call.
-        ends_backward: the backward of this call is the last of its step.
+        step: that ends behind the backward of this call, if any.
         inputs: the values that come in, then all parameters.
 
     Returns:
@@ -26,13 +26,13 @@ def call_chain(plan: CallPlan, ends_backward: bool, *inputs: Any) -> Any:
     """
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
-            result = _ChainNode.apply(plan, ends_backward, *inputs)
+            result = _ChainNode.apply(plan, step, *inputs)
             for stage, _ in plan.caching:
                 stage.detach_cache()
             if plan.columns is not None:
                 plan.columns.note_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
             return result
-        return _apply(plan, ends_backward, *inputs)
+        return _apply(plan, step, *inputs)
     if plan.exporting:
         results: Any = run_exported(plan, inputs)
     else:
@@ -44,11 +44,11 @@ class _ChainNode(torch.autograd.Function):
     """Forward and backward of a chain. The tensors that stages save go through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, plan: CallPlan, ends_backward: bool, *inputs: Any) -> Any:
+    def forward(ctx: Any, plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         ctx.set_materialize_grads(False)
         targets = wgrad_targets(plan, inputs) if plan.accumulates else _NO_TARGETS
         results, tensors, traces = segments.forward(plan, inputs)
-        ctx.call = plan, ends_backward, targets, traces
+        ctx.call = plan, step, targets, traces
         ctx.save_for_backward(*tensors)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -64,7 +64,7 @@ class _ChainNode(torch.autograd.Function):
 
 def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
     """Gradients of the values that came in, and of all parameters."""
-    plan, ends_backward, targets, traces = ctx.call
+    plan, step, targets, traces = ctx.call
     contiguous = [g if g is None or g.is_contiguous() else g.contiguous() for g in grads]
     tensors = list(ctx.saved_tensors)
     if not plan.compiling:
@@ -74,8 +74,8 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
         weight = plan.chain.steps[i].parameters.start
         if found[weight] is None:
             found[weight] = target.stand_in()
-    if ends_backward:
-        autocast_stack().end_backward()
+    if step is not None:
+        step.end_backward()
     return found
 
 

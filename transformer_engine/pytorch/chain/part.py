@@ -93,7 +93,7 @@ class Part:
         values = values_and_arguments[: self.chain.inputs]
         arguments = values_and_arguments[self.chain.inputs :]
         plan, parameters = self.plan_call(incoming(*values), *arguments)
-        return call_chain(plan, False, *values, *parameters)
+        return call_chain(plan, None, *values, *parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine import _C
 from transformer_engine.pytorch.chain.gemm import counting_apart
 from transformer_engine.pytorch.chain.memory import allocators, strides_of
-from transformer_engine.pytorch.fp8.autocast import GemmGroup
+from transformer_engine.pytorch.fp8.process_state import GemmGroup
 
 _ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 

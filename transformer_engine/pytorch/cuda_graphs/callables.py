@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
-from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack, one_of, scope_of
+from transformer_engine.pytorch.fp8.autocast import one_of, scope_of
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 
 Function = Callable[..., Any]
 
@@ -152,7 +153,7 @@ _given = partial(one_of, "make_graphed_callables")
 def _scope(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
     if not (enabled or calibrating):
         return OUTSIDE
-    return autocast_stack().intern(scope_of(enabled, calibrating, recipe, group))
+    return process_state().intern(scope_of(enabled, calibrating, recipe, group))
 
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -213,7 +214,7 @@ def _check_capturable(functions: list[Function], order: Sequence[int] | None) ->
 
 def _check_inspected(subjects: list[Subject]) -> None:
     """Features of the debugger that need Python would see the warm-up and nothing else."""
-    inspector = autocast_stack().inspector
+    inspector = process_state().inspector
     if inspector is None:
         return
     layers = [name for s in subjects for module in s.ours for name in module.chain.gemm_names]
@@ -238,7 +239,7 @@ def _warm_up(
         if after is not None:
             after()
         torch.cuda.synchronize()
-    inspector = autocast_stack().inspector
+    inspector = process_state().inspector
     if inspector is not None:
         inspector.discard()
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -245,23 +246,23 @@ class Graphed:
             )
         first = self._first_microbatch(kwargs)
         inputs = self._checked(args, kwargs)
-        subject, stack = self.subject, autocast_stack()
+        subject, scope = self.subject, self.settings.scope
         subject.check_states()
-        stack.push(self.settings.scope)
+        enter(scope)
         try:
             if first and subject.weights is not None:
                 subject.weights.replay()
             for p in self.fused if first else ():
                 p.main_grad.zero_()
-            for _, direction, state, _ in subject.states:
-                if direction in stack.members:
-                    stack.members[direction].add(state)
-            ends = stack.first_pending and self.updates and self.backward_graph is not None
-            if ends:
-                stack.first_pending = False
-            out = _Replay.apply(self, ends, *inputs, *subject.parameters)
+            stack, step = autocast_stack(), None
+            if self.updates:
+                for module in subject.scaled:
+                    stack.step.join(scope, module.scaling)
+                if self.backward_graph is not None and stack.step.first_pending:
+                    step = stack.take_backward_end()
+            out = _Replay.apply(self, step, *inputs, *subject.parameters)
         finally:
-            stack.pop()
+            leave()
         return tree_unflatten(list(out), self.out_structure)
 
     def _first_microbatch(self, kwargs: dict[str, Any]) -> bool:
@@ -297,8 +298,8 @@ class Graphed:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graphed: Graphed, ends_backward: bool, *inputs: torch.Tensor) -> Any:
-        ctx.graphed, ctx.ends_backward = graphed, ends_backward
+    def forward(ctx: Any, graphed: Graphed, step: Step | None, *inputs: torch.Tensor) -> Any:
+        ctx.graphed, ctx.step = graphed, step
         ctx.set_materialize_grads(False)
         # Autograd makes the gradient of a leaf its own, and adds to it.
         ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
@@ -328,8 +329,8 @@ class _Replay(torch.autograd.Function):
         for p in graphed.fused:
             if hasattr(p, "grad_added_to_main_grad"):
                 p.grad_added_to_main_grad = True
-        if ctx.ends_backward:
-            autocast_stack().end_backward()
+        if ctx.step is not None:
+            ctx.step.end_backward()
         count = len(graphed.inputs)
         clones = [
             *ctx.leaves,

@@ -16,14 +16,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.dtypes import TORCH_FP8
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 
-_STACK = autocast_stack()
 _VALUES = {  # of every code
     format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
     for format, dtype in TORCH_FP8.items()
@@ -70,21 +69,21 @@ class onnx_export(ContextDecorator):
         self._before: list[bool] = []
 
     def __enter__(self) -> None:
-        self._before.append(_STACK.exporting)
-        _STACK.exporting = self.enabled
+        self._before.append(autocast_stack().exporting)
+        autocast_stack().exporting = self.enabled
 
     def __exit__(self, *error: object) -> None:
-        _STACK.exporting = self._before.pop()
+        autocast_stack().exporting = self._before.pop()
 
 
 def is_in_onnx_export_mode() -> bool:
     """Whether an enabled `onnx_export` is entered."""
-    return _STACK.exporting
+    return autocast_stack().exporting
 
 
 def exporting() -> bool:
     """Whether this call is traced for ONNX."""
-    return _STACK.exporting and torch.compiler.is_exporting()
+    return autocast_stack().exporting and torch.compiler.is_exporting()
 
 
 def refuse(what: str, instead: str, layer: str | None) -> NoReturn:

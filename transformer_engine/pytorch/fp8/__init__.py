@@ -1,10 +1,6 @@
 """The documented import path of FP8 regions, of their state, and of what the hardware can do."""
 
-from transformer_engine.pytorch.fp8.autocast import (
-    autocast,
-    fp8_autocast,
-    get_default_recipe,
-)
+from transformer_engine.pytorch.fp8.autocast import autocast, fp8_autocast, get_default_recipe
 from transformer_engine.pytorch.fp8.autocast import get_default_recipe as get_default_fp8_recipe
 from transformer_engine.pytorch.fp8.availability import (
     check_fp8_block_scaling_support,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack, get_default_recipe
+from transformer_engine.pytorch.fp8.autocast import get_default_recipe
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Fp8Meta(Mapping[str, Any]):
         module = self._module
         scope = _scope_of(module)
         recipe: Any = scope.recipe or get_default_recipe()
-        autocast_stack().flush()
+        process_state().flush()
         scaling = module.scaling
         return {
             "recipe": recipe,
@@ -123,14 +125,14 @@ def _scope_of(module: ScaledModule) -> Scope:
     if last is not None:
         return last
     for state in module.scaling.values():
-        if state.member_of is not None:
-            return Scope(True, False, state.member_of.recipe, state.member_of.group)
+        if state.group is not None:
+            return Scope(True, False, state.group.recipe, state.group.process_group)
     return stack.scope
 
 
 def last_scope(module: ScaledModule) -> Scope | None:
     """The region of the newest of the module's plans in FP8."""
-    known = {scope.number: scope for scope in autocast_stack().known.values() if scope.enabled}
+    known = {scope.number: scope for scope in [*process_state().scopes] if scope.enabled}
     parts: Any = getattr(module, "parts", tuple)()  # attention has no plans
     numbers = [key[0] for part in parts for key in part._plans]
     return next((known[number] for number in reversed(numbers) if number in known), None)

@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import find_rules, recipe_names
 
 
@@ -83,10 +83,12 @@ class quantized_model_init(ContextDecorator):
         self._init = ModelInit(enabled, recipe, preserve_high_precision_init_val)
 
     def __enter__(self) -> None:
-        autocast_stack().model_inits.append(self._init)
+        stack = autocast_stack()
+        stack.model_inits = (*stack.model_inits, self._init)
 
     def __exit__(self, *exception: object) -> None:
-        autocast_stack().model_inits.pop()
+        stack = autocast_stack()
+        stack.model_inits = stack.model_inits[:-1]
 
 
 class fp8_model_init(quantized_model_init):

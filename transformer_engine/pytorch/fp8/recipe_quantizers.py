@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast, autocast_stack
+from transformer_engine.pytorch.fp8.autocast import autocast
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.quantizers import CalibratingQuantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
@@ -76,7 +78,7 @@ def columns_of(
     scales = [state.scales[i] for i in indices]
     amaxes = [state.amaxes[i] for i in indices]
     untraced: list[torch.Tensor | None] = [None] * len(indices)
-    unsettled = autocast_stack().unsettled
+    unsettled = autocast_stack().entered_in_graph
     if not (unsettled or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
     rows = 2 if recording and runs_again else 1
@@ -106,7 +108,7 @@ def build_quantizers(
 ) -> Built:
     """One `GemmQuantizers` per GEMM of the module.
 
-    Where the recipe keeps state, this creates, fits and registers that of the module; calls that
+    Where the recipe keeps state, this creates and fits that of the module; calls that
     autograd does not record leave no amax behind, so evaluation changes nothing.
     """
     recipe, rules = scope.recipe, rules_of(scope.recipe)
@@ -150,17 +152,17 @@ def state_of(
     direction: str,
     device: torch.device,
 ) -> tuple[ScalingState, bool]:
-    """A module's state, fitted to the recipe and registered; and whether it changed place."""
+    """A module's state, fitted to the recipe; and whether it changed place."""
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
         state = ScalingState(direction, columns, recipe.amax_history_len, device)
         module.scaling[direction] = state
-    before = (state.version, state.member_of)
+    version = state.version
     state.fit(recipe.amax_history_len, device)
-    if device.type != "meta":
-        autocast_stack().members[direction].add(state)
-    return state, before != (state.version, state.member_of)
+    if torch.compiler.is_compiling() and device.type != "meta":
+        process_state().compiled_group(recipe, autocast_stack().scope.group).add(state)
+    return state, version != state.version
 
 
 def _columns(forward: Columns, backward: ScalingState, gemm: int) -> GemmColumns:

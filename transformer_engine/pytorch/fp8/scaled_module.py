@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 
@@ -29,6 +30,13 @@ class ScaledModule(OptionalExtraState, nn.Module):
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
         return scope.enabled and rules_of(scope.recipe).keeps_state
+
+    def take_backward_end(self) -> Step | None:
+        """The step that ends behind the backward of this call; see `AutocastStack`."""
+        stack = autocast_stack()
+        if stack.step.first_pending and self.updates(stack.scope):
+            return stack.take_backward_end()
+        return None
 
     @property
     def fp8_meta(self) -> Fp8Meta:

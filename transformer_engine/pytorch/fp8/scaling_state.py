@@ -1,20 +1,19 @@
 """Scales and amax histories of modules, for recipes that keep state, and the update of all.
 
-A module owns one `ScalingState` per direction. States register with the `ScalingRegistry`, which
-updates every member of a (recipe, group, direction) in one launch: the kernel reads a device table
-of addresses, rebuilt when members or addresses change.
+A module owns one `ScalingState` per direction. Modules that run under one recipe and process group
+in the same outermost autocast form a `ScalingGroup`. One launch for each direction updates all its
+states: the kernel reads a device table of addresses, rebuilt when states or addresses change.
+Models that never run together have groups of their own, so that threads do not meet.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
@@ -27,7 +26,7 @@ class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
-    methods below, which raise `version`, so that the registry notices. A column is a run of memory
+    methods below, which raise `version`, so that the group notices. A column is a run of memory
     that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs
     at other addresses, and amaxes would stay in the copies.
     """
@@ -38,7 +37,7 @@ class ScalingState:
         self.scale = _spread(torch.ones(count, **options))
         self.amax_history = _spread(torch.zeros(length, count, **options))
         self.version = 0
-        self.member_of: ScalingMembers | None = None
+        self.group: ScalingGroup | None = None
         self._views()
 
     def _views(self) -> None:
@@ -56,7 +55,7 @@ class ScalingState:
         return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Among whose members it is, its module finds out at its next call.
+        # Its group it finds at the next call of its module.
         return _state_of, (self.direction, self.scale.clone(), self.amax_history.clone())
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
@@ -100,12 +99,13 @@ def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -
 
 
 class ScalingMembers:
-    """The live states of one (recipe, group, direction), and their table on the device."""
+    """The live states of a group in one direction, and their table on the device."""
 
-    def __init__(self, recipe: Any, group: Hashable, direction: str) -> None:
-        self.recipe = recipe
-        self.group = group
+    def __init__(self, group: ScalingGroup, direction: str) -> None:
+        self.recipe = group.recipe
+        self.process_group = group.process_group
         self.direction = direction
+        self._group = weakref.ref(group)
         self._states: list[weakref.ref[ScalingState]] = []
         self._table: torch.Tensor | None = None
         self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
@@ -118,14 +118,13 @@ class ScalingMembers:
         return span.max_fwd if self.direction == FORWARD else span.max_bwd
 
     def add(self, state: ScalingState) -> None:
-        """Take a state in; it leaves the members that it was among."""
-        if state.member_of is not self:
-            state.member_of = self
-            self._states.append(weakref.ref(state))
+        """Take a state in."""
+        self._states.append(weakref.ref(state))
 
     def alive(self) -> list[ScalingState]:
-        """The states that are still here, in order of registration."""
-        states = {id(s): s for ref in self._states if (s := ref()) and s.member_of is self}
+        """The states that are still here, in the order in which they came."""
+        group = self._group()
+        states = {id(s): s for ref in self._states if (s := ref()) and s.group is group}
         if len(states) != len(self._states):
             self._states = [weakref.ref(state) for state in states.values()]
         return list(states.values())
@@ -162,29 +161,40 @@ class ScalingMembers:
         """Row 0 of all states, maximum over the ranks of the group; None on a single rank."""
         if not (self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
             return None
-        if dist.get_world_size(self.group) == 1:  # type: ignore[arg-type]
+        if dist.get_world_size(self.process_group) == 1:
             return None
         amaxes = gather_amax(self.table(states), self.columns)
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.process_group)
         return amaxes
 
 
-class ScalingRegistry:
-    """The members of every (recipe, group, direction); modules are held weakly."""
+class ScalingGroup:
+    """States of modules that run together; see the top of this file.
 
-    def __init__(self) -> None:
-        self._members: dict[tuple[Recipe, Hashable, str], ScalingMembers] = {}
+    Args:
+        recipe: that keeps state.
+        process_group: over which amaxes are reduced.
+        compiled: of modules in compiled code, which stay in it.
+    """
 
-    def members(self, recipe: Recipe, group: Hashable, direction: str) -> ScalingMembers:
-        """The members of a key, made at first use."""
-        key = (recipe, group, direction)
-        members = self._members.get(key)
-        if members is None:
-            members = self._members[key] = ScalingMembers(*key)
-        return members
+    def __init__(self, recipe: Any, process_group: Any, compiled: bool = False) -> None:
+        self.recipe = recipe
+        self.process_group = process_group
+        self.compiled = compiled
+        self.members = {way: ScalingMembers(self, way) for way in (FORWARD, BACKWARD)}
+
+    def add(self, state: ScalingState) -> None:
+        """Take a state in; it leaves the group in which it was."""
+        if state.group is not self:
+            state.group = self
+            self.members[state.direction].add(state)
+
+    def absorb(self, other: ScalingGroup) -> None:
+        """Take in all states of another group of the same recipe and process group."""
+        for members in other.members.values():
+            for state in members.alive():
+                self.add(state)
 
     def update(self, direction: str) -> None:
-        """Update all members of a direction."""
-        for members in self._members.values():
-            if members.direction == direction:
-                members.update()
+        """End of a step in a direction."""
+        self.members[direction].update()

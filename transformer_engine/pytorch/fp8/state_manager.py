@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.fp8.autocast import autocast_stack, get_default_recipe
+from transformer_engine.pytorch.fp8.autocast import get_default_recipe
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack, reset_autocast
 from transformer_engine.pytorch.fp8.availability import (
     check_fp8_block_scaling_support,
     check_fp8_support,
@@ -13,6 +14,7 @@ from transformer_engine.pytorch.fp8.availability import (
     check_nvfp4_support,
 )
 from transformer_engine.pytorch.fp8.model_init import model_init
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
 
 
@@ -30,7 +32,7 @@ class FP8GlobalStateManager:
     @classmethod
     def reset(cls) -> None:
         """Leave every region and forget which modules take part in scale updates."""
-        autocast_stack().reset()
+        reset_autocast()
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
@@ -89,4 +91,4 @@ class FP8GlobalStateManager:
         Args:
             forward: those of inputs and weights; else those of gradients.
         """
-        autocast_stack().registry.update(FORWARD if forward else BACKWARD)
+        process_state().update(FORWARD if forward else BACKWARD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -37,7 +37,7 @@ def show_to_inspector(
         column_format: value of `DType`.
         feed: what the session calls the tensor; to another session it means nothing.
     """
-    inspector = autocast_stack().inspector
+    inspector = process_state().inspector
     if launch and inspector is not None:
         rowwise = (row_codes, row_scales, row_format)
         inspector.shown(feed, x, rowwise, (column_codes, column_scales, column_format))

@@ -18,8 +18,9 @@ from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.model_init import model_init
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FEATURE_ALIGNMENT,
@@ -47,7 +48,6 @@ from transformer_engine.pytorch.recompute.module_calls import may_recompute, pla
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64
-_STACK = autocast_stack()
 
 # Found once: looking up names of torch takes a tenth of what a call has to spend.
 _is_grad_enabled = torch.is_grad_enabled
@@ -128,7 +128,7 @@ class TransformerEngineBaseModule(ScaledModule):
 
     def renew_weights(self) -> None:
         """Cast anew, in the scope that is open, what `is_first_microbatch=False` reads."""
-        number = _STACK.scope.number
+        number = autocast_stack().scope.number
         plans = [p for k, p in self._plans.items() if k[0] == number]
         plans = [p for p in plans if p.first_microbatch is False]
         for plan in sorted(plans, key=lambda plan: plan.requires_grad)[-1:]:
@@ -167,12 +167,12 @@ class TransformerEngineBaseModule(ScaledModule):
         """
         check_features(self, x, features)
         if not _is_compiling() and may_recompute():
-            plan, ends = plan_in_region(self, x, parameters, first_microbatch)
+            plan, step = plan_in_region(self, x, parameters, first_microbatch)
         else:
             needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
             plan = self.plan_for(x, parameters, needs, first_microbatch)
-            ends = plan.requires_grad and _STACK.first_pending and self.ends_backward()
-        out = call_chain(plan, ends, x.contiguous(), *parameters)
+            step = self.take_backward_end() if plan.requires_grad else None
+        out = call_chain(plan, step, x.contiguous(), *parameters)
         tapped = len(self.chain.outputs) > 1
         if not (self.return_bias or tapped):
             return out
@@ -214,8 +214,9 @@ class TransformerEngineBaseModule(ScaledModule):
         if _is_compiling():
             self._note_compiled()
             return self._make_plan(x, parameters, needs, autocast, first_microbatch)
-        scope = _STACK.scope.number
-        key = (scope, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
+        stack = autocast_stack()
+        number = stack.scope.number
+        key = (number, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
         found = self._plans.get(key)
         if found is None:
             found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
@@ -225,7 +226,9 @@ class TransformerEngineBaseModule(ScaledModule):
             if len(self._plans) >= _MOST_PLANS:  # a recipe per step would pile them up
                 self.drop_plans()
             self._plans[key] = found
-        inspector = _STACK.inspector
+        if stack.scope.key >= 0:
+            stack.join(self.scaling)
+        inspector = process_state().inspector
         if inspector is not None and inspector.tick >= found.inspect_at:
             return inspector.plan_for(self, found)
         return found
@@ -235,21 +238,7 @@ class TransformerEngineBaseModule(ScaledModule):
         if not exporting():
             # Names would be conditions of the graph: layers that are alike share one.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
-            note_scope(kind, weights, _STACK.scope.enabled)
-
-    def ends_backward(self) -> bool:
-        """Whether the backward of this call ends the step: of the first one in the outermost scope.
-
-        It is asked once for a call that autograd records.
-        """
-        stack = autocast_stack()
-        if not self.updates(stack.scope):
-            return False
-        stack.first_pending = False
-        if torch.compiler.is_compiling():
-            stack.defer_end_backward()
-            return False
-        return True
+            note_scope(kind, weights, autocast_stack().scope.enabled)
 
     def _make_plan(
         self,
@@ -265,10 +254,10 @@ class TransformerEngineBaseModule(ScaledModule):
         quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
         if scope.enabled or (scope.calibrating and not exporting()):
             quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
-        if _is_compiling() and _STACK.inspector is not None:
+        if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.
             layers = self.chain.gemm_names
-            quantizers = _STACK.inspector.in_graph(layers, quantizers, x.device, dtype)
+            quantizers = process_state().inspector.in_graph(layers, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
         plan.columns = columns
@@ -333,7 +322,7 @@ class TransformerEngineBaseModule(ScaledModule):
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
-        autocast_stack().flush()
+        process_state().flush()
         scaling, weights = self.scaling, fp8_weights.scales_of(self)
         if scaling and [w.numel() for w in weights] == [2] * self.gemm_count:
             scaling = with_weight_scales(scaling, weights)

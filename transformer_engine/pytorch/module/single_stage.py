@@ -46,7 +46,7 @@ class SingleStageModule(nn.Module):
     def run(self, x: torch.Tensor) -> Any:
         """Run the stage on a tensor."""
         plan, parameters = self.plan_call(incoming(x))
-        return call_chain(plan, False, x.contiguous(), *parameters)
+        return call_chain(plan, None, x.contiguous(), *parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}

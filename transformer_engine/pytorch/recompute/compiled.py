@@ -10,7 +10,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.library import is_exporting
 

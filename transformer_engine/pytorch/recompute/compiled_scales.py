@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.recompute.regions import graph_task
 
@@ -42,7 +43,7 @@ def scales_of_call(
             " inside of the checkpointed function, or use Float8CurrentScaling"
         )
     if launch and settles:
-        autocast_stack().flush()
+        process_state().flush()
     copies = torch.cat(scales).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
@@ -75,10 +76,10 @@ def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> No
     Raises:
         RuntimeError: within a backward and without a scope, where one like it had a scope before.
     """
-    stack = autocast_stack()
+    known = process_state().compiled_in_fp8
     if fp8:
-        stack.compiled_in_fp8.add((kind, weights))
-    elif (kind, weights) in stack.compiled_in_fp8 and graph_task() != -1 and stack.repeated is None:
+        known.add((kind, weights))
+    elif (kind, weights) in known and graph_task() != -1 and autocast_stack().repeated is None:
         raise RuntimeError(
             "[checkpoint] expected the autocast of a compiled layer to be open when a checkpoint"
             f" runs its forward again, got none for {kind} of weights {[*weights]}: enter the"

@@ -11,7 +11,8 @@ import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
-from transformer_engine.pytorch.fp8.autocast import OUTSIDE, Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 from transformer_engine.pytorch.recompute.regions import (
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 def may_recompute() -> bool:
     """Whether a call may be the first or the second of a region."""
     stack = autocast_stack()
-    if (stack.scope.number or stack.inspector is not None) and (
+    if (stack.scope.number or process_state().inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
     ):
         return True
-    return stack.noted and graph_task() != -1
+    return process_state().noted and graph_task() != -1
 
 
 def plan_in_region(
@@ -44,7 +45,7 @@ def plan_in_region(
     x: torch.Tensor,
     parameters: Parameters,
     first_microbatch: bool | None,
-) -> tuple[CallPlan, bool]:
+) -> tuple[CallPlan, Step | None]:
     """The plan of a call that may be the first or the second of a region, or neither.
 
     Args:
@@ -54,7 +55,7 @@ def plan_in_region(
         first_microbatch: what the caller said.
 
     Returns:
-        The plan, and whether the backward of the call ends the step.
+        The plan, and the step that ends behind the backward of the call, if any.
 
     Raises:
         RuntimeError: the call repeats one that cannot be found.
@@ -71,16 +72,16 @@ def plan_in_region(
     if not where.repeats.knows(module):  # it ran in high precision
         with stack.resumed(OUTSIDE):
             plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
-            return plan, False
+            return plan, None
     call = where.repeats.again(module)
     with stack.resumed(call.scope):
         plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
     counts = plan.requires_grad or plan.in_first_forward
-    ends = ends_again(where.repeats, call, counts)
+    step = step_again(where.repeats, call, counts)
     again = _recompute_plan(module, plan, call)
     for region in where.records:
-        region.note(module, call._replace(ends_backward=ends, plan=again))
-    return again, ends and plan.requires_grad
+        region.note(module, call._replace(step=step, plan=again))
+    return again, step if plan.requires_grad else None
 
 
 def repeats(module: ScaledModule, region: Region | None) -> bool:
@@ -108,37 +109,35 @@ def first_call(module: ScaledModule, where: Place, counts: bool) -> Call:
     """
     stack = autocast_stack()
     scope = stack.scope
-    ends = stack.first_pending and counts and module.updates(scope)
-    if ends:
-        stack.first_pending = False
-    stack.noted = True
+    step = module.take_backward_end() if counts else None
+    process_state().noted = True
     if not where.records or any(region.foreign for region in where.records):
         module.in_foreign_region = True
     keeps_state = scope.enabled and rules_of(scope.recipe).keeps_state
     scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.records else None
-    return Call(scope, scales, ends)
+    return Call(scope, scales, step)
 
 
-def ends_again(region: Region, call: Call, counts: bool) -> bool:
-    """Whether the backward of a call that repeats another one ends the step; `counts` as above."""
-    ends = call.ends_backward or region.owes_end
-    region.owes_end = ends and not counts
-    return ends
+def step_again(region: Region, call: Call, counts: bool) -> Step | None:
+    """The step that ends behind the backward of a call which repeats another; `counts` as above."""
+    step = call.step or region.owed
+    region.owed = None if counts else step
+    return step
 
 
 def _first_plan(
     module: TransformerEngineBaseModule, plan: CallPlan, where: Place, scope: Scope
-) -> tuple[CallPlan, bool]:
+) -> tuple[CallPlan, Step | None]:
     """Of a first forward; the regions around it are told what it does."""
     if not (scope.enabled or scope.calibrating):
-        return plan, False
+        return plan, None
     call = first_call(module, where, plan.requires_grad or plan.in_first_forward)
     result = plan.copy()
     for region in where.records:
         region.note(module, call._replace(plan=result))
     if where.apart:
         result.recordings = None
-    return result, call.ends_backward and plan.requires_grad
+    return result, call.step if plan.requires_grad else None
 
 
 def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: Call) -> CallPlan:

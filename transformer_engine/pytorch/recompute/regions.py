@@ -18,7 +18,8 @@ import torch
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.plan import CallPlan
-    from transformer_engine.pytorch.fp8.autocast import Scope
+    from transformer_engine.pytorch.fp8.autocast_stack import Step
+    from transformer_engine.pytorch.fp8.process_state import Scope
 
 _KEY = "_te_region"
 
@@ -33,13 +34,13 @@ class Call(NamedTuple):
     Attributes:
         scope: that was open.
         scales: fp32 `[3 * gemms]`, copied, under delayed scaling.
-        ends_backward: the module's backward is the last of its step.
+        step: that ends behind the module's backward, if any.
         plan: of the call, which knows how it went; None of attention, which has no chain.
     """
 
     scope: Scope
     scales: torch.Tensor | None
-    ends_backward: bool
+    step: Step | None
     plan: CallPlan | None = None
 
 
@@ -52,7 +53,7 @@ class Region:
 
     def __init__(self, foreign: bool = False) -> None:
         self.foreign = foreign
-        self.owes_end = False  # the module that was to end the backward has no gradients itself
+        self.owed: Step | None = None  # the module that was to end it has no gradients itself
         self._calls: dict[Any, list[Call]] = {}
         self._next: dict[Any, int] = {}
         self._task = -1
@@ -68,7 +69,7 @@ class Region:
     def restart(self) -> None:
         """The region is run again, from its start."""
         self._next.clear()
-        self.owes_end = False
+        self.owed = None
 
     def again(self, module: Any) -> Call:
         """The call of the first forward that the module now repeats.

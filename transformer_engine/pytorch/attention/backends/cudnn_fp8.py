@@ -38,7 +38,6 @@ from transformer_engine.pytorch.attention.core.environment import environment, r
 from transformer_engine.pytorch.attention.core.memoize import remembered
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     NO_SEQUENCES,
@@ -94,8 +93,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = _gradients_in_fp8 if ctx.options[2] else _gradients_in_16_bit
         results = gradients(ctx, grad, ctx.needs_input_grad[2:])
-        if ctx.casts.ends_backward:
-            autocast_stack().end_backward()
+        if ctx.casts.step is not None:
+            ctx.casts.step.end_backward()
         return None, None, *results
 
 

@@ -22,7 +22,6 @@ from transformer_engine.pytorch.attention.backends.scores import product, weight
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.casts import Casts, Slot
 from transformer_engine.pytorch.attention.masks.masks import Mask
-from transformer_engine.pytorch.fp8.autocast import autocast_stack
 
 
 class _CastInputs(torch.autograd.Function):
@@ -44,8 +43,8 @@ class _CastInputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         slot: Slot | None = ctx.casts.grad_qkv
         results = tuple(g if g is None else _cast(g, slot, ctx.dtype) for g in grads)
-        if ctx.casts.ends_backward:
-            autocast_stack().end_backward()
+        if ctx.casts.step is not None:
+            ctx.casts.step.end_backward()
         return None, *results
 
 

@@ -17,7 +17,8 @@ import torch
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.attention.core.environment import environment
-from transformer_engine.pytorch.fp8.autocast import Scope, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
@@ -32,7 +33,7 @@ from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
-from transformer_engine.pytorch.recompute.module_calls import ends_again, first_call, repeats
+from transformer_engine.pytorch.recompute.module_calls import first_call, repeats, step_again
 from transformer_engine.pytorch.recompute.regions import (
     forward_grad_enabled,
     graph_task,
@@ -93,7 +94,7 @@ class Casts(NamedTuple):
     grad_out: Slot | None
     grad_product: Slot | None
     grad_qkv: Slot | None
-    ends_backward: bool = False
+    step: Step | None = None
     columns: Columns | None = None
 
     @property
@@ -131,7 +132,7 @@ def casts_of(
     """
     stack = autocast_stack()
     compiling = torch.compiler.is_compiling()
-    in_backward = not compiling and stack.noted and graph_task() != -1
+    in_backward = not compiling and process_state().noted and graph_task() != -1
     if not (in_backward or asks(stack.scope, module.name)):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -141,13 +142,7 @@ def casts_of(
     ):
         return _in_region(module, recording, device)
     casts = _casts(module, recording, device, runs_again=checkpointed or stack.runs_again)
-    ends = stack.first_pending and recording and module.updates(stack.scope)
-    if ends:
-        stack.first_pending = False
-        if compiling:
-            stack.defer_end_backward()
-            return casts
-    return casts._replace(ends_backward=ends)
+    return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
 def asks(scope: Scope, layer: str = "") -> bool:
@@ -192,10 +187,10 @@ def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> C
         call = region.again(module)
         with stack.resumed(call.scope):
             casts = _casts(module, counts, device, call.scales).again()
-        call = call._replace(ends_backward=ends_again(region, call, counts))
+        call = call._replace(step=step_again(region, call, counts))
     for record in where.records:
         record.note(module, call)
-    return casts._replace(ends_backward=call.ends_backward and recording)
+    return casts._replace(step=call.step if recording else None)
 
 
 def _casts(
@@ -219,6 +214,8 @@ def _casts(
     recipe: Any = scope.recipe
     forward, _ = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
+    if not torch.compiler.is_compiling():
+        stack.join(module.scaling)
     if recipe.fp8_mha:
         _announce_mha()
 

@@ -1,0 +1,246 @@
+"""The stack of autocast scopes of each thread and asyncio task, and what a step updates.
+
+A `Scope` is frozen; entering an autocast pushes one, leaving it pops it. Modules look at the top of
+the stack in forward; backward uses what forward recorded. The outermost autocast is a `Step`:
+leaving it updates the scales of forward tensors of the modules that ran in it. Scales of gradients
+are updated at the end of the backward of the first of these modules.
+
+Eager code keeps the stack in a context variable and replaces it when a scope is entered, so that
+threads and tasks do not see each other's scopes. Dynamo cannot trace context variables: compiled
+code finds the same stack in a `threading.local`, changes it in place and restores it. Where tasks
+of one thread interleave within their autocasts, compiled code sees the scope entered last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.fp8.process_state import (
+    OUTSIDE,
+    Scope,
+    process_state,
+    reset_process_state,
+)
+from transformer_engine.pytorch.fp8.scaling_state import (
+    BACKWARD,
+    FORWARD,
+    ScalingGroup,
+    ScalingState,
+)
+from transformer_engine.pytorch.recompute.regions import Region, graph_task, rehearsing
+
+
+class Step:
+    """The outermost autocast that is entered: the scaling groups that it will update.
+
+    Attributes:
+        first_pending: autograd has recorded no module in it so far.
+        groups: of the modules that ran in it, by the key of their scope.
+        scopes: that were entered in it, with recipes that keep state.
+    """
+
+    def __init__(self, first_pending: bool = False) -> None:
+        self.first_pending = first_pending
+        self.groups: dict[int, ScalingGroup] = {}
+        self.scopes: list[Scope] = []
+
+    def join(self, scope: Scope, states: dict[str, ScalingState]) -> None:
+        """A module runs: its states join the group of the modules that ran before it."""
+        group = self.groups.get(scope.key)
+        for state in states.values():
+            own = state.group
+            if state.scale.is_meta or (own is not None and own.compiled):
+                continue
+            if own is not None and (own.recipe, own.process_group) != (scope.recipe, scope.group):
+                own = None
+            if group is None:
+                group = own or process_state().new_group(scope.recipe, scope.group)
+                self.groups[scope.key] = group
+            if own is None:
+                group.add(state)
+            elif own is not group:
+                group.absorb(own)
+
+    def update(self, direction: str) -> None:
+        """Update the scales of all groups in a direction; one that fails does not stop others."""
+        errors = []
+        groups = dict.fromkeys(self.groups.values())
+        if compiled := process_state().compiled_groups:
+            found = [compiled.get((scope.recipe, scope.group)) for scope in self.scopes]
+            groups.update(dict.fromkeys(filter(None, found)))
+        for group in groups:
+            try:
+                group.update(direction)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def end_backward(self) -> None:
+        """Update the scales of gradients."""
+        self.update(BACKWARD)
+
+
+class AutocastStack:
+    """The scopes that a thread or task has entered.
+
+    Attributes:
+        scope: the innermost one.
+        step: of the outermost one.
+        outer: the scopes around it.
+        entered_in_graph: the outermost scope was entered in compiled code.
+        runs_again: code is being compiled that its graph will compute again.
+        in_backward: the outermost scope was entered in a backward.
+        regions: whose first forward is running, outermost first.
+        repeated: the region that is being run again.
+        model_inits: scopes of `quantized_model_init`.
+        exporting: within an enabled `onnx_export`.
+        before: the stack that leaving the scope restores; None is the one outside of all scopes.
+    """
+
+    def __init__(self) -> None:
+        self.scope = OUTSIDE
+        self.step = Step()
+        self.outer: list[Scope] = []
+        self.entered_in_graph = False
+        self.runs_again = False
+        self.in_backward = False
+        self.regions: tuple[Region, ...] = ()
+        self.repeated: Region | None = None
+        self.model_inits: tuple[Any, ...] = ()
+        self.exporting = False
+        self.before: AutocastStack | None = None
+
+    def push(self, scope: Scope) -> None:
+        """Enter a scope."""
+        if not self.outer:
+            self.entered_in_graph = torch.compiler.is_compiling()
+            self.in_backward = not self.entered_in_graph and graph_task() != -1
+            if self.entered_in_graph:
+                self.step.first_pending = True
+            else:
+                if not self.in_backward:
+                    process_state().flush()
+                self.step = Step(first_pending=not self.in_backward)
+        self._push(scope)
+
+    def _push(self, scope: Scope) -> None:
+        self.outer.append(self.scope)
+        self.scope = scope
+        if scope.key >= 0:
+            self.step.scopes.append(scope)
+
+    def pop(self) -> None:
+        """Leave the innermost scope; at the outermost level, end the forward step."""
+        left = self.scope
+        self.scope = self.outer.pop()
+        if self.outer:
+            return
+        self.step.first_pending = self.entered_in_graph = False
+        if self.in_backward:
+            return
+        compiling = torch.compiler.is_compiling()
+        recorded = torch.is_grad_enabled() or (not compiling and rehearsing())
+        if left.calibrating or (left.enabled and recorded):
+            if compiling:
+                process_state().forward_pending = True
+            else:
+                self.step.update(FORWARD)
+
+    def copied(self) -> AutocastStack:
+        """A stack that is the same so far."""
+        own = copy(self)
+        own.outer = list(self.outer)
+        return own
+
+    def join(self, states: dict[str, ScalingState]) -> None:
+        """A module runs in the innermost scope, with a recipe that keeps state."""
+        group = self.step.groups.get(self.scope.key)
+        for state in states.values():
+            if state.group is not group or group is None:
+                self.step.join(self.scope, states)
+                return
+
+    def take_backward_end(self) -> Step | None:
+        """The step, whose scales of gradients are updated behind the backward of this call.
+
+        The first call asks that autograd records in it. A compiled backward writes its amaxes back
+        when it ends, so its update waits for the next step.
+        """
+        self.step.first_pending = False
+        if torch.compiler.is_compiling():
+            process_state().backward_pending = True
+            return None
+        return self.step
+
+    @contextmanager
+    def resumed(self, scope: Scope) -> Iterator[None]:
+        """Inside, a scope that has ended is open again. This starts and ends no step."""
+        own = self.copied()
+        own.step = Step()
+        own._push(scope)
+        before = _CONTEXT.get()
+        _use(own)
+        try:
+            yield
+        finally:
+            _use(before)
+
+
+class _ThreadStacks(threading.local):
+    """Of a thread: the stack outside of all scopes, and the one that compiled code finds."""
+
+    def __init__(self) -> None:
+        self.outside = self.current = AutocastStack()
+
+
+_THREAD = _ThreadStacks()
+_CONTEXT: ContextVar[AutocastStack | None] = ContextVar("transformer_engine_autocast", default=None)
+
+
+def autocast_stack() -> AutocastStack:
+    """The stack of this thread or asyncio task."""
+    if torch.compiler.is_compiling():
+        return _THREAD.current
+    return _CONTEXT.get() or _THREAD.outside
+
+
+def _use(stack: AutocastStack | None) -> None:
+    """Make this the stack of the context; None is the one outside of all scopes."""
+    _CONTEXT.set(stack)
+    _THREAD.current = stack or _THREAD.outside
+
+
+def enter(scope: Scope) -> None:
+    """Enter a scope in this thread or task."""
+    if torch.compiler.is_compiling():  # it needs no numbers, and cannot make scopes known
+        _THREAD.current.push(scope)
+    else:
+        own = autocast_stack().copied()
+        own.push(process_state().intern(scope))
+        own.before = _CONTEXT.get()
+        _use(own)
+
+
+def leave() -> None:
+    """Leave the innermost scope."""
+    if torch.compiler.is_compiling():
+        _THREAD.current.pop()
+    else:
+        own = autocast_stack()
+        _use(own.before)
+        own.pop()
+
+
+def reset_autocast() -> None:
+    """Forget every scope and registration (tests, notebooks); the debugger's session stays."""
+    reset_process_state()
+    _THREAD.outside = AutocastStack()
+    _use(None)

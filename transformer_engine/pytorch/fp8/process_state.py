@@ -1,0 +1,127 @@
+"""What all threads share: known scopes, scaling groups, GEMM counts, the debugger's session."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.fp8.recipes.base import rules_of
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingGroup
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What one autocast region asks for.
+
+    Attributes:
+        number: equal scopes have one number.
+        key: scopes of equal recipe and group have one key; -1 where the recipe keeps no state.
+    """
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Hashable = None
+    number: int = field(default=0, compare=False)
+    key: int = field(default=-1, compare=False)
+
+
+OUTSIDE = Scope()
+_MOST_SCOPES = 4096  # that are known by number
+
+GemmGroup = tuple[tuple[tuple[str, str, str], int], ...]  # GEMMs and how many of each
+
+
+class ProcessState:
+    """See the top of this file.
+
+    Attributes:
+        scopes: that were entered, by value.
+        compiled_groups: of scaling states that compiled code uses, by (recipe, process group). A
+            graph does not tell which modules ran, so each update covers the whole group.
+        forward_pending: compiled code has left the forward update to whoever comes next.
+        backward_pending: likewise.
+        noted: some region of a checkpoint has calls.
+        announced: what is reported once, however many modules it concerns.
+        compiled_in_fp8: layers, see `recompute.compiled_scales`.
+        gemm_counts: GEMMs that ran.
+        gemm_groups: how often each group of GEMMs ran as a whole.
+        inspector: of the debugger's session, see transformer_engine/debug.
+    """
+
+    def __init__(self) -> None:
+        self.scopes = {OUTSIDE: OUTSIDE}
+        self._keys: dict[tuple[Any, Hashable], int] = {}
+        self._numbers = itertools.count(1)
+        self._groups: weakref.WeakValueDictionary[int, ScalingGroup] = weakref.WeakValueDictionary()
+        self.compiled_groups: dict[tuple[Any, Hashable], ScalingGroup] = {}
+        self.forward_pending = self.backward_pending = False
+        self.noted = False
+        self.announced: set[str] = set()
+        self.compiled_in_fp8: set[tuple[str, Any]] = set()
+        self.gemm_counts: dict[tuple[str, str, str], int] = {}
+        self.gemm_groups: dict[GemmGroup, int] = {}
+        self.inspector: Any = None
+
+    def intern(self, scope: Scope) -> Scope:
+        """The first scope made that equals this one, so that scopes compare by their number."""
+        known = self.scopes.get(scope)  # once: a hash looks at every field of the recipe
+        if known is None:
+            if len(self.scopes) >= _MOST_SCOPES:  # a recipe per step would pile them up
+                self.scopes, self._keys = {OUTSIDE: OUTSIDE}, {}
+            key = -1
+            if rules_of(scope.recipe).keeps_state:
+                key = self._keys.setdefault((scope.recipe, scope.group), next(self._numbers))
+            new = replace(scope, number=next(self._numbers), key=key)
+            known = self.scopes.setdefault(new, new)
+        return known
+
+    def new_group(self, recipe: Any, process_group: Any) -> ScalingGroup:
+        """A scaling group without states."""
+        group = ScalingGroup(recipe, process_group)
+        self._groups[next(self._numbers)] = group
+        return group
+
+    def compiled_group(self, recipe: Any, process_group: Hashable) -> ScalingGroup:
+        """The scaling group that compiled code uses under a recipe; made at first use."""
+        key = (recipe, process_group)
+        group = self.compiled_groups.get(key)
+        if group is None:
+            group = self.compiled_groups[key] = ScalingGroup(recipe, process_group, compiled=True)
+        return group
+
+    def update(self, direction: str) -> None:
+        """Update the scales of all modules in one direction, oldest group first."""
+        for group in [*self._groups.values(), *self.compiled_groups.values()]:
+            group.update(direction)
+
+    def flush(self) -> None:
+        """Run the updates that compiled code has deferred."""
+        if self.forward_pending:
+            self._update_compiled(FORWARD)
+        if self.backward_pending:
+            self._update_compiled(BACKWARD)
+        self.forward_pending = self.backward_pending = False
+
+    def _update_compiled(self, direction: str) -> None:
+        for group in self.compiled_groups.values():
+            group.update(direction)
+
+
+_STATE = ProcessState()
+
+
+def process_state() -> ProcessState:
+    """What all threads of the process share."""
+    return _STATE
+
+
+def reset_process_state() -> None:
+    """Forget scopes, groups and counts; the debugger's session stays."""
+    inspector = _STATE.inspector
+    _STATE.__init__()  # type: ignore[misc]
+    _STATE.inspector = inspector
