@@ -14,13 +14,14 @@ from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.backends import cudnn
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.call import (
+    NO_SINK,
     Call,
     Dropout,
     Sequences,
+    Sink,
     bias_of,
     call_shape,
 )
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink
 
 pytestmark = pytest.mark.gpu
 

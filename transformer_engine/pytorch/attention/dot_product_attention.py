@@ -21,15 +21,17 @@ from transformer_engine.pytorch.attention.core.arguments import (
 from transformer_engine.pytorch.attention.core.attention import attention
 from transformer_engine.pytorch.attention.core.call import (
     NO_DROPOUT,
+    NO_SINK,
     AttentionMask,
     Call,
     Dropout,
     Sequences,
+    Sink,
     bias_of,
     call_shape,
+    check_softmax_type,
 )
 from transformer_engine.pytorch.attention.core.casts import GEMMS, casts_of, wants_fp8
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink, check_softmax_type
 from transformer_engine.pytorch.attention.masks.masks import (
     Window,
     as_window,

@@ -1,4 +1,4 @@
-"""What a backend is, and what it may require of a problem."""
+"""What a backend is, and what it may require of a problem; requirements that several have."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
         padded_by_mask: a mask says which tokens are padding, not lengths.
         alike: queries and keys are known to have the same lengths.
         room_between: there is padding between the sequences of thd.
-        softmax_type: see `sink.py`.
+        softmax_type: see `Sink`.
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
@@ -131,3 +131,51 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
             reason = requirement.reason
             return reason if isinstance(reason, str) else reason(problem)
     return None
+
+
+_FEW = 16  # queries of a step that writes on, not of a prompt
+
+SOMETHING = Requirement(
+    lambda problem, allowed: not problem.empty, "needs at least one query and one key"
+)
+GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
+# Of backends that are graphs of cuDNN, which itself is asked for the rest.
+FUSED = Requirement(
+    lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
+)
+ASKABLE = Requirement(
+    lambda problem, allowed: problem.capability is not None, "cannot be asked without a GPU"
+)
+NO_CACHE = Requirement(
+    lambda problem, allowed: not problem.cache,
+    "would build a graph for each length that a cache grows to",
+)
+HIGH_PRECISION = Requirement(
+    lambda problem, allowed: not problem.fp8,
+    "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",
+)
+NO_BIAS = Requirement(
+    lambda problem, allowed: problem.bias_type == "no_bias",
+    "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
+)
+NO_SINK = Requirement(
+    lambda problem, allowed: problem.softmax_type == "vanilla",
+    "has no sink in its softmax; use softmax_type='vanilla'",
+)
+NO_DROPOUT = Requirement(
+    lambda problem, allowed: problem.dropout == 0.0, "has no dropout; use attention_dropout=0"
+)
+EAGER = Requirement(
+    lambda problem, allowed: not problem.compiling,
+    "is no operator of torch.compile; run attention outside of it",
+)
+FEW_QUERIES_IF_CACHED = Requirement(
+    lambda problem, allowed: (
+        not problem.cache or (problem.cache == "fixed" and (problem.queries or 1) <= _FEW)
+    ),
+    "would build a graph for each length that a cache grows to, or that a prompt has",
+)
+SIZES_OF_EIGHT = Requirement(
+    lambda problem, allowed: problem.key_size % 8 == 0 and problem.value_size % 8 == 0,
+    "takes heads of a size divisible by 8",
+)

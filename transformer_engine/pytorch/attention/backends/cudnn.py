@@ -14,12 +14,6 @@ import torch
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
 from transformer_engine.pytorch.attention.backends.backend import (
-    Backend,
-    Problem,
-    Requirement,
-)
-from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
-from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FEW_QUERIES_IF_CACHED,
     FUSED,
@@ -27,7 +21,11 @@ from transformer_engine.pytorch.attention.backends.requirements import (
     HIGH_PRECISION,
     SIZES_OF_EIGHT,
     SOMETHING,
+    Backend,
+    Problem,
+    Requirement,
 )
+from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable

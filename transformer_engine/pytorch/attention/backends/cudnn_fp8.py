@@ -17,12 +17,6 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch._torch_private import once_differentiable
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
-    Backend,
-    Problem,
-    Requirement,
-)
-from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
-from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FUSED,
     GPU,
@@ -31,7 +25,11 @@ from transformer_engine.pytorch.attention.backends.requirements import (
     NO_DROPOUT,
     NO_SINK,
     SOMETHING,
+    Backend,
+    Problem,
+    Requirement,
 )
+from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.casts import Casts
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable

@@ -15,15 +15,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention.backends.backend import (
+    GPU,
+    HIGH_PRECISION,
+    SOMETHING,
     Problem,
     Requirement,
 )
 from transformer_engine.pytorch.attention.backends.dense import Attend
-from transformer_engine.pytorch.attention.backends.requirements import (
-    GPU,
-    HIGH_PRECISION,
-    SOMETHING,
-)
 from transformer_engine.pytorch.attention.backends.varlen import Side, varlen
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.backend import (
+    NO_SINK,
+    Backend,
+    Requirement,
+)
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
     package,
     requirements,
-)
-from transformer_engine.pytorch.attention.backends.requirements import (
-    NO_SINK,
 )
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
-from transformer_engine.pytorch.attention.backends.flash import Kernels, package, requirements
-from transformer_engine.pytorch.attention.backends.requirements import (
+from transformer_engine.pytorch.attention.backends.backend import (
     EAGER,
     NO_BIAS,
     NO_DROPOUT,
     NO_SINK,
     SIZES_OF_EIGHT,
+    Backend,
+    Requirement,
 )
+from transformer_engine.pytorch.attention.backends.flash import Kernels, package, requirements
 
 SOURCE = package("flash-attn-3", "flash_attn_interface")
 

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.backend import (
+    EAGER,
+    NO_BIAS,
+    NO_DROPOUT,
+    Backend,
+    Requirement,
+)
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
     batch_first,
     package,
     requirements,
-)
-from transformer_engine.pytorch.attention.backends.requirements import (
-    EAGER,
-    NO_BIAS,
-    NO_DROPOUT,
 )
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.packed import empty_like_parts, places_of

@@ -10,14 +10,15 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
-from transformer_engine.pytorch.attention.backends.dense import dense
-from transformer_engine.pytorch.attention.backends.requirements import (
+from transformer_engine.pytorch.attention.backends.backend import (
     HIGH_PRECISION,
     NO_BIAS,
     NO_SINK,
     SOMETHING,
+    Backend,
+    Requirement,
 )
+from transformer_engine.pytorch.attention.backends.dense import dense
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.memoize import remembered
 from transformer_engine.pytorch.attention.masks.masks import Mask

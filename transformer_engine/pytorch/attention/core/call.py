@@ -10,7 +10,6 @@ import torch
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.casts import Casts
 from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink
 from transformer_engine.pytorch.attention.masks.masks import (
     Mask,
     MaskRule,
@@ -94,6 +93,38 @@ def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
             f" {given}"
         )
     return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
+
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class Sink(NamedTuple):
+    """The kind of softmax, and the score of its sink: of one more key, that has no value.
+
+        vanilla       exp(s_j) / sum_k exp(s_k)
+        off-by-one    exp(s_j) / (1 + sum_k exp(s_k))
+        learnable     exp(s_j) / (exp(offset_h) + sum_k exp(s_k)), a learned offset per head
+
+    Attributes:
+        type: one of `SOFTMAX_TYPES`.
+        offset: `[heads]`; None for `vanilla`.
+    """
+
+    type: str = "vanilla"
+    offset: torch.Tensor | None = None
+
+
+NO_SINK = Sink()
+
+
+def check_softmax_type(name: str) -> str:
+    """Return the type, or say which ones there are."""
+    if name not in SOFTMAX_TYPES:
+        raise ValueError(
+            f"[DotProductAttention] expected softmax_type in {{{', '.join(SOFTMAX_TYPES)}}},"
+            f" got {name!r}"
+        )
+    return name
 
 
 class Dropout(NamedTuple):
