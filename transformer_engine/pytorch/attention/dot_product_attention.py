@@ -25,11 +25,11 @@ from transformer_engine.pytorch.attention.core.call import (
     AttentionMask,
     Call,
     Dropout,
-    Sequences,
     Sink,
     bias_of,
     call_shape,
     check_softmax_type,
+    sequences_of,
 )
 from transformer_engine.pytorch.attention.core.casts import GEMMS, casts_of, wants_fp8
 from transformer_engine.pytorch.attention.masks.masks import (
@@ -255,8 +255,8 @@ class DotProductAttention(ScaledModule):
         query, key, value = checked_inputs(query_layer, key_layer, value_layer)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-        of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+        query_sequences = sequences_of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+        key_sequences = sequences_of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
         if fp8_output or exporting():
             refuse_rare(self, fp8_output, qkv_format, inference_params)
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
@@ -264,9 +264,10 @@ class DotProductAttention(ScaledModule):
         step = None
         if inference_params is not None:
             check_params(inference_params, self.layer_number, self.name)
-            new = Inputs(query, key, value, qkv_format, mask_type, of_query, of_key)
-            kept = with_cache(new, inference_params, self.layer_number, window)
-            query, key, value, qkv_format, mask_type, of_query, of_key, step = kept
+            new = Inputs(query, key, value, qkv_format, mask_type, query_sequences, key_sequences)
+            query, key, value, qkv_format, mask_type, query_sequences, key_sequences, step = (
+                with_cache(new, inference_params, self.layer_number, window)
+            )
         shape = call_shape(
             qkv_format,
             (self.num_attention_heads, self.num_gqa_groups),
@@ -279,8 +280,8 @@ class DotProductAttention(ScaledModule):
         call = Call(
             shape,
             attention_mask,
-            of_query,
-            of_key,
+            query_sequences,
+            key_sequences,
             bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
             self.softmax_scale,
             self._dropout(),

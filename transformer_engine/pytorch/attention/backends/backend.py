@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,22 +106,91 @@ class Requirement(NamedTuple):
     reason: str | Callable[[Problem], str]
 
 
+class Needs(NamedTuple):
+    """Which gradients a backward will be asked for; none of them: no backward follows."""
+
+    query: bool = False
+    key: bool = False
+    value: bool = False
+    bias: bool = False
+    sink: bool = False
+
+    @property
+    def weights(self) -> bool:
+        """Whether the gradient of the attention weights is needed, for any of the others."""
+        return self.query or self.key or self.bias or self.sink
+
+    def pick(self, *gradients: torch.Tensor | None) -> Gradients:
+        """Those that are needed, of query, key, value, bias and sink; the last two may be left."""
+        pairs = zip(gradients, self, strict=False)
+        return Gradients(*[x if need else None for x, need in pairs])
+
+
+NO_BACKWARD = Needs()
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Attributes:
+        log_sum_exp: fp32, logarithm of the sum of the exponentials of a query's scores, in the
+            layout that the backend names; None of a backend that does not compute it.
+        tensors: everything else that the backward reads, tensors and None; autograd watches them.
+        facts: what is no tensor.
+    """
+
+    log_sum_exp: torch.Tensor | None
+    tensors: tuple[Any, ...]
+    facts: Any = None
+
+    def wrap(self, tensors: tuple[Any, ...], facts: Any = None) -> Saved:
+        """This, and what the function around it saves."""
+        inner = (len(tensors), facts, self.facts)
+        return Saved(self.log_sum_exp, (*tensors, *self.tensors), inner)
+
+    def unwrap(self) -> tuple[Saved, tuple[Any, ...], Any]:
+        """What `wrap` was called with: the inner one first."""
+        count, facts, inner = self.facts
+        return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
+
+
+class Gradients(NamedTuple):
+    """What a backward returns; None where there is no need."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Call, Needs], tuple[torch.Tensor, Saved | None]
+]
+Backward = Callable[[torch.Tensor, Saved, Call, Needs], Gradients]
+
+
 class Backend(NamedTuple):
-    """A way to compute attention.
+    """A way to compute attention; `backends/__init__.py` has the contract of its two functions.
 
     Attributes:
         name: what errors and explanations call it.
-        attend: see `backends/__init__.py`.
+        forward: the result, and what the backward reads.
+        backward: the gradients.
         keeps_scores: whether `checkpoint_core_attention` saves memory with it.
         requirements: all of them must hold.
         notice: what to tell the user, once, of a problem that it has taken; `""` is nothing.
+        differentiable: torch can differentiate `forward` itself, called with gradients switched on
+            and without needs; so it is where torch compiles or functorch transforms the call.
     """
 
     name: str
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
+    forward: Forward
+    backward: Backward
     keeps_scores: bool
     requirements: tuple[Requirement, ...]
     notice: Callable[[Problem, AttentionVariables], str] = lambda problem, allowed: ""
+    differentiable: bool = False
 
 
 def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> str | None:

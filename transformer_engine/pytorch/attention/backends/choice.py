@@ -86,14 +86,14 @@ def _bias_facts(bias: Bias) -> _BiasFacts:
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
     """The longest two where known, then: padded by mask, alike, room between."""
-    of_query, of_key = call.of_query, call.of_key
-    if of_query.cu_seqlens is None or of_key.cu_seqlens is None:
+    query, key = call.query_sequences, call.key_sequences
+    if query.cu_seqlens is None or key.cu_seqlens is None:
         return None, None, True, isinstance(call.attention_mask, torch.Tensor), False
-    alike = of_query.cu_seqlens is of_key.cu_seqlens
+    alike = query.cu_seqlens is key.cu_seqlens
     if call.shape.qkv_format != "thd":
         return None, None, False, alike, False
-    room = of_query.cu_seqlens_padded is not None or of_key.cu_seqlens_padded is not None
-    return of_query.longest, of_key.longest, False, alike, room
+    room = query.cu_seqlens_padded is not None or key.cu_seqlens_padded is not None
+    return query.longest, key.longest, False, alike, room
 
 
 def _problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +42,18 @@ class Sequences(NamedTuple):
                 f" {self.longest}"
             )
         return cu_seqlens, self.cu_seqlens_padded
+
+
+_WHOLE = Sequences()
+
+
+def sequences_of(
+    cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None, longest: int | None
+) -> Sequences:
+    """`Sequences` of these; one object for all calls that say nothing."""
+    if cu_seqlens is None and cu_seqlens_padded is None and longest is None:
+        return _WHOLE
+    return Sequences(cu_seqlens, cu_seqlens_padded, longest)
 
 
 class Bias(NamedTuple):
@@ -204,8 +217,8 @@ class Call(NamedTuple):
 
     shape: CallShape
     attention_mask: AttentionMask | None
-    of_query: Sequences
-    of_key: Sequences
+    query_sequences: Sequences
+    key_sequences: Sequences
     bias: Bias
     scale: float
     dropout: Dropout
@@ -218,4 +231,37 @@ class Call(NamedTuple):
     @property
     def same_sequences(self) -> bool:
         """Queries and keys are known to have the same lengths."""
-        return all(a is b for a, b in zip(self.of_query, self.of_key, strict=True))
+        pairs = zip(self.query_sequences, self.key_sequences, strict=True)
+        return all(a is b for a, b in pairs)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors of the call, but for those of `casts`, which belong to the module."""
+        mask = self.attention_mask
+        masks = tuple(mask) if isinstance(mask, tuple | list) else (mask,)
+        sequences = (*self.query_sequences[:2], *self.key_sequences[:2])
+        return (*sequences, self.bias.tensor, self.bias.slopes, self.sink.offset, *masks)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> Call:
+        """The same call with other tensors, in the order of `tensors`."""
+        ends_q, starts_q, ends_kv, starts_kv, bias, slopes, sink, *masks = tensors
+        mask: Any = masks[0] if len(masks) == 1 else tuple(masks)
+        return self._replace(
+            attention_mask=mask,
+            query_sequences=Sequences(ends_q, starts_q, self.query_sequences.longest),
+            key_sequences=Sequences(ends_kv, starts_kv, self.key_sequences.longest),
+            bias=NO_BIAS if self.bias is NO_BIAS else Bias(self.bias.type, bias, slopes),
+            sink=NO_SINK if self.sink is NO_SINK else Sink(self.sink.type, sink),
+        )
+
+    def settings(self) -> Call:
+        """The same call without tensors: nothing that is held for a backward."""
+        if (
+            self.attention_mask is None
+            and self.query_sequences.cu_seqlens is None
+            and self.key_sequences.cu_seqlens is None
+            and self.bias is NO_BIAS
+            and self.sink is NO_SINK
+        ):
+            return self
+        return self.with_tensors([None] * len(self.tensors))
