@@ -43,23 +43,3 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return (guarded if _is_grad_enabled() else backward)(ctx, *gradients)
 
     return once
-
-
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose gradients cannot be differentiated; an error in words says so.
-
-    torch's `once_differentiable` says it only where the incoming gradient needs a gradient itself;
-    without, the gradients would pass for constants.
-    """
-    message = b"gradients of gradients are not supported: create_graph=True has no effect here"
-
-    @functools.wraps(backward)
-    def once(ctx: Any, *gradients: Any) -> Any:
-        if not _is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        refuse: Any = torch._C._functions.DelayedError(message, len(found))
-        return refuse(*[None if x is None else x.detach().requires_grad_() for x in found])
-
-    return once

@@ -263,7 +263,9 @@ def test_deterministic_gradients_repeat():
     tensors, _, _, call, _ = make(case)
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [torch.autograd.grad(core.attention(*tensors, call).sum(), tensors) for _ in range(3)]
+        runs = [
+            torch.autograd.grad(core.attention(*tensors, call).sum(), tensors) for _ in range(3)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     for run in runs[1:]:

@@ -78,6 +78,8 @@ def dense(kernel: Kernel) -> tuple[Forward, Backward]:
         qkv_format = shape.qkv_format
         if qkv_format == "thd":
             return _packed(kernel, query, key, value, call, needs)
+        if any(needs):  # autograd saves no views of inputs that were made without gradients
+            query, key, value = query.detach(), key.detach(), value.detach()
         query = formats.heads_first(query, qkv_format)
         key = formats.heads_first(key, qkv_format)
         value = formats.heads_first(value, qkv_format)
@@ -132,9 +134,12 @@ def _packed(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out, saved = _masked(kernel, query, key, value, padding, call, needs)
     if saved is not None:
-        maps = (rows.token, rows.is_padding, rows.place, rows.is_outside)
-        facts = _Facts(padded, _bias_facts(call, needs))
-        saved = saved.wrap((*maps, key_rows.place, key_rows.is_outside), facts)
+        maps = (
+            *(rows.token, rows.is_padding),
+            *((rows.place, rows.is_outside) if needs.query else (None, None)),
+            *((key_rows.place, key_rows.is_outside) if needs.key or needs.value else (None, None)),
+        )
+        saved = saved.wrap(maps, _Facts(padded, _bias_facts(call, needs)))
     return formats.pack_sequences(formats.flat_heads(out, "bshd"), rows), saved
 
 

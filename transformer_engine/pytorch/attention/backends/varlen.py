@@ -83,8 +83,10 @@ def varlen(kernel: VarlenKernel) -> tuple[Forward, Backward]:
             out = formats.move_rows(out, query_side.maps.reversed())
         if saved is not None:
             there = () if query_side.maps is None else query_side.maps[:2]
-            tensors = (query_side.outside, *there, *query_side.back, *key_side.back)
-            saved = saved.wrap(tensors, (len(there), len(query_side.back)))
+            query_back = query_side.back if needs.query else ()
+            key_back = key_side.back if needs.key or needs.value else ()
+            tensors = (query_side.outside, *there, *query_back, *key_back)
+            saved = saved.wrap(tensors, (len(there), len(query_back)))
         return _in_format(out, call, call.shape.queries).flatten(-2), saved
 
     def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:

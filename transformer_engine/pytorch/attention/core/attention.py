@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch._torch_private import bare_apply, first_order, transforms_active
+from transformer_engine.pytorch._torch_private import bare_apply, transforms_active
 from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.backends.backend import (
     NO_BACKWARD,
@@ -104,9 +104,13 @@ class AttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of all arguments."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "[attention] expected create_graph=False, got True: gradients of gradients are not"
+                " supported"
+            )
         backend, call, needs, facts, count = ctx.run
         tensors = ctx.saved_tensors
         gradients = backend.backward(grad, Saved(tensors[0], tensors[1:], facts), call, needs)
