@@ -14,21 +14,20 @@ key and value have `groups` heads, each of which serves `heads / groups` query h
 sees no key, or is padding, has a result of zero, and passes no gradient. Random numbers of dropout
 come from torch's default generator: who calls has put the tracker's states there.
 
-`needs` says which gradients a backward will be asked for. Where it is none of them, no backward
-follows and `forward` returns no `Saved`. Otherwise both functions run with gradients switched off.
-`Saved` holds every tensor that `backward` reads, those of the call included, so that autograd keeps
-them and refuses to go on when one has been changed in place. Of the call `backward` may read
-settings, no tensors, and it gets a call without them. (The scales and amaxes of FP8 casts are state
-of the module, read and raised when the casts run.)
+`needs` says which gradients a backward will be asked for. Where there are none, no backward
+follows, and `forward` returns no `Saved`. Otherwise both functions run with gradients switched off.
+`Saved` holds every tensor that `backward` reads, those of the call included: who calls gives all of
+them to `save_for_backward` as they are, so that autograd finds out when one has been changed in
+place. The result may share memory with them. Of the call `backward` reads settings, no tensors; it
+gets `call.settings()`. Scales and amaxes of FP8 casts are state of the module: the casts of the
+backward read and raise them, and where `casts.ends_backward` says so, who calls ends the step.
 
 `backward` takes the gradient of the result, of any strides, and returns gradients in the shapes and
-dtypes of query, key, value, bias and sink; None where `needs` says so. Their memory is new, or that
-of `grad` where shapes allow. Where query, key and value fill one tensor, as the parts of a
-projection do, cuDNN and flash-attn write their gradients as the parts of one such tensor, and
-`join_gradients` (`core/projections.py`) returns that tensor without a copy: the parts must arrive
-there as they are. `backward` may be called again with the same `Saved`, and changes nothing in it.
-
-Mind that the result may share memory with what is saved.
+dtypes of query, key, value, bias and sink, None where `needs` does not ask for one. It may be
+called again with the same `Saved`. Where query, key and value of whole sequences fill one tensor,
+as the parts of a projection do, cuDNN and flash-attn write their gradients as the parts of one such
+tensor. `join_gradients` (`core/projections.py`) returns that tensor without a copy if it gets these
+very parts; so does cuDNN with thd.
 """
 
 from transformer_engine.pytorch.attention.backends import (

@@ -117,11 +117,11 @@ class Needs(NamedTuple):
 
     @property
     def weights(self) -> bool:
-        """Whether the gradient of the attention weights is needed, for any of the others."""
+        """Whether any of them needs the gradient of the attention weights."""
         return self.query or self.key or self.bias or self.sink
 
     def pick(self, *gradients: torch.Tensor | None) -> Gradients:
-        """Those that are needed, of query, key, value, bias and sink; the last two may be left."""
+        """Those of query, key, value, bias and sink that are needed."""
         pairs = zip(gradients, self, strict=False)
         return Gradients(*[x if need else None for x, need in pairs])
 
@@ -144,12 +144,12 @@ class Saved(NamedTuple):
     facts: Any = None
 
     def wrap(self, tensors: tuple[Any, ...], facts: Any = None) -> Saved:
-        """This, and what the function around it saves."""
+        """This, and what a function around it saves."""
         inner = (len(tensors), facts, self.facts)
         return Saved(self.log_sum_exp, (*tensors, *self.tensors), inner)
 
     def unwrap(self) -> tuple[Saved, tuple[Any, ...], Any]:
-        """What `wrap` was called with: the inner one first."""
+        """What `wrap` has put together: this, tensors and facts."""
         count, facts, inner = self.facts
         return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
 
