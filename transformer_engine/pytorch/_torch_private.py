@@ -7,10 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def other_autodiff_active() -> bool:
+    """Whether functorch transforms this call, or forward mode differentiates it."""
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch._torch_private import bare_apply, transforms_active
+from transformer_engine.pytorch._torch_private import bare_apply, other_autodiff_active
 from transformer_engine.pytorch.attention.backends import exported
 from transformer_engine.pytorch.attention.backends.backend import (
     NO_BACKWARD,
@@ -35,8 +35,7 @@ def attention(
     if exporting():
         return exported.attend(query, key, value, call)
     backend = choose(query, key, value, call)
-    if call.checkpoint and backend.keeps_scores and _is_compiling() and torch.is_grad_enabled():
-        # what casts need is of this call alone
+    if call.checkpoint and backend.keeps_scores and _is_compiling():
         call = call._replace(checkpoint=False)
         return checkpoint_in_graph(partial(_attend_randomly, backend, query, key, value, call))
     return _attend_randomly(backend, query, key, value, call)
@@ -57,20 +56,23 @@ def _attend(
     plain = call.bias is NO_BIAS and call.sink is NO_SINK
     bias, sink = factors = (None, None) if plain else (call.bias.tensor, call.sink.offset)
     compiling = _is_compiling()
-    transformed = compiling or transforms_active()
-    recorded = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (sink is not None and sink.requires_grad)
+    transformed = not compiling and other_autodiff_active()
+    recorded = transformed or (
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sink is not None and sink.requires_grad)
+        )
     )
-    if not recorded or (transformed and backend.differentiable):
+    if not recorded or (backend.differentiable and (compiling or transformed)):
         return backend.forward(query, key, value, call, NO_BACKWARD)[0]
     if compiling or (query is key is value and call.casts is None):
         # Compilers take no tensor twice. Gradients of one tensor are added up value first.
         query, key, value = (x.view_as(x) for x in (query, key, value))
-    apply = AttentionFunction.apply if transformed else _bare_apply
+    apply = AttentionFunction.apply if compiling or transformed else _bare_apply
     if call.checkpoint and backend.keeps_scores:
         backend = _recomputed(backend)
     run = (backend, call)
@@ -96,9 +98,9 @@ class AttentionFunction(torch.autograd.Function):
         backend, call = run
         needs = _NEEDS[ctx.needs_input_grad]
         out, saved = backend.forward(query, key, value, call, needs)
-        assert saved is not None
-        ctx.save_for_backward(saved.log_sum_exp, *saved.tensors)
-        ctx.run = (backend, call.settings(), needs, saved.facts, 3 + len(factors))
+        if saved is not None:
+            ctx.save_for_backward(saved.log_sum_exp, *saved.tensors)
+            ctx.run = (backend, call.settings(), needs, saved.facts, 3 + len(factors))
         if not _is_compiling() and out._is_view():
             out = out.detach()  # autograd refuses to change views in place that a function made
         return out
