@@ -3,11 +3,20 @@
 import attention_reference as reference
 import pytest
 import torch
-from cases import fake_flash_attn, fake_flash_backward
+from cases import fake_cudnn, fake_flash_attn, fake_flash_backward
 from cases.attention import BACKENDS as ALONE
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
-from cases.attention_matrix import BOUND, HEADS, Case, module_of, norm_error, prepare, to_format
+from cases.attention_matrix import (
+    BOUND,
+    GAP,
+    HEADS,
+    Case,
+    module_of,
+    norm_error,
+    prepare,
+    to_format,
+)
 from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
@@ -15,6 +24,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
+    cudnn,
     flash2,
     flash3,
     flash4,
@@ -53,18 +63,22 @@ CASES = [
     ("flash3", Case("no_mask", queries=5, keys=9, groups=1, **TENSORS), True),
     ("flash4", Case("causal", qkv_format="bshd", **TENSORS), True),
     ("flash4", Case("padding", qkv_format="thd", **TENSORS), False),
+    ("cudnn", Case("causal", **TENSORS, groups=2), True),
+    ("cudnn", Case("padding", queries=5, keys=9, by_lengths=True, **TENSORS), True),
+    ("cudnn", Case("padding_causal", qkv_format="thd", room=True, **TENSORS), True),
     ("flash2 by torch", Case("causal", **TENSORS), False),
     ("flash2 by torch", Case("padding", **TENSORS), False),
 ]
 
 
 def backend_of(name, monkeypatch):
-    by_name = {backend.name: backend for backend in BACKENDS}
-    if name in by_name and name not in FLASH:
-        return by_name[name]
-    module, package = FLASH[name]
-    monkeypatch.setattr(module.KERNELS, "_module", package)
-    return module.BACKEND
+    if name in FLASH:
+        module, package = FLASH[name]
+        monkeypatch.setattr(module.KERNELS, "_module", package)
+        return module.BACKEND
+    for function in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(cudnn, function, getattr(fake_cudnn, function))
+    return next(backend for backend in BACKENDS if backend.name == name)
 
 
 class Taken(Exception):
@@ -137,8 +151,12 @@ def in_format(x, case, lengths):
 
 def assert_statistics(found, expected, case):
     """In the layouts that the backends name; queries that see no key are not looked at."""
-    if found.dim() == 2:  # `[heads, tokens]`, sequences one after the other
-        *parts, _ = found.split([*case.lengths[0], found.shape[1] - sum(case.lengths[0])], 1)
+    if found.dim() == 2:  # `[heads, tokens]`, or `[tokens, heads]` of cuDNN, which leaves room
+        gap = GAP if found.shape[1] == HEADS and case.room else 0
+        found = found.T if found.shape[1] == HEADS else found
+        lengths = [n + gap for n in case.lengths[0]]
+        *parts, _ = found.split([*lengths, found.shape[1] - sum(lengths)], 1)
+        parts = [x[:, : x.shape[1] - gap] for x in parts]
         found = torch.stack([pad(x, (0, case.queries - x.shape[1])) for x in parts])
     seen = expected.isfinite()
     assert found.shape == expected.shape and bool(seen.any())
@@ -186,7 +204,9 @@ def test_inputs_that_changed_before_the_backward(name, case, _, changed, monkeyp
     expected = torch.autograd.grad(out, inputs, upstream, retain_graph=True)
     with torch.no_grad():
         inputs[changed].mul_(2)
-    if name.startswith("flash"):
+    if name == "cudnn":
+        copied = False
+    elif name.startswith("flash"):
         copied = case.padded and (case.qkv_format != "thd" or case.room)
     else:
         repeated = name == "sdpa" and case.padded and case.groups != HEADS and changed > 0
@@ -308,6 +328,39 @@ def test_an_operator_counts_with_the_arguments_that_are_known():
 def test_every_kernel_is_known_to_this_torch():
     """A release with other arguments needs a change in `sdpa_kernels.py`."""
     assert len(sdpa_kernels._KERNELS) == 6
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_fp8_attention_is_a_pair(p, monkeypatch):
+    """It returns what autograd makes of it, and leaves the same amaxes."""
+    monkeypatch.setattr(core.autocast_stack(), "end_backward", lambda: None)
+    calls, run_by_autograd = [], core.AttentionFunction.forward
+
+    def forward(ctx, run, *inputs):
+        calls.append((*run, inputs))
+        return run_by_autograd(ctx, run, *inputs)
+
+    monkeypatch.setattr(core.AttentionFunction, "forward", forward)
+    module, leaves = make_module(attention_dropout=p), make_qkv()
+    with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=2, fp8_dpa=True)):
+        torch.manual_seed(1)
+        out = module(*leaves)
+        results = [(out, *torch.autograd.grad(out, leaves, torch.ones_like(out)), *amaxes(module))]
+        for state in module.scaling.values():
+            state.amax_history.zero_()
+        backend, call, inputs = calls[0]
+        torch.manual_seed(1)
+        with torch.no_grad():
+            out, saved = backend.forward(*inputs, call, ALL)
+            gradients = backend.backward(torch.ones_like(out), saved, call.settings(), ALL)
+        results.append((out, *gradients[:3], *amaxes(module)))
+    assert saved.log_sum_exp is None and gradients[3:] == (None, None)
+    for autograd, pair in zip(*results, strict=True):
+        assert torch.equal(autograd, pair) and bool(pair.any())
+
+
+def amaxes(module):
+    return [state.amax_history.clone() for state in module.scaling.values()]
 
 
 def test_fp8_ends_the_step_once(monkeypatch):
