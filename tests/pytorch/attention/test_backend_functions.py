@@ -4,7 +4,6 @@ import attention_reference as reference
 import pytest
 import torch
 from cases import fake_cudnn, fake_flash_attn, fake_flash_backward
-from cases.attention import BACKENDS as ALONE
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 from cases.attention_matrix import (
@@ -31,7 +30,6 @@ from transformer_engine.pytorch.attention.backends import (
     local_graph,
     sdpa,
     sdpa_kernels,
-    unfused,
 )
 from transformer_engine.pytorch.attention.backends.backend import NO_BACKWARD, Needs
 from transformer_engine.pytorch.attention.core import attention as core
@@ -219,74 +217,6 @@ def test_inputs_that_changed_before_the_backward(name, case, _, changed, monkeyp
         assert torch.equal(gradient, wanted)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "unfused"])
-def test_gradients_of_gradients_are_an_error_in_words(name, monkeypatch):
-    backend = backend_of(name, monkeypatch)
-    monkeypatch.setattr(core, "choose", lambda *call: backend)
-    inputs = make_qkv()
-    out = make_module()(*inputs)
-    with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
-        torch.autograd.grad(out.sum(), inputs, create_graph=True)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"attn_mask_type": "arbitrary", "attention_mask": torch.rand(2, 1, 5, 5) < 0.4},
-        {"core_attention_bias_type": "post_scale_bias"},
-    ],
-    ids=["causal", "mask", "bias"],
-)
-def test_a_checkpoint_saves_what_the_call_is_given(dropout, arguments, monkeypatch):
-    """And runs the forward again, with the same random numbers; none of it may change."""
-    for name, value in ALONE["unfused"].items():
-        monkeypatch.setenv(name, value)
-    module, inputs = make_module(attention_dropout=dropout), make_qkv()
-    if "core_attention_bias_type" in arguments:
-        arguments = {**arguments, "core_attention_bias": torch.randn(4, 5, 5, requires_grad=True)}
-    tensors = [*inputs, *(x for x in arguments.values() if isinstance(x, torch.Tensor))]
-    known = {x.untyped_storage().data_ptr() for x in tensors}
-    results = []
-    for checkpoint in (False, True):
-        saved = []
-        torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x, to=saved: to.append(x) or x, lambda x: x
-        ):
-            out = module(*inputs, checkpoint_core_attention=checkpoint, **arguments)
-        wanted = [x for x in tensors if x.requires_grad]
-        results.append((out, *torch.autograd.grad(out.square().sum(), wanted), torch.rand(2)))
-        assert checkpoint == all(x.untyped_storage().data_ptr() in known for x in saved)
-    for plain, again in zip(*results, strict=True):
-        assert torch.equal(plain, again)
-
-    for changed in tensors:
-        out = module(*inputs, checkpoint_core_attention=True, **arguments)
-        with torch.no_grad():
-            changed.copy_(changed.clone())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-
-def test_a_result_may_be_changed_in_place_where_nothing_reads_it(monkeypatch):
-    """A result of one head is a view of the kernel's."""
-    monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
-    module, inputs = make_module(num_attention_heads=1), make_qkv(shape=(5, 2, 1, 8))
-    expected = torch.autograd.grad((module(*inputs) * 3).sum(), inputs)
-    out = module(*inputs)
-    assert out.data_ptr() != module(*inputs).data_ptr()
-    for gradient, wanted in zip(
-        torch.autograd.grad(out.mul_(3).sum(), inputs), expected, strict=True
-    ):
-        assert torch.equal(gradient, wanted)
-    monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
-    out = module(*inputs).mul_(3)  # which its backward would have read
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 @pytest.mark.parametrize("case", [case for name, case, _ in CASES if name == "sdpa"], ids=str)
 def test_without_the_operators_of_torch_its_function_is_differentiated(case, monkeypatch):
     """Bit for bit the same, with the same random numbers."""
@@ -361,20 +291,3 @@ def test_fp8_attention_is_a_pair(p, monkeypatch):
 
 def amaxes(module):
     return [state.amax_history.clone() for state in module.scaling.values()]
-
-
-def test_fp8_ends_the_step_once(monkeypatch):
-    """At the end of the backward, whichever inputs need a gradient."""
-    ended, stack = [], core.autocast_stack()
-    monkeypatch.setattr(stack, "end_backward", lambda: ended.append(1))
-    recipe = DelayedScaling(amax_history_len=2, fp8_dpa=True)
-    for needs in ((True, True, True), (False, True, False)):
-        inputs = [
-            x.requires_grad_(need) for x, need in zip(make_qkv(grad=False), needs, strict=True)
-        ]
-        with te.fp8_autocast(fp8_recipe=recipe):
-            out = make_module()(*inputs, checkpoint_core_attention=needs[0])
-        assert not ended
-        out.sum().backward()
-        assert len(ended) == 1
-        ended.clear()
