@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel as _DistributedDataParallel
 
 _is_compiling = torch.compiler.is_compiling
@@ -26,6 +27,11 @@ def saved_tensors_hooks_active() -> bool:
 def in_distributed_data_parallel() -> bool:
     """Whether the forward of a DistributedDataParallel is running."""
     return _DistributedDataParallel._active_ddp_module is not None
+
+
+def other_autodiff_active() -> bool:
+    """Whether functorch transforms this call, or forward mode differentiates it."""
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

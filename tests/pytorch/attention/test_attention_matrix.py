@@ -37,8 +37,8 @@ def only(monkeypatch):
     """Makes one backend run, after a look at what the choice would have depended on."""
 
     def force(name, expected):
-        def choose(query, key, value, call):
-            problem = choice.problem_of(query, key, value, call)
+        def choose(*facts):
+            problem = choice.problem_of(*facts)
             assert choice.table(problem, choice.environment()) == expected
             return BY_NAME[name]
 

@@ -42,12 +42,12 @@ def stand_in(monkeypatch):
         monkeypatch.setattr(cudnn, name, getattr(fake_cudnn, name))
     monkeypatch.setattr(cudnn, "_refusal", lambda problem: "")
 
-    def choose(query, key, value, call):
-        problem = choice.problem_of(query, key, value, call)._replace(**HOPPER)
+    def choose(*facts):
+        problem = choice.problem_of(*facts)._replace(**HOPPER)
         reason = refusal(cudnn.BACKEND, problem, choice.environment())
         if reason is not None:
             pytest.skip(reason)
-        return cudnn.BACKEND
+        return fake_cudnn.BACKEND
 
     monkeypatch.setattr(core, "choose", choose)
 

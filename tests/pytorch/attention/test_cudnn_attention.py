@@ -14,13 +14,14 @@ from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.backends import cudnn
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.call import (
+    NO_SINK,
     Call,
     Dropout,
     Sequences,
+    Sink,
     bias_of,
     call_shape,
 )
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink
 
 pytestmark = pytest.mark.gpu
 
@@ -166,7 +167,7 @@ def assert_close(actual, wanted, dtype, name):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_result_and_gradients(case):
     tensors, bias, sink, call, batches = make(case)
-    out = cudnn.attend(*tensors, call)
+    out = core.CoreAttention()(*tensors, call)
     grad = torch.randn_like(out).unflatten(-1, (case.heads, case.value_size))
     leaves = [x for x in (*tensors, bias, sink) if x is not None]
     grads = torch.autograd.grad(out, leaves, grad.flatten(-2))
@@ -182,7 +183,7 @@ def test_result_and_gradients(case):
 def test_padding_and_blind_queries_are_zero_and_pass_nothing(qkv_format):
     case = Case("padding_causal_bottom_right", qkv_format, lengths=CROSS)
     tensors, _, _, call, batches = make(case)
-    out = cudnn.attend(*tensors, call)
+    out = core.CoreAttention()(*tensors, call)
     grads = torch.autograd.grad(out, tensors, torch.full_like(out, float("nan")).nan_to_num(1e3))
     seen = reference.seen_keys(case.mask_type, None, LONGEST, LONGEST, CROSS)
     ones = torch.ones(case.batch, LONGEST, 1, 1, device="cuda")
@@ -195,9 +196,9 @@ def test_padding_and_blind_queries_are_zero_and_pass_nothing(qkv_format):
 
 def test_a_call_of_known_shapes_builds_no_graph():
     tensors, _, _, call, _ = make(Case("causal"))
-    cudnn.attend(*tensors, call).sum().backward()
+    core.CoreAttention()(*tensors, call).sum().backward()
     count = _C.attention_graph_count()
-    cudnn.attend(*tensors, call).sum().backward()
+    core.CoreAttention()(*tensors, call).sum().backward()
     assert _C.attention_graph_count() == count
 
 
@@ -262,7 +263,10 @@ def test_deterministic_gradients_repeat():
     tensors, _, _, call, _ = make(case)
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [torch.autograd.grad(cudnn.attend(*tensors, call).sum(), tensors) for _ in range(3)]
+        runs = [
+            torch.autograd.grad(core.CoreAttention()(*tensors, call).sum(), tensors)
+            for _ in range(3)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
@@ -276,7 +280,7 @@ def test_a_captured_graph_replays_new_inputs_and_lengths(qkv_format):
     tensors, _, _, call, _ = make(case)
 
     def step():
-        out = cudnn.attend(*tensors, call)
+        out = core.CoreAttention()(*tensors, call)
         return out, *torch.autograd.grad(out.float().square().sum(), tensors)
 
     stream = torch.cuda.Stream()
@@ -290,7 +294,7 @@ def test_a_captured_graph_replays_new_inputs_and_lengths(qkv_format):
     with torch.no_grad():
         for x in tensors:
             x.normal_()
-        for ends in (call.of_query.cu_seqlens, call.of_key.cu_seqlens):
+        for ends in (call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens):
             ends.copy_(on_gpu([0, 40, 96]))
     graph.replay()
     for actual, eager in zip(captured, step(), strict=True):
@@ -302,7 +306,7 @@ def test_a_graph_that_would_be_built_inside_a_capture_is_an_error():
     tensors, _, _, call, _ = make(Case("causal", queries=88, keys=88))
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="warm-up"), torch.cuda.graph(graph):
-        cudnn.attend(*tensors, call)
+        core.CoreAttention()(*tensors, call)
 
 
 def test_the_table_tells_what_cudnn_refuses(monkeypatch):
@@ -336,4 +340,4 @@ def test_memory_that_cudnn_cannot_read_is_copied():
     for x in tensors:
         memory = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
         shifted.append(memory[1:].view_as(x).copy_(x.detach()))
-    assert torch.equal(cudnn.attend(*shifted, call), cudnn.attend(*tensors, call))
+    assert torch.equal(core.CoreAttention()(*shifted, call), core.CoreAttention()(*tensors, call))

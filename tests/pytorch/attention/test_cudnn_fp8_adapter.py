@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 
 from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
+from transformer_engine.pytorch.attention.backends.choice import ranked
 from transformer_engine.pytorch.attention.backends.policy import preference
-from transformer_engine.pytorch.attention.backends.table import ranked
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_rule

@@ -129,8 +129,19 @@ def test_another_version_of_the_package_makes_gradients_itself(package, lacks, q
     assert not package.calls
 
 
-def test_what_has_no_use_of_it_takes_the_public_way(package):
-    """Parts of no whole, sinks, and forwards alone, which keep no statistics either."""
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+def test_tensors_of_their_own_get_gradients_of_their_own(package, qkv_format):
+    layout = LAYOUTS[0]
+    inputs = [torch.randn(2, 7, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out = attention(layout, qkv_format)(*inputs)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    (call,) = package.calls
+    for written, gradient in zip((call.dq, call.dk, call.dv), gradients, strict=True):
+        assert written.data_ptr() == gradient.data_ptr() and gradient.is_contiguous()
+
+
+def test_sinks_and_inference_take_the_public_way(package):
+    """Without statistics, too."""
     attend = package.flash_attn_func
 
     @wraps(attend)
@@ -140,13 +151,10 @@ def test_what_has_no_use_of_it_takes_the_public_way(package):
 
     package.flash_attn_func = public
     layout = LAYOUTS[0]
-    module = attention(layout, "bshd")
-    parts = [torch.randn(2, 7, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    module(*parts).sum().backward()
     whole = split_qkv(project(layout, "bshd"), layout)
     attention(layout, "bshd", softmax_type="off-by-one")(*whole).sum().backward()
     with torch.no_grad():
-        module(*whole)
+        attention(layout, "bshd")(*whole)
     assert not package.calls
 
 

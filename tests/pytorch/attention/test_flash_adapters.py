@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import fake_flash_attn
+from cases import fake_flash_attn, fake_flash_backward
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 from cases.attention_factors import FACTORS, HAND_PICKED
@@ -12,7 +12,14 @@ from cases.attention_matrix import HEADS, check, pairwise
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention import attention_backends
-from transformer_engine.pytorch.attention.backends import choice, flash2, flash3, flash4, unfused
+from transformer_engine.pytorch.attention.backends import (
+    choice,
+    flash,
+    flash2,
+    flash3,
+    flash4,
+    unfused,
+)
 from transformer_engine.pytorch.attention.backends.backend import refusal
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
@@ -47,12 +54,25 @@ def small_qkv(device="cpu"):
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
     """A version as if installed on a machine with a Hopper GPU; the tensors stay on the CPU."""
-    module, number = VERSIONS[request.param]
-    monkeypatch.setattr(module.SOURCE, "version", TorchVersion(number))
-    monkeypatch.setattr(module.KERNELS, "_module", fake_flash_attn.module(request.param))
+    install(request.param, fake_flash_attn.module(request.param), monkeypatch)
+    return request.param
 
-    def choose(query, key, value, call):
-        problem = choice.problem_of(query, key, value, call)
+
+@pytest.fixture(params=["flash2", "flash3"])
+def package(request, monkeypatch):
+    """The same of a package whose functions that are not public are known; `calls` counts them."""
+    package = fake_flash_backward.module(request.param)
+    install(request.param, package, monkeypatch)
+    return package
+
+
+def install(version, package, monkeypatch):
+    module, number = VERSIONS[version]
+    monkeypatch.setattr(module.SOURCE, "version", TorchVersion(number))
+    monkeypatch.setattr(module.KERNELS, "_module", package)
+
+    def choose(*facts):
+        problem = choice.problem_of(*facts)
         problem = problem._replace(device="cuda", capability=(9, 0))
         reason = refusal(module.BACKEND, problem, choice.environment())
         if reason is not None:
@@ -60,7 +80,6 @@ def version(request, monkeypatch):
         return module.BACKEND
 
     monkeypatch.setattr(core, "choose", choose)
-    return request.param
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -68,6 +87,31 @@ def test_against_definition(version, case):
     if version == "flash4":
         case = replace(case, size=SIZE, value_size=SIZE)
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_private_backwards_against_definition(package, case):
+    check(case, "cpu")
+    assert len(package.calls) == (case.dropout == 0.0), "the random state of dropout is private"
+
+
+def test_heads_that_the_package_pads_are_differentiated_by_torch(package):
+    check(replace(CASES[0], dtype=torch.bfloat16, size=20, value_size=20), "cpu")
+    assert not package.calls
+
+
+def test_parameters_of_torchs_custom_operators_are_known():
+    """As flash-attn 2 and 3 declare theirs."""
+
+    @torch.library.custom_op("tests::flash_backward", mutates_args=("dq",))
+    def backward(q: torch.Tensor, dq: torch.Tensor, causal: bool = False) -> None:
+        dq.copy_(q)
+
+    assert flash._parameters(backward) == ({"q", "dq", "causal"}, {"q", "dq"})
+    assert flash._accepts(backward, frozenset(("q", "dq")))
+    assert not flash._accepts(backward, frozenset(("q", "dq", "window")))
+    assert not flash._accepts(backward, frozenset(("q", "causal")))
+    assert not flash._accepts(None, frozenset(("q",)))
 
 
 def test_dropout_and_determinism_reach_the_kernel(version, monkeypatch):

@@ -98,11 +98,11 @@ def test_backends_get_views(device, monkeypatch, backend, qkv_format, layout):
     def watched(*problem):
         chosen = choose(*problem)
 
-        def attend(query, key, value, *others):
+        def forward(query, key, value, *others):
             seen.extend(x.data_ptr() for x in (query, key, value))
-            return chosen.attend(query, key, value, *others)
+            return chosen.forward(query, key, value, *others)
 
-        return chosen._replace(attend=attend)
+        return chosen._replace(forward=forward)
 
     monkeypatch.setattr(core, "choose", watched)
     module = make_module(qkv_format=qkv_format)

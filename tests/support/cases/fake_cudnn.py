@@ -4,17 +4,19 @@ import torch
 
 from transformer_engine.pytorch.attention.backends import cudnn
 from transformer_engine.pytorch.attention.core import attention as core
-from transformer_engine.pytorch.attention.core import plain
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.kernels import attention as kernels
 from transformer_engine.pytorch.kernels.attention import SBHD, THD
+
+BACKEND = cudnn.BACKEND._replace(recordable=lambda call: False)  # stand-ins compute with torch
 
 
 def attention_forward(query, key, value, *options_and_statistics):
     *options, statistics = options_and_statistics
     with torch.no_grad():
         out = attend((query, key, value), *options)
-    return out.flatten(-2), torch.zeros(1) if statistics else None
+        found = log_sum_exp((query, key, value), *options) if statistics else None
+    return out.flatten(-2), found
 
 
 def attention_backward(grad, query, key, value, out, statistics, *options_and_needs):
@@ -40,11 +42,11 @@ def serve(monkeypatch):
     """All attention runs on the backend, and the entries of `_C` are these; operators are real."""
 
     def forward(inputs, *options_and_results):
-        *options, extras, results, _ = options_and_results
+        *options, extras, results = options_and_results
         results[0].copy_(attend(inputs, *options, *extras).flatten(-2))
 
     def backward(inputs, *options_and_results):
-        *options, extras, kept, (grad, *written), _ = options_and_results
+        *options, extras, kept, (grad, *written) = options_and_results
         how = *options, *extras, *(x is not None for x in written[3:]), kernels.AS_INPUTS
         found = attention_backward(grad, *inputs, *kept, *how)
         for memory, gradient in zip(written, found, strict=True):
@@ -53,21 +55,43 @@ def serve(monkeypatch):
 
     monkeypatch.setattr(kernels._C, "attention_forward", forward)
     monkeypatch.setattr(kernels._C, "attention_backward", backward)
-    for module in (core, plain):
-        monkeypatch.setattr(module, "choose", lambda *call: cudnn.BACKEND)
+    monkeypatch.setattr(core, "choose", lambda *facts: BACKEND)
+
+
+def batches(inputs, settings, sequences):
+    """`[batch, sequence, heads, size]` of all, with sequences of thd padded."""
+    format, *_, longest_query, longest_key = settings
+    if format != THD:
+        return [x.transpose(0, 1) if format == SBHD else x for x in inputs]
+    ends, starts = sequences[:2], sequences[2:]
+    assert max(int(e.diff().max()) for e in ends) <= max(longest_query, longest_key)
+    sides = ((0, longest_query), (1, longest_key), (1, longest_key))
+    return [
+        padded(x, ends[i], starts[i], longest)
+        for x, (i, longest) in zip(inputs, sides, strict=True)
+    ]
+
+
+def log_sum_exp(inputs, settings, scale, dropout, sequences, bias, sink, seed):
+    """`[batch, heads, queries]`, of thd `[tokens, heads]`; +inf of a query that sees no key."""
+    q, k, _ = batches(inputs, settings, sequences)
+    format, left, right, bottom_right, alibi = settings[:5]
+    mask = seen(q, k, sequences[:2], left, right, bottom_right)
+    s = scores(q, k, scale, bias, alibi).masked_fill(~mask, -torch.inf)
+    if sink is not None:
+        s = torch.cat((s, sink.double().view(1, -1, 1, 1).expand(*s.shape[:-1], 1)), -1)
+    found = s.logsumexp(-1).masked_fill(~mask.any(-1), torch.inf).float()
+    if format == THD:
+        return packed(found.transpose(1, 2), sequences[0], sequences[2], inputs[0].shape[0])
+    return found
 
 
 def attend(inputs, settings, scale, dropout, sequences, bias, sink, seed):
     """Which numbers mean what: format, window, alignment, ALiBi, lengths, room between."""
-    query, key, value = inputs
-    format, left, right, bottom_right, alibi, _, longest_query, longest_key = settings
+    query = inputs[0]
+    q, k, v = batches(inputs, settings, sequences)
+    format, left, right, bottom_right, alibi = settings[:5]
     ends, starts = sequences[:2], sequences[2:]
-    if format == THD:
-        assert max(int(e.diff().max()) for e in ends) <= max(longest_query, longest_key)
-        q = padded(query, ends[0], starts[0], longest_query)
-        k, v = (padded(x, ends[1], starts[1], longest_key) for x in (key, value))
-    else:
-        q, k, v = (x.transpose(0, 1) if format == SBHD else x for x in (query, key, value))
     weights = softmax(
         scores(q, k, scale, bias, alibi), seen(q, k, ends, left, right, bottom_right), sink
     )

@@ -138,8 +138,14 @@ def _flash_attn_bwd(q, k, v, out, dout, lse, **keywords):
 
 _flash_attn_bwd.__signature__ = inspect.Signature(
     [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ["q", "k", "v", "out", "dout", "lse", *BACKWARD_KEYWORDS.split()]
+        *[
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("q", "k", "v", "out", "dout", "lse")
+        ],
+        *[
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+            for name in BACKWARD_KEYWORDS.split()
+        ],
     ]
 )
 

@@ -9,34 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.attention.cache.generation import Inputs, check_params, with_cache
+from transformer_engine.pytorch.attention.cache.generation import check_params, with_cache
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.arguments import (
+    arguments_of,
     check_heads,
     check_settings,
     checked_inputs,
     refuse_rare,
     refuse_unimplemented,
 )
-from transformer_engine.pytorch.attention.core.attention import attention
+from transformer_engine.pytorch.attention.core.attention import CoreAttention
 from transformer_engine.pytorch.attention.core.call import (
     NO_DROPOUT,
+    NO_SINK,
     AttentionMask,
     Call,
+    CallArguments,
     Dropout,
-    Sequences,
-    bias_of,
+    Sink,
     call_shape,
+    check_softmax_type,
 )
-from transformer_engine.pytorch.attention.core.casts import GEMMS, casts_of, wants_fp8
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink, check_softmax_type
-from transformer_engine.pytorch.attention.masks.masks import (
-    Window,
-    as_window,
-    mask_rule,
+from transformer_engine.pytorch.attention.core.casts import (
+    GEMMS,
+    Casts,
+    asks,
+    casts_of,
+    wants_fp8,
 )
+from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.flow import joins_chains
+from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -48,7 +56,10 @@ from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
 
+_OF_MORE = {"fp8_output", "inference_params"}
 
+
+@joins_chains
 class DotProductAttention(ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
@@ -144,6 +155,7 @@ class DotProductAttention(ScaledModule):
         if softmax_scale is None:
             softmax_scale = 1.0 / math.sqrt(self.key_channels)
         self.softmax_scale = softmax_scale
+        self._core = CoreAttention()
         self._add_sink(softmax_type)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
@@ -251,47 +263,98 @@ class DotProductAttention(ScaledModule):
             TypeError: dtypes that are not supported or differ.
         """
         query, key, value = checked_inputs(query_layer, key_layer, value_layer)
-        qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        of_query = Sequences(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-        of_key = Sequences(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+        own = arguments_of(
+            self,
+            attention_mask,
+            qkv_format=qkv_format,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            bottom_right_diagonal=bottom_right_diagonal,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        )
         if fp8_output or exporting():
-            refuse_rare(self, fp8_output, qkv_format, inference_params)
+            refuse_rare(self, fp8_output, own.qkv_format, inference_params)
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
-        window = self.window_size if window_size is None else as_window(window_size)
         step = None
         if inference_params is not None:
             check_params(inference_params, self.layer_number, self.name)
-            new = Inputs(query, key, value, qkv_format, mask_type, of_query, of_key)
-            kept = with_cache(new, inference_params, self.layer_number, window)
-            query, key, value, qkv_format, mask_type, of_query, of_key, step = kept
-        shape = call_shape(
-            qkv_format,
-            (self.num_attention_heads, self.num_gqa_groups),
-            (self.key_channels, self.value_channels),
-            (query.shape, key.shape, value.shape),
-            mask_type,
-            window,
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-        )
-        call = Call(
-            shape,
-            attention_mask,
-            of_query,
-            of_key,
-            bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
-            self.softmax_scale,
-            self._dropout(),
-            checkpoint_core_attention,
-            self._sink(query.device),
-            "" if inference_params is None else inference_params.kind,
-            self.training,
-            casts,
-        )
-        out = attention(query, key, value, call)
+            (query, key, value), own, step = with_cache(
+                (query, key, value), own, inference_params, self.layer_number
+            )
+        shapes = query.shape, key.shape, value.shape
+        cache = "" if inference_params is None else inference_params.kind
+        call = self._call(shapes, query.device, own, cache, casts)
+        out = self._core(query, key, value, call)
         if casts is not None and casts.columns is not None:
             casts.columns.note_amaxes(out)
         return out if step is None else step.restored(out)
+
+    @property
+    def chain(self) -> Chain:
+        """The stage of attention, see `chain.flow`."""
+        return self._core.chain
+
+    def plan_call(
+        self, values: Incoming, attention_mask: AttentionMask | None = None, **arguments: Any
+    ) -> Planned | None:
+        """The plan and the parameters of a call as a part of a larger chain, see `chain.flow`.
+
+        Arguments are those of `forward`. None for those that more than a stage is needed for (a
+        cache of keys and values), and in FP8.
+        """
+        if not _OF_MORE.isdisjoint(arguments) or asks(autocast_stack().scope):
+            return None
+        own = arguments_of(self, attention_mask, **arguments)
+        like, key_like, _ = values.likes
+        queries, keys = like.shape[:-1], key_like.shape[:-1]
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        shapes = (
+            torch.Size((*queries, heads, self.key_channels)),
+            torch.Size((*keys, groups, self.key_channels)),
+            torch.Size((*keys, groups, self.value_channels)),
+        )
+        return self._core.plan_call(values, self._call(shapes, like.device, own))
+
+    def _call(
+        self,
+        shapes: formats.Shapes,
+        device: torch.device,
+        own: CallArguments,
+        cache: str = "",
+        casts: Casts | None = None,
+    ) -> Call:
+        shape = call_shape(
+            own.qkv_format,
+            (self.num_attention_heads, self.num_gqa_groups),
+            (self.key_channels, self.value_channels),
+            shapes,
+            own.mask_type,
+            own.window,
+            own.bottom_right,
+        )
+        return Call(
+            shape,
+            own.attention_mask,
+            own.query_sequences,
+            own.key_sequences,
+            own.bias,
+            self.softmax_scale,
+            self._dropout(),
+            own.checkpoint,
+            self._sink(device),
+            cache,
+            self.training,
+            casts,
+        )
 
     def _sink(self, device: torch.device) -> Sink:
         if self.softmax_type == "vanilla":

@@ -182,6 +182,7 @@ class Rope(Stage):
     """
 
     label = "rope"
+    takes_strides = True
     results = ("rotated",)
     parameter_count = 3
 

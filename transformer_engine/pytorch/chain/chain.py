@@ -45,11 +45,11 @@ class Step(NamedTuple):
     producer: int = -1
     last_reads: tuple[int, ...] = ()
 
-    def draw_seed(self, plan: Any, values: list[Any]) -> None:
+    def draw_seed(self, plan: Any, values: list[Any], device: torch.device) -> None:
         """Put a new seed among the parameters, where none is there."""
         seed = self.parameters.stop - 1
         if values[seed] is None:
-            values[seed] = self.stage.draw(plan, values[self.inputs[0]].device)
+            values[seed] = self.stage.draw(plan, device)
 
 
 class ChainBuilder:
@@ -237,11 +237,13 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
     for i in range(start, stop):
         step = steps[i]
         inputs = [values[v] for v in step.inputs]
+        if not step.stage.takes_strides:
+            inputs = _contiguous(inputs)
         request = None
         if step.consumer >= 0 and isinstance(inputs[0], torch.Tensor):
             request = steps[step.consumer].stage.request(plans[step.consumer], inputs[0])
         if step.stage.draws:
-            step.draw_seed(plans[i], values)
+            step.draw_seed(plans[i], values, inputs[0].device)
         results, saved = step.stage.forward(inputs, values[step.parameters], plans[i], request)
         for v in step.last_reads:
             values[v] = None
@@ -273,6 +275,8 @@ def run_backward(
         mine = [grads[v] for v in step.outputs]
         for v in step.outputs:
             grads[v] = None
+        if not step.stage.takes_strides:
+            mine = _contiguous(mine)
         if not (plan.differentiable[i] and any([grad is not None for grad in mine])):
             continue
         request = None
@@ -286,6 +290,13 @@ def run_backward(
         for v, grad in enumerate(step.stage.backward_params(carry, saved, plans[i])):
             grads[step.parameters.start + v] = grad
         del carry, saved
+
+
+def _contiguous(values: list[Any]) -> list[Any]:
+    return [
+        x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
+        for x in values
+    ]
 
 
 def add_grads(grad: Any, more: Any) -> Any:

@@ -138,6 +138,8 @@ class _Listing(Flow):
     def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         count = part.chain.inputs
         inputs = arguments[:count]
+        if None in inputs:  # which the part itself may refuse
+            raise _NotFused
         outputs = self.built.add_part(part.chain, *inputs)
         likes = tuple([self._likes[v] for v in inputs])
         self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})

@@ -69,10 +69,22 @@ class Part:
         raise NotImplementedError
 
     def planned(
-        self, values: Incoming, parameters: Sequence[torch.Tensor | None], options: Any
+        self,
+        values: Incoming,
+        parameters: Sequence[torch.Tensor | None],
+        options: Any,
+        needs: tuple[bool, ...] | None = None,
     ) -> Planned:
-        """The plan for these parameters; options are hashable."""
-        dtype, needs = values.like.dtype, values.with_parameters(parameters)
+        """The plan for these parameters; options are hashable.
+
+        Args:
+            values: that come in.
+            parameters: of the stages.
+            options: what else they must know.
+            needs: of the plan; None for whatever of these requires a gradient.
+        """
+        dtype = values.like.dtype
+        needs = values.with_parameters(parameters) if needs is None else needs
         if torch.compiler.is_compiling():
             return self._prepared(dtype, needs, options), parameters
         key = (dtype, needs, options)

@@ -216,9 +216,11 @@ class Segment:
 
     def _repeat(self, plan: CallPlan, values: list[Any]) -> Any:
         """Run the recording; None, with nothing run, where that cannot be."""
-        for i in self.draws:
-            plan.chain.steps[i].draw_seed(plan.stage_plans[i], values)
         inputs: Any = self._read_inputs(values)
+        if self.draws:
+            for i in self.draws:
+                plan.chain.steps[i].draw_seed(plan.stage_plans[i], values, inputs[0].device)
+            inputs = self._read_inputs(values)
         if plan.fp8_weights or plan.caching:
             inputs = self._with_weights(plan, inputs)
             if inputs is None:

@@ -1,9 +1,9 @@
-"""What a backend is, and what it may require of a problem."""
+"""What a backend is, and what it may require of a problem; requirements that several have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
         padded_by_mask: a mask says which tokens are padding, not lengths.
         alike: queries and keys are known to have the same lengths.
         room_between: there is padding between the sequences of thd.
-        softmax_type: see `sink.py`.
+        softmax_type: see `Sink`.
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
@@ -106,22 +106,100 @@ class Requirement(NamedTuple):
     reason: str | Callable[[Problem], str]
 
 
+class Needs(NamedTuple):
+    """Which gradients a backward will be asked for; none of them: no backward follows."""
+
+    query: bool = False
+    key: bool = False
+    value: bool = False
+    bias: bool = False
+    sink: bool = False
+
+    @property
+    def weights(self) -> bool:
+        """Whether any of them needs the gradient of the attention weights."""
+        return self.query or self.key or self.bias or self.sink
+
+    def pick(self, *gradients: torch.Tensor | None) -> Gradients:
+        """Those of query, key, value, bias and sink that are needed."""
+        pairs = zip(gradients, self, strict=False)
+        return Gradients(*[x if need else None for x, need in pairs])
+
+
+NO_BACKWARD = Needs()
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Attributes:
+        log_sum_exp: fp32, logarithm of the sum of the exponentials of a query's scores, in the
+            layout that the backend names; None of a backend that does not compute it.
+        tensors: everything else that the backward reads, tensors and None; autograd watches them.
+        facts: what is no tensor.
+    """
+
+    log_sum_exp: torch.Tensor | None
+    tensors: tuple[Any, ...]
+    facts: Any = None
+
+    def wrap(self, tensors: tuple[Any, ...], facts: Any = None) -> Saved:
+        """This, and what a function around it saves."""
+        inner = (len(tensors), facts, self.facts)
+        return Saved(self.log_sum_exp, (*tensors, *self.tensors), inner)
+
+    def unwrap(self) -> tuple[Saved, tuple[Any, ...], Any]:
+        """What `wrap` has put together: this, tensors and facts."""
+        count, facts, inner = self.facts
+        return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
+
+
+class Gradients(NamedTuple):
+    """What a backward returns; None where there is no need."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Call, Needs], tuple[torch.Tensor, Saved | None]
+]
+Backward = Callable[[torch.Tensor, Saved, Call, Needs], Gradients]
+
+
 class Backend(NamedTuple):
-    """A way to compute attention.
+    """A way to compute attention; `backends/__init__.py` has the contract of its two functions.
 
     Attributes:
         name: what errors and explanations call it.
-        attend: see `backends/__init__.py`.
+        forward: the result, and what the backward reads.
+        backward: the gradients.
         keeps_scores: whether `checkpoint_core_attention` saves memory with it.
         requirements: all of them must hold.
         notice: what to tell the user, once, of a problem that it has taken; `""` is nothing.
+        differentiable: torch can differentiate `forward` itself, called with gradients switched on
+            and without needs; so it is where torch compiles or functorch transforms the call.
+        draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
+            it `forward` draws random numbers itself.
+        recordable: whether calls with these settings do nothing but allocate and call `_C`.
     """
 
     name: str
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
+    forward: Forward
+    backward: Backward
     keeps_scores: bool
     requirements: tuple[Requirement, ...]
     notice: Callable[[Problem, AttentionVariables], str] = lambda problem, allowed: ""
+    differentiable: bool = False
+    draw_seed: Callable[[torch.device], torch.Tensor] | None = None
+    recordable: Callable[[Call], bool] = lambda call: False
+
+    def __hash__(self) -> int:
+        """Plans are found by it in every call."""
+        return hash(self.forward)
 
 
 def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> str | None:
@@ -131,3 +209,51 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
             reason = requirement.reason
             return reason if isinstance(reason, str) else reason(problem)
     return None
+
+
+_FEW = 16  # queries of a step that writes on, not of a prompt
+
+SOMETHING = Requirement(
+    lambda problem, allowed: not problem.empty, "needs at least one query and one key"
+)
+GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
+# Of backends that are graphs of cuDNN, which itself is asked for the rest.
+FUSED = Requirement(
+    lambda problem, allowed: allowed.fused, "switched off by NVTE_FUSED_ATTN=0; set it to 1"
+)
+ASKABLE = Requirement(
+    lambda problem, allowed: problem.capability is not None, "cannot be asked without a GPU"
+)
+NO_CACHE = Requirement(
+    lambda problem, allowed: not problem.cache,
+    "would build a graph for each length that a cache grows to",
+)
+HIGH_PRECISION = Requirement(
+    lambda problem, allowed: not problem.fp8,
+    "does not compute in FP8; use a recipe without fp8_dpa and fp8_mha",
+)
+NO_BIAS = Requirement(
+    lambda problem, allowed: problem.bias_type == "no_bias",
+    "takes no bias and no ALiBi; use core_attention_bias_type='no_bias'",
+)
+NO_SINK = Requirement(
+    lambda problem, allowed: problem.softmax_type == "vanilla",
+    "has no sink in its softmax; use softmax_type='vanilla'",
+)
+NO_DROPOUT = Requirement(
+    lambda problem, allowed: problem.dropout == 0.0, "has no dropout; use attention_dropout=0"
+)
+EAGER = Requirement(
+    lambda problem, allowed: not problem.compiling,
+    "is no operator of torch.compile; run attention outside of it",
+)
+FEW_QUERIES_IF_CACHED = Requirement(
+    lambda problem, allowed: (
+        not problem.cache or (problem.cache == "fixed" and (problem.queries or 1) <= _FEW)
+    ),
+    "would build a graph for each length that a cache grows to, or that a prompt has",
+)
+SIZES_OF_EIGHT = Requirement(
+    lambda problem, allowed: problem.key_size % 8 == 0 and problem.value_size % 8 == 0,
+    "takes heads of a size divisible by 8",
+)

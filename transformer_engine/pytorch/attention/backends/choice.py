@@ -1,4 +1,4 @@
-"""Which backend runs a call; `table.py` has what it may depend on."""
+"""Which backend takes a problem: the table of requirements, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 
-from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch.attention.backends.backend import (
-    Backend,
-    Problem,
-    refusal,
+from transformer_engine._env import AttentionVariables, attention_variables
+from transformer_engine.pytorch.attention.backends import BACKENDS
+from transformer_engine.pytorch.attention.backends.backend import Backend, Problem, refusal
+from transformer_engine.pytorch.attention.backends.policy import preference
+from transformer_engine.pytorch.attention.core.call import (
+    NO_BIAS,
+    Bias,
+    Call,
+    CallShape,
+    check_bias_type,
+    check_softmax_type,
 )
-from transformer_engine.pytorch.attention.backends.table import capability, ranked, table
-from transformer_engine.pytorch.attention.core.call import NO_BIAS, Bias, Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
+from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.notices import warn_once
 
 _BiasFacts = tuple[str, tuple[int, ...] | None, bool, bool, torch.dtype | None]
@@ -24,18 +31,28 @@ _NO_BIAS: _BiasFacts = ("no_bias", None, False, False, None)
 _SequenceFacts = tuple[int | None, int | None, bool, bool, bool]
 
 
-def choose(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Backend:
-    """The backend for a call; ValueError with every backend's reason where all refuse."""
-    return _choose(*_facts(query, key, value, call))
+def choose(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call) -> Backend:
+    """The backend for a call.
+
+    Args:
+        device: of query, key and value.
+        dtype: likewise.
+        recorded: autograd records the call.
+        call: of attention.
+
+    Raises:
+        ValueError: all backends refuse, with the reason of each.
+    """
+    return _choose(*_facts(device, dtype, recorded, call))
 
 
-def problem_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> Problem:
+def problem_of(device: torch.device, dtype: torch.dtype, recorded: bool, call: Call) -> Problem:
     """What the choice for a call depends on."""
-    return _problem(*_facts(query, key, value, call))
+    return _problem(*_facts(device, dtype, recorded, call))
 
 
 def _facts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    device: torch.device, dtype: torch.dtype, recorded: bool, call: Call
 ) -> tuple[
     CallShape,
     torch.device,
@@ -46,22 +63,18 @@ def _facts(
     bool,
     AttentionVariables,
 ]:
-    shape, bias = call.shape, call.bias
-    offset, allowed = call.sink.offset, environment()
-    training = call.training or (
-        torch.is_grad_enabled()
-        and (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or (offset is not None and offset.requires_grad)
-        )
-    )
+    shape, bias, allowed = call.shape, call.bias, environment()
     return (
         shape,
-        query.device,
-        query.dtype,
-        (training, call.dropout.p, call.sink.type, call.cache, call.casts is not None),
+        device,
+        dtype,
+        (
+            call.training or recorded,
+            call.dropout.p,
+            call.sink.type,
+            call.cache,
+            call.casts is not None,
+        ),
         None if bias is NO_BIAS else _bias_facts(bias),
         None if shape.band is not None else _sequence_facts(call),
         repeatable(allowed),
@@ -79,14 +92,14 @@ def _bias_facts(bias: Bias) -> _BiasFacts:
 
 def _sequence_facts(call: Call) -> _SequenceFacts:
     """The longest two where known, then: padded by mask, alike, room between."""
-    of_query, of_key = call.of_query, call.of_key
-    if of_query.cu_seqlens is None or of_key.cu_seqlens is None:
+    query, key = call.query_sequences, call.key_sequences
+    if query.cu_seqlens is None or key.cu_seqlens is None:
         return None, None, True, isinstance(call.attention_mask, torch.Tensor), False
-    alike = of_query.cu_seqlens is of_key.cu_seqlens
+    alike = query.cu_seqlens is key.cu_seqlens
     if call.shape.qkv_format != "thd":
         return None, None, False, alike, False
-    room = of_query.cu_seqlens_padded is not None or of_key.cu_seqlens_padded is not None
-    return of_query.longest, of_key.longest, False, alike, room
+    room = query.cu_seqlens_padded is not None or key.cu_seqlens_padded is not None
+    return query.longest, key.longest, False, alike, room
 
 
 def _problem(
@@ -179,3 +192,151 @@ def _logger() -> logging.Logger:
         handler.setFormatter(logging.Formatter("[%(levelname)s | %(name)s] %(message)s"))
         logger.addHandler(handler)
     return logger
+
+
+class BackendTable(dict[str, str | None]):
+    """Why each backend refuses a problem, in the order of preference; None for those that take it.
+
+    The first that takes the problem runs. As a string it is a table.
+    """
+
+    @property
+    def chosen(self) -> str | None:
+        """Name of the backend that runs; None where all refuse."""
+        return next((name for name, reason in self.items() if reason is None), None)
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        chosen = self.chosen
+        return "\n".join(
+            f"  {name:{width}}  {_status(reason, name == chosen)}" for name, reason in self.items()
+        )
+
+
+def _status(reason: str | None, chosen: bool) -> str:
+    if reason is not None:
+        return f"refuses: {reason}"
+    return "runs" if chosen else "could run too"
+
+
+def ranked(problem: Problem, allowed: AttentionVariables) -> list[Backend]:
+    """All backends, the preferred one first."""
+    order = preference(problem, allowed)
+    return sorted(BACKENDS, key=lambda backend: (*order, backend.name).index(backend.name))
+
+
+def table(problem: Problem, allowed: AttentionVariables) -> BackendTable:
+    """What every backend says of a problem."""
+    return BackendTable(
+        (backend.name, refusal(backend, problem, allowed)) for backend in ranked(problem, allowed)
+    )
+
+
+@remembered
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for other devices, and where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def attention_backends(
+    *,
+    num_attention_heads: int = 16,
+    kv_channels: int | tuple[int, int] = 64,
+    num_gqa_groups: int | None = None,
+    attention_dropout: float = 0.0,
+    qkv_format: str = "sbhd",
+    attn_mask_type: str = "causal",
+    window_size: Window | None = None,
+    bottom_right_diagonal: bool | None = None,
+    softmax_type: str = "vanilla",
+    core_attention_bias_type: str = "no_bias",
+    core_attention_bias_shape: tuple[int, ...] | None = None,
+    core_attention_bias_requires_grad: bool = False,
+    alibi_slopes: bool = False,
+    batch_size: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    attention_mask: bool = False,
+    pad_between_seqs: bool = False,
+    inference_params: str = "",
+    fp8: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    is_training: bool = True,
+    deterministic: bool | None = None,
+) -> BackendTable:
+    """Which attention backends take a problem, and why the others do not.
+
+    Arguments are those of `DotProductAttention` and its `forward`; of tensors only the shape, or
+    whether there is one. The environment counts as it is now.
+
+    Args:
+        num_attention_heads: query heads.
+        kv_channels: size of a head; a pair for keys and values of their own sizes.
+        num_gqa_groups: key and value heads; None for as many as query heads.
+        attention_dropout: probability of dropping an attention weight.
+        qkv_format: `sbhd`, `bshd` or `thd`.
+        attn_mask_type: see `DotProductAttention`.
+        window_size: `(left, right)`.
+        bottom_right_diagonal: alignment of windows whose type is not causal.
+        softmax_type: `vanilla`, `off-by-one` or `learnable`.
+        core_attention_bias_type: `no_bias`, `pre_scale_bias`, `post_scale_bias` or `alibi`.
+        core_attention_bias_shape: of the bias; None is `[1, heads, queries, keys]`.
+        core_attention_bias_requires_grad: the bias is learned.
+        alibi_slopes: slopes of your own are given.
+        batch_size: sequences; None is unknown, and so are the two lengths.
+        max_seqlen_q: tokens of the longest query sequence.
+        max_seqlen_kv: tokens of the longest key sequence.
+        attention_mask: padding is given as a mask rather than as cu_seqlens.
+        pad_between_seqs: there is room between the sequences of thd.
+        inference_params: `""` without a cache; else the `kind` of the `InferenceParams`.
+        fp8: attention in FP8.
+        dtype: of queries, keys and values.
+        device: None is cuda where there is one, else cpu.
+        is_training: a backward will follow.
+        deterministic: gradients must repeat bit for bit; None is what the environment and torch's
+            switch ask for.
+
+    Returns:
+        Names in the order of preference, each with the reason why it refuses, or None.
+
+    Example:
+        >>> table = attention_backends(core_attention_bias_type="alibi", device="cpu")
+        >>> table.chosen
+        'unfused'
+    """
+    allowed = attention_variables()
+    device = default_device(device)
+    key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+    rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
+    problem = Problem(
+        device=device.type,
+        capability=capability(device),
+        dtype=dtype,
+        qkv_format=check_format(qkv_format),
+        rule=rule,
+        batch=batch_size,
+        queries=max_seqlen_q,
+        keys=max_seqlen_kv,
+        heads=num_attention_heads,
+        groups=num_attention_heads if num_gqa_groups is None else num_gqa_groups,
+        key_size=key_size,
+        value_size=value_size,
+        bias_type=check_bias_type(core_attention_bias_type),
+        bias_shape=core_attention_bias_shape,
+        bias_grad=core_attention_bias_requires_grad,
+        given_slopes=alibi_slopes,
+        dropout=attention_dropout,
+        training=is_training,
+        repeatable=repeatable(allowed) if deterministic is None else deterministic,
+        padded_by_mask=attention_mask and rule.type.padding,
+        alike=max_seqlen_q == max_seqlen_kv,
+        room_between=pad_between_seqs,
+        softmax_type=check_softmax_type(softmax_type),
+        cache=inference_params,
+        fp8=fp8,
+    )
+    return table(problem, allowed)

@@ -1,25 +1,19 @@
 """cuDNN's fused attention, through graphs of our own.
 
-It takes every format as it lies in memory, and nothing is computed for the padding of thd.
+It takes every format with the strides it has, and nothing is computed for the padding of thd.
+The log-sum-exp is `[batch, heads, queries]`, of thd `[tokens, heads]`: +inf of a query that sees no
+key, with the sink's share, and of scores with cuDNN's own ALiBi, `slope * (key - query)`.
+
 A graph is built at the first call of its shapes (of thd: of roughly its shapes), in tenths of a
 second. Inside the capture of a CUDA graph none can be built: there only shapes that were seen run.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
 from transformer_engine.pytorch.attention.backends.backend import (
-    Backend,
-    Problem,
-    Requirement,
-)
-from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
-from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FEW_QUERIES_IF_CACHED,
     FUSED,
@@ -27,7 +21,14 @@ from transformer_engine.pytorch.attention.backends.requirements import (
     HIGH_PRECISION,
     SIZES_OF_EIGHT,
     SOMETHING,
+    Backend,
+    Gradients,
+    Needs,
+    Problem,
+    Requirement,
+    Saved,
 )
+from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
@@ -51,67 +52,7 @@ from transformer_engine.pytorch.kernels.attention import (
 )
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
-_NOTHING = (None, None, None, *NO_SEQUENCES)
-
-
-class _Attention(torch.autograd.Function):
-    """`extras` are bias, sink, seed and sequences, or nothing where there are none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        options: tuple[tuple[int, ...], float, float],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *extras: torch.Tensor | None,
-    ) -> torch.Tensor:
-        bias, sink, seed, *sequences = extras or _NOTHING
-        out, statistics = attention_forward(
-            query, key, value, *options, tuple(sequences), bias, sink, seed, True
-        )
-        ctx.save_for_backward(query, key, value, out, statistics, *extras)
-        ctx.options = options
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, statistics, *extras = ctx.saved_tensors
-        bias, sink, seed, *sequences = extras or _NOTHING
-        settings, scale, dropout = ctx.options
-        needs_bias, needs_sink = ctx.needs_input_grad[4:6] if extras else (False, False)
-        together, layout = AS_INPUTS, None
-        if torch.compiler.is_compiling():  # operators return no parts of one tensor
-            layout = layout_of(query, key, value)
-            together = APART if layout is None else PACKED_BY_HEAD if layout.interleaved else PACKED
-        of_query, of_key, of_value, *of_extras = attention_backward(
-            grad.contiguous(),
-            query,
-            key,
-            value,
-            out,
-            statistics,
-            settings,
-            scale,
-            dropout,
-            tuple(sequences),
-            bias,
-            sink,
-            seed,
-            needs_bias,
-            needs_sink,
-            together,
-        )
-        if layout is not None:
-            assert of_query is not None
-            of_query, of_key, of_value = views(of_query, layout)
-        if not extras:
-            return None, of_query, of_key, of_value
-        return None, of_query, of_key, of_value, *of_extras, None, None, None, None, None
-
-
-_apply = apply_of(_Attention)
+_NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
 
 
 def new_seed(device: torch.device) -> torch.Tensor:
@@ -119,56 +60,95 @@ def new_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(2**31, (2,), device=device)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
-    shape, bias, sink, seed = call.shape, call.bias.tensor, call.sink.offset, None
+    shape, bias, sink = call.shape, call.bias.tensor, call.sink.offset
     sequences: tuple[torch.Tensor | None, ...] = NO_SEQUENCES
     longest, same = (0, 0), False
     if shape.band is None:
-        same = call.of_query.cu_seqlens is call.of_key.cu_seqlens and shape.queries == shape.keys
+        ends_q, ends_kv = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
+        same = ends_q is ends_kv and shape.queries == shape.keys
         sequences, longest = _sequences(call)
-    alibi = call.bias.type == "alibi"
-    needs_grad = torch.is_grad_enabled() and _any_needs_grad(query, key, value, bias, sink)
-    deterministic = needs_grad and repeatable(environment())
-    how = settings_for(shape, same, alibi, deterministic, longest)
-    dropout = call.dropout.p
-    if dropout > 0.0:
-        seed = new_seed(query.device)
-    if sink is not None and sink.dtype is not torch.float32:
+    training = any(needs)
+    deterministic = training and repeatable(environment())
+    how = settings_for(shape, same, call.bias.type == "alibi", deterministic, longest)
+    dropout, _, seed = call.dropout
+    sink_dtype = None if sink is None else sink.dtype
+    if sink is not None:
         sink = sink.float()
     if bias is not None:
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
-    placed = needs_grad and shape.band is None and bias is None
+    placed = training and shape.band is None and bias is None
     query, key, value = _readable(query, key, value, placed=placed)
     options = (how, call.scale, dropout)
-    if torch.compiler.is_compiling():  # where one tensor must not come twice to a Function
-        key, value = key.view_as(key), value.view_as(value)
-    if not needs_grad:
-        return attention_forward(query, key, value, *options, sequences, bias, sink, seed, False)[0]
-    # Each argument costs half a microsecond.
+    out, statistics = attention_forward(
+        query, key, value, *options, sequences, bias, sink, seed, training
+    )
+    if not training:
+        return out, None
     plain = bias is None and sink is None and seed is None and shape.band is not None
     extras = () if plain else (bias, sink, seed, *sequences)
-    out: torch.Tensor = _apply(options, query, key, value, *extras)
-    return out
+    return out, Saved(statistics, (query, key, value, out, *extras), (options, sink_dtype))
 
 
-def _any_needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return any([x is not None and x.requires_grad for x in tensors])
+def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `backends/__init__.py`."""
+    query, key, value, out, *extras = saved.tensors
+    bias, sink, seed, *sequences = extras or _NO_EXTRAS
+    (settings, scale, dropout), sink_dtype = saved.facts
+    statistics = saved.log_sum_exp
+    assert statistics is not None
+    together, layout = AS_INPUTS, None
+    if torch.compiler.is_compiling():  # operators return no parts of one tensor
+        layout = layout_of(query, key, value)
+        together = APART if layout is None else PACKED_BY_HEAD if layout.interleaved else PACKED
+    grad_query, grad_key, grad_value, grad_bias, grad_sink = attention_backward(
+        grad.contiguous(),
+        query,
+        key,
+        value,
+        out,
+        statistics,
+        settings,
+        scale,
+        dropout,
+        tuple(sequences),
+        bias,
+        sink,
+        seed,
+        needs.bias,
+        needs.sink,
+        together,
+    )
+    if layout is not None:
+        assert grad_query is not None
+        grad_query, grad_key, grad_value = views(grad_query, layout)
+    if grad_sink is not None:
+        grad_sink = grad_sink.to(sink_dtype)
+    return Gradients(
+        grad_query if needs.query else None,
+        grad_key if needs.key else None,
+        grad_value if needs.value else None,
+        grad_bias,
+        grad_sink,
+    )
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
     """cu_seqlens of both sides, then the padded ones; and the longest sequences of thd."""
-    of_query, of_key = call.of_query, call.of_key
-    ends_q, starts_q = of_query.checked("cu_seqlens_q")
-    ends_k, starts_k = of_key.checked("cu_seqlens_kv")
+    query, key = call.query_sequences, call.key_sequences
+    ends_q, starts_q = query.checked("cu_seqlens_q")
+    ends_k, starts_k = key.checked("cu_seqlens_kv")
     batch = ends_q.shape[0] - 1 if call.shape.batch is None else call.shape.batch
     formats.check_batch(batch, ends_q, ends_k)
     if call.shape.qkv_format != "thd":
         return (ends_q, ends_k, None, None), (0, 0)
-    longest_query = _longest(of_query, ends_q)
-    same = ends_k is ends_q and of_key.longest is None
-    longest = (longest_query, longest_query if same else _longest(of_key, ends_k))
+    longest_query = _longest(query, ends_q)
+    same = ends_k is ends_q and key.longest is None
+    longest = (longest_query, longest_query if same else _longest(key, ends_k))
     return (ends_q, ends_k, starts_q, starts_k), longest
 
 
@@ -209,18 +189,25 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     """
     if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
-    read = reads(*inputs)
-    if all(read):
+    strides = inputs[0].stride()
+    if _in_eights(strides) and all([x.stride() == strides for x in inputs]):
         return inputs
+    read = reads(*inputs)
     return tuple(
-        x if as_it_lies else x.clone(memory_format=torch.contiguous_format)
-        for x, as_it_lies in zip(inputs, read, strict=True)
+        x if readable else x.clone(memory_format=torch.contiguous_format)
+        for x, readable in zip(inputs, read, strict=True)
     )
 
 
 def reads(*inputs: torch.Tensor) -> tuple[bool, ...]:
-    """Which of these tensors cuDNN can read as they lie."""
+    """Which of these tensors cuDNN can read with the strides they have."""
     return _read(tuple([(x.shape, x.stride()) for x in inputs]))
+
+
+@remembered
+def _in_eights(strides: tuple[int, ...]) -> bool:
+    """Whether cuDNN can read tensors of these strides, whatever their sizes."""
+    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in strides[:-1])
 
 
 @remembered
@@ -330,10 +317,18 @@ def _alibi_is_ours(problem: Problem) -> bool:
     return rule.type.causal and in_order and not problem.given_slopes
 
 
+def _recordable(call: Call) -> bool:
+    """Lengths that the host must ask the device for are of one call."""
+    return call.shape.qkv_format != "thd" or call.query_sequences.longest is not None
+
+
 BACKEND = Backend(
     "cudnn",
-    attend,
+    forward,
+    backward,
     keeps_scores=False,
+    draw_seed=new_seed,
+    recordable=_recordable,
     requirements=(
         FUSED,
         GPU,

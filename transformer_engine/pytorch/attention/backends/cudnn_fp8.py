@@ -5,24 +5,16 @@
 from the statistics of the forward; `sum(d out * out)` is one of rounded values.
 
 The backward in high precision is cuDNN's in 16 bit, of the values that the forward multiplied.
+The log-sum-exp is `[batch, heads, queries]`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from transformer_engine._env import AttentionVariables
-from transformer_engine.pytorch._torch_private import once_differentiable
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
-    Backend,
-    Problem,
-    Requirement,
-)
-from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
-from transformer_engine.pytorch.attention.backends.requirements import (
     ASKABLE,
     FUSED,
     GPU,
@@ -31,9 +23,15 @@ from transformer_engine.pytorch.attention.backends.requirements import (
     NO_DROPOUT,
     NO_SINK,
     SOMETHING,
+    Backend,
+    Gradients,
+    Needs,
+    Problem,
+    Requirement,
+    Saved,
 )
+from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
-from transformer_engine.pytorch.attention.core.casts import Casts
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.memoize import remembered
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
@@ -51,8 +49,6 @@ from transformer_engine.pytorch.kernels.attention_fp8 import (
 )
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 
-# Settings, factor on the scores, whether the backward is in FP8.
-_Options = tuple[tuple[int, ...], float, bool]
 # What is cast for the softmax result is at most 1, and is 1 in every row: the scale of the largest
 # weight, which the state follows, would saturate.
 _SOFTMAX_SCALE = 448.0
@@ -64,97 +60,91 @@ def _pairs(*scales: torch.Tensor) -> torch.Tensor:
     return torch.stack((scale.reciprocal(), scale), dim=1)
 
 
-def _forward(
-    inputs: tuple[torch.Tensor, ...], casts: Casts, options: _Options, training: bool
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The result, and what the backward reads."""
-    query, key, value = (casts.qkv.codes(x)[0] for x in inputs)
-    of_softmax = casts.softmax.scale.new_full((1,), _SOFTMAX_SCALE)
-    scales = _pairs(casts.qkv.scale, of_softmax, casts.out.scale)
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+) -> tuple[torch.Tensor, Saved | None]:
+    """See `backends/__init__.py`."""
+    casts, dtype = call.casts, query.dtype
+    assert casts is not None
+    if casts.calibrating:
+        return unfused_fp8.forward(query, key, value, call, needs)
+    training = any(needs)
+    deterministic = training and repeatable(environment())
+    in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
+    settings = settings_for(call.shape, False, False, deterministic, (0, 0))
+    query, key, value = (casts.qkv.codes(x)[0] for x in (query, key, value))
+    softmax_scale = casts.softmax.scale.new_full((1,), _SOFTMAX_SCALE)
+    scales = _pairs(casts.qkv.scale, softmax_scale, casts.out.scale)
     amaxes = (casts.softmax.amax, casts.out.amax)
-    settings, scale, _ = options
-    coded, statistics = fp8_attention_forward(
-        query, key, value, scales, settings, scale, training, amaxes
+    codes, statistics = fp8_attention_forward(
+        query, key, value, scales, settings, call.scale, training, amaxes
     )
-    out = dequantize(coded, E4M3, scales[2], inputs[0].dtype)
-    return out, (query, key, value, coded, statistics, scales)
+    out = dequantize(codes, E4M3, scales[2], dtype).flatten(-2)
+    if not training:
+        return out, None
+    return out, Saved(statistics, (query, key, value, codes, scales), (settings, in_fp8))
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, casts: Casts, options: _Options, *inputs: torch.Tensor) -> torch.Tensor:
-        out, kept = _forward(inputs, casts, options, True)
-        ctx.save_for_backward(*kept)
-        ctx.casts, ctx.options, ctx.dtype = casts, options, inputs[0].dtype
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = _gradients_in_fp8 if ctx.options[2] else _gradients_in_16_bit
-        results = gradients(ctx, grad, ctx.needs_input_grad[2:])
-        if ctx.casts.step is not None:
-            ctx.casts.step.end_backward()
-        return None, None, *results
-
-
-def _gradients_in_fp8(
-    ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]
-) -> list[torch.Tensor | None]:
-    query, key, value, out, statistics, scales = ctx.saved_tensors
-    settings, scale, _ = ctx.options
-    of_out, of_product, of_inputs = ctx.casts[3:6]
-    scales = torch.cat((scales, _pairs(of_out.scale, of_product.scale, of_inputs.scale)))
-    codes, format = of_out.codes(grad)[0], of_out.format
-    amaxes = (of_product.amax, of_inputs.amax)
-    given = (codes, query, key, value, out, statistics, scales, settings, scale)
-    results = fp8_attention_backward(*given, format, amaxes, needs)
-    return [
-        dequantize(x, format, scales[5], ctx.dtype) if needed else None
-        for x, needed in zip(results, needs, strict=True)
-    ]
-
-
-def _gradients_in_16_bit(
-    ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]
-) -> list[torch.Tensor | None]:
-    *coded, statistics, scales = ctx.saved_tensors
-    settings, scale, _ = ctx.options
-    dtype, pairs = _sixteen_bit(ctx.dtype), (scales[0], scales[0], scales[0], scales[2])
-    query, key, value, out = (
-        dequantize(x, E4M3, pair, dtype) for x, pair in zip(coded, pairs, strict=True)
-    )
-    grad = grad.contiguous().to(dtype)
-    given = (grad, query, key, value, out, statistics, settings, scale)
-    results = attention_backward(*given, 0.0, NO_SEQUENCES, None, None, None, False, False, APART)
-    return [
-        x.to(ctx.dtype) if x is not None and needed else None
-        for x, needed in zip(results[:3], needs, strict=True)
-    ]
-
-
-def _sixteen_bit(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype is torch.float32 else dtype
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
     casts = call.casts
     assert casts is not None
     if casts.calibrating:
-        return unfused_fp8.attend(query, key, value, call, casts)
-    inputs = (query, key, value)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    deterministic = needs_grad and repeatable(environment())
-    in_fp8 = casts.grad_out is not None and _backward_in_fp8(call.shape, environment())
-    options = (settings_for(call.shape, False, False, deterministic, (0, 0)), call.scale, in_fp8)
-    if torch.compiler.is_compiling():  # it takes no tensor twice
-        inputs = (query.view_as(query), key.view_as(key), value.view_as(value))
-    if needs_grad:
-        out: torch.Tensor = _Attention.apply(casts, options, *inputs)
-    else:
-        out, _ = _forward(inputs, casts, options, False)
-    return out.flatten(-2)
+        return unfused_fp8.backward(grad, saved, call, needs)
+    grad = grad.view(*grad.shape[:-1], call.shape.heads, call.shape.value_size)
+    settings, in_fp8 = saved.facts
+    if in_fp8:
+        return _gradients_in_fp8(grad, saved, settings, call, needs)
+    return _gradients_in_16_bit(grad, saved, settings, call.scale, needs)
+
+
+def _gradients_in_fp8(
+    grad: torch.Tensor, saved: Saved, settings: tuple[int, ...], call: Call, needs: Needs
+) -> Gradients:
+    query, key, value, out, scales = saved.tensors
+    assert call.casts is not None and saved.log_sum_exp is not None
+    out_slot, product_slot, inputs_slot = call.casts.backward
+    scales = torch.cat((scales, _pairs(out_slot.scale, product_slot.scale, inputs_slot.scale)))
+    format = out_slot.format
+    assert format is not None
+    results = fp8_attention_backward(
+        out_slot.codes(grad)[0],
+        query,
+        key,
+        value,
+        out,
+        saved.log_sum_exp,
+        scales,
+        settings,
+        call.scale,
+        format,
+        (product_slot.amax, inputs_slot.amax),
+        needs[:3],
+    )
+    found = needs.pick(*results)
+    return Gradients(
+        *[x if x is None else dequantize(x, format, scales[5], grad.dtype) for x in found]
+    )
+
+
+def _gradients_in_16_bit(
+    grad: torch.Tensor, saved: Saved, settings: tuple[int, ...], scale: float, needs: Needs
+) -> Gradients:
+    *codes, scales = saved.tensors
+    dtype, pairs = _sixteen_bit(grad.dtype), (scales[0], scales[0], scales[0], scales[2])
+    query, key, value, out = (
+        dequantize(x, E4M3, pair, dtype) for x, pair in zip(codes, pairs, strict=True)
+    )
+    assert saved.log_sum_exp is not None
+    tensors = (grad.contiguous().to(dtype), query, key, value, out, saved.log_sum_exp)
+    no_extras = (None, None, None, False, False)
+    results = attention_backward(*tensors, settings, scale, 0.0, NO_SEQUENCES, *no_extras, APART)
+    found = needs.pick(*results[:3])
+    return Gradients(*[x if x is None else x.to(grad.dtype) for x in found])
+
+
+def _sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype is torch.float32 else dtype
 
 
 def _backward_in_fp8(problem: Problem | CallShape, allowed: AttentionVariables) -> bool:
@@ -247,7 +237,8 @@ def _notice(problem: Problem, allowed: AttentionVariables) -> str:
 
 BACKEND = Backend(
     "cudnn_fp8",
-    attend,
+    forward,
+    backward,
     keeps_scores=False,
     requirements=(
         FUSED,

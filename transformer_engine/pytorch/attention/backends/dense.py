@@ -1,11 +1,22 @@
-"""The way to backends that see `[batch, heads, sequence, size]` and a mask of their own."""
+"""The way to backends that see `[batch, heads, sequence, size]` and a mask of their own.
+
+thd is padded to `[batch, longest sequence]` on the way there, and packed again on the way back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.attention.backends.backend import (
+    Backward,
+    Forward,
+    Gradients,
+    Needs,
+    Saved,
+)
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import (
     NO_BIAS,
@@ -19,6 +30,7 @@ from transformer_engine.pytorch.attention.masks.alibi import (
     default_slopes,
 )
 from transformer_engine.pytorch.attention.masks.masks import (
+    Mask,
     Padding,
     build_mask,
     check_arbitrary,
@@ -26,63 +38,109 @@ from transformer_engine.pytorch.attention.masks.masks import (
     padding_from_masks,
 )
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
 
+class Kernel(NamedTuple):
+    """Attention of `[batch, heads, sequence, size]`, as a pair of functions.
 
-def dense(kernel: Callable[..., torch.Tensor]) -> Attend:
-    """A backend's `attend` (see `backends/__init__.py`) from a kernel.
-
-    Args:
-        kernel: `kernel(query, key, value, mask, scale, dropout, bias, sink)`. query is
-            `[batch, heads, queries, size]`, key and value are `[batch, groups, keys, size]`, of any
-            strides; mask is a `Mask`; bias (or None) broadcasts to `[batch, heads, queries, keys]`
-            and is added to the scaled scores; sink (or None) is `[heads]`, see `sink.py`. The
-            result is `[batch, heads, queries, size of value]`, of any strides.
+    Attributes:
+        forward: `forward(query, key, value, mask, bias, sink, call, needs) -> out, Saved or None`.
+            query is `[batch, heads, queries, size]`, key and value are `[batch, groups, keys,
+            size]`, of any strides; mask is a `Mask`; bias (or None) broadcasts to `[batch, heads,
+            queries, keys]` and is added to the scaled scores; sink (or None) is `[heads]`, see
+            `Sink`. The result is `[batch, heads, queries, size of value]`, of any strides.
+        backward: `backward(grad, saved, call, needs) -> Gradients`, in the shapes of the forward's
+            arguments; but that of the bias is `[batch, heads, queries, keys]`.
     """
 
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> torch.Tensor:
+    forward: Callable[..., tuple[torch.Tensor, Saved | None]]
+    backward: Callable[[torch.Tensor, Saved, Call, Needs], Gradients]
+
+
+class _Facts(NamedTuple):
+    """What the way back depends on.
+
+    Attributes:
+        padded: batch and longest sequence of the queries of thd; None of other formats.
+        bias: shape and dtype of the bias, if it needs a gradient.
+    """
+
+    padded: tuple[int, int] | None
+    bias: tuple[torch.Size, torch.dtype] | None
+
+
+def dense(kernel: Kernel) -> tuple[Forward, Backward]:
+    """The two functions of a backend (see `backends/__init__.py`) from those of a kernel."""
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+    ) -> tuple[torch.Tensor, Saved | None]:
         shape = call.shape
         qkv_format = shape.qkv_format
         if qkv_format == "thd":
-            return _packed(kernel, query, key, value, call)
+            return _packed(kernel, query, key, value, call, needs)
+        if any(needs):  # autograd saves no views of inputs that were made without gradients
+            query, key, value = query.detach(), key.detach(), value.detach()
         query = formats.heads_first(query, qkv_format)
         key = formats.heads_first(key, qkv_format)
         value = formats.heads_first(value, qkv_format)
-        if shape.band is not None and call.bias is NO_BIAS:
-            out = kernel(
-                query, key, value, shape.band, call.scale, call.dropout.p, None, call.sink.offset
-            )
-        else:
-            padding = None
-            if shape.rule.type.padding:
-                padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
-            out = _masked(kernel, query, key, value, padding, call)
-        return formats.flat_heads(out, qkv_format)
+        padding = None
+        if shape.rule.type.padding:
+            padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
+        out, saved = _masked(kernel, query, key, value, padding, call, needs)
+        if saved is not None:
+            saved = saved.wrap((), _Facts(None, _bias_facts(call, needs)))
+        return formats.flat_heads(out, qkv_format), saved
 
-    return attend
+    def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        shape = call.shape
+        inner, rows, facts = saved.unwrap()
+        grad = grad.view(*grad.shape[:-1], shape.heads, shape.value_size)
+        if facts.padded is not None:
+            grad = formats.gather_rows(grad, *rows[:2]).unflatten(0, facts.padded)
+        qkv_format = "bshd" if shape.qkv_format == "thd" else shape.qkv_format
+        grad = formats.heads_first(grad, qkv_format)
+        gradients = kernel.backward(grad, inner, call, needs)
+        found = [x if x is None else formats.heads_third(x, qkv_format) for x in gradients[:3]]
+        if facts.padded is not None:
+            maps = (rows[2:4], rows[4:], rows[4:])
+            found = [
+                x if x is None else formats.gather_rows(x.flatten(0, 1), *back)
+                for x, back in zip(found, maps, strict=True)
+            ]
+        query, key, value = found
+        bias = _bias_gradient(gradients.bias, facts, call)
+        return Gradients(query, key, value, bias, gradients.sink)
+
+    return forward, backward
 
 
 def _packed(
-    kernel: Callable[..., torch.Tensor],
+    kernel: Kernel,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     call: Call,
-) -> torch.Tensor:
-    of_query = _packed_rows(query, call.of_query, "cu_seqlens_q")
-    of_key = of_query if call.same_sequences else _packed_rows(key, call.of_key, "cu_seqlens_kv")
-    formats.check_equal_batch(of_query.lengths.numel(), of_key.lengths.numel())
-    padding = padding_from_lengths(
-        of_query.lengths, of_key.lengths, of_query.longest, of_key.longest
-    )
-    padded_query = formats.pad_sequences(query, of_query).transpose(1, 2)
-    padded_key, padded_value = (
-        formats.pad_sequences(x, of_key).transpose(1, 2) for x in (key, value)
-    )
-    out = _masked(kernel, padded_query, padded_key, padded_value, padding, call)
-    return formats.pack_sequences(formats.flat_heads(out, "bshd"), of_query)
+    needs: Needs,
+) -> tuple[torch.Tensor, Saved | None]:
+    rows = _packed_rows(query, call.query_sequences, "cu_seqlens_q")
+    key_rows = rows
+    if not call.same_sequences:
+        key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
+    formats.check_equal_batch(rows.lengths.numel(), key_rows.lengths.numel())
+    padding = padding_from_lengths(rows.lengths, key_rows.lengths, rows.longest, key_rows.longest)
+    query = formats.pad_sequences(query, rows)
+    key, value = (formats.pad_sequences(x, key_rows) for x in (key, value))
+    padded = (query.shape[0], query.shape[1])
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out, saved = _masked(kernel, query, key, value, padding, call, needs)
+    if saved is not None:
+        maps = (
+            *(rows.token, rows.is_padding),
+            *((rows.place, rows.is_outside) if needs.query else (None, None)),
+            *((key_rows.place, key_rows.is_outside) if needs.key or needs.value else (None, None)),
+        )
+        saved = saved.wrap(maps, _Facts(padded, _bias_facts(call, needs)))
+    return formats.pack_sequences(formats.flat_heads(out, "bshd"), rows), saved
 
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:
@@ -92,46 +150,53 @@ def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> forma
 
 
 def padding_of(call: Call, batch: int, queries: int, keys: int) -> Padding:
-    """The padding of sbhd and bshd, from lengths where given, else from masks."""
-    of_query, of_key = call.of_query.cu_seqlens, call.of_key.cu_seqlens
-    if of_query is not None and of_key is not None:
-        formats.check_cu_seqlens(of_query, "cu_seqlens_q")
-        formats.check_cu_seqlens(of_key, "cu_seqlens_kv")
-        formats.check_batch(batch, of_query, of_key)
-        formats.check_lengths(queries, of_query, "cu_seqlens_q")
-        formats.check_lengths(keys, of_key, "cu_seqlens_kv")
-        lengths = of_query.diff()
-        key_lengths = lengths if of_key is of_query else of_key.diff()
+    """The padding of sbhd and bshd, from lengths if there are any, else from masks."""
+    ends_q, ends_kv = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
+    if ends_q is not None and ends_kv is not None:
+        formats.check_cu_seqlens(ends_q, "cu_seqlens_q")
+        formats.check_cu_seqlens(ends_kv, "cu_seqlens_kv")
+        formats.check_batch(batch, ends_q, ends_kv)
+        formats.check_lengths(queries, ends_q, "cu_seqlens_q")
+        formats.check_lengths(keys, ends_kv, "cu_seqlens_kv")
+        lengths = ends_q.diff()
+        key_lengths = lengths if ends_kv is ends_q else ends_kv.diff()
         return padding_from_lengths(lengths, key_lengths, queries, keys)
     if call.attention_mask is None:
-        given = [
+        alone = [
             name
-            for name, ends in (("cu_seqlens_q", of_query), ("cu_seqlens_kv", of_key))
+            for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_kv", ends_kv))
             if ends is not None
         ]
         raise ValueError(
             "[attention] expected attention_mask, or both cu_seqlens_q and cu_seqlens_kv, for a"
-            f" padding mask type, got {given[0] + ' alone' if given else 'none of them'}"
+            f" padding mask type, got {alone[0] + ' alone' if alone else 'none of them'}"
         )
     return padding_from_masks(call.attention_mask, batch, queries, keys)
 
 
 def _masked(
-    kernel: Callable[..., torch.Tensor],
+    kernel: Kernel,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     padding: Padding | None,
     call: Call,
-) -> torch.Tensor:
-    """Attend in `[batch, heads, sequence, size]` with a mask or bias made of tensors."""
-    rule, mask = call.shape.rule, call.shape.band
+    needs: Needs,
+) -> tuple[torch.Tensor, Saved | None]:
+    """The kernel's forward, in `[batch, heads, sequence, size]`, with its mask and bias."""
+    mask, bias = call.shape.band, None
     shape = (*query.shape[:3], key.shape[2])
     if mask is None:
-        arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
-        mask = build_mask(rule, shape[2], shape[3], padding, arbitrary)
-    bias = _score_bias(call, shape, padding, query.device)
-    return kernel(query, key, value, mask, call.scale, call.dropout.p, bias, call.sink.offset)
+        mask = _mask(call, shape, padding)
+    if call.bias is not NO_BIAS:
+        bias = _score_bias(call, shape, padding, query.device)
+    return kernel.forward(query, key, value, mask, bias, call.sink.offset, call, needs)
+
+
+def _mask(call: Call, shape: tuple[int, int, int, int], padding: Padding | None) -> Mask:
+    rule = call.shape.rule
+    arbitrary = _arbitrary_mask(call.attention_mask, shape) if rule.type.arbitrary else None
+    return build_mask(rule, shape[2], shape[3], padding, arbitrary)
 
 
 def _arbitrary_mask(
@@ -149,15 +214,27 @@ def _score_bias(
     shape: tuple[int, int, int, int],
     padding: Padding | None,
     device: torch.device,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """What is added to the scaled scores; broadcasts to `shape`."""
-    if call.bias is NO_BIAS:
-        return None
     kind, bias, slopes = call.bias
     if bias is None:
         return _alibi(slopes, shape, padding, device)
     check_bias_shape(bias, shape)
     return bias * call.scale if kind == "pre_scale_bias" else bias
+
+
+def _bias_facts(call: Call, needs: Needs) -> tuple[torch.Size, torch.dtype] | None:
+    bias = call.bias.tensor
+    return (bias.shape, bias.dtype) if bias is not None and needs.bias else None
+
+
+def _bias_gradient(grad: torch.Tensor | None, facts: _Facts, call: Call) -> torch.Tensor | None:
+    """The gradient of the bias from that of all scores."""
+    if grad is None or facts.bias is None:
+        return None
+    shape, dtype = facts.bias
+    grad = grad.sum_to_size(shape).to(dtype)
+    return grad * call.scale if call.bias.type == "pre_scale_bias" else grad
 
 
 def _alibi(

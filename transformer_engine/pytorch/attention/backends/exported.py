@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad, softmax
 
-from transformer_engine.pytorch.attention.backends.dense import dense
+from transformer_engine.pytorch.attention.backends.backend import (
+    NO_BACKWARD,
+    Gradients,
+    Needs,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.dense import Kernel, dense
+from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import Mask
 
 
@@ -17,16 +24,16 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: Mask,
-    scale: float,
-    dropout: float,
     bias: torch.Tensor | None,
     sink: torch.Tensor | None,
-) -> torch.Tensor:
+    call: Call,
+    needs: Needs,
+) -> tuple[torch.Tensor, None]:
     """softmax(scale * query @ key^T + bias) @ value; dropout is refused before."""
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
         key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
-    scores = torch.matmul(query * scale, key.transpose(-1, -2))
+    scores = torch.matmul(query * call.scale, key.transpose(-1, -2))
     if bias is not None:
         scores = scores + bias.float()
     scores = scores.float()
@@ -41,7 +48,7 @@ def _attend(
     weights = softmax(scores, dim=-1)
     if hidden is not None and _may_blind(mask):
         weights = weights.masked_fill(hidden, 0.0)
-    return torch.matmul(weights[..., :keys].to(query.dtype), value)
+    return torch.matmul(weights[..., :keys].to(query.dtype), value), None
 
 
 def _may_blind(mask: Mask) -> bool:
@@ -50,4 +57,13 @@ def _may_blind(mask: Mask) -> bool:
     return mask.hidden is not None or not top_left_causal
 
 
-attend = dense(_attend)
+def _no_backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    raise AssertionError("a graph of ONNX has no backward")
+
+
+_forward, _ = dense(Kernel(_attend, _no_backward))
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """The result of a call, in the call's format."""
+    return _forward(query, key, value, call, NO_BACKWARD)[0]

@@ -1,12 +1,18 @@
 """What the backends of the flash-attn project share, whichever version is installed.
 
+The backward of a call is the version's own function, which is not public; where an installed
+package has another one than is known here, torch differentiates the public function instead.
+
 The versions are packages of their own, found by the name of their distribution when this module is
 imported; the package itself is imported at its first call.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -14,19 +20,24 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
+from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
-    Problem,
-    Requirement,
-)
-from transformer_engine.pytorch.attention.backends.dense import Attend
-from transformer_engine.pytorch.attention.backends.requirements import (
     GPU,
     HIGH_PRECISION,
     SOMETHING,
+    Gradients,
+    Needs,
+    Problem,
+    Requirement,
+    Saved,
 )
-from transformer_engine.pytorch.attention.backends.varlen import Side, varlen
+from transformer_engine.pytorch.attention.backends.varlen import Side, VarlenKernel, varlen
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
+from transformer_engine.pytorch.attention.core.packed import empty_like_parts
+
+# What a private function reads and writes; `_arguments` has its names for them.
+_TENSORS = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
 
 
 @dataclass
@@ -78,66 +89,182 @@ def options(call: Call) -> Options:
     return Options(call.scale, causal, window, repeatable(environment()))
 
 
+class Private(NamedTuple):
+    """A version's function that writes gradients into memory of ours; the package does not show it.
+
+    It is called with parameters by name, and only where it has them all, and needs no other.
+
+    Attributes:
+        whole: attribute of the package, for whole sequences.
+        packed: the same for packed sequences; `""` where there is none.
+        statistics: keyword by which public functions return the log-sum-exp beside the result.
+        names: what it calls the log-sum-exp and whether the mask is causal.
+        constants: arguments that are always the same.
+    """
+
+    whole: str
+    packed: str
+    statistics: str
+    names: tuple[str, str]
+    constants: dict[str, float]
+
+
+class _Facts(NamedTuple):
+    """What the backward depends on.
+
+    Attributes:
+        backward: see `Private`; None for a graph of torch's own.
+        tensors: names of the arguments that are tensors.
+        settings: the other arguments.
+        batch_second: the format is sbhd.
+    """
+
+    backward: Callable[..., Any] | None
+    tensors: tuple[str, ...] = ()
+    settings: dict[str, Any] | None = None
+    batch_second: bool = False
+
+
 class Kernels:
-    """A version's `attend`.
+    """The two functions of a version's backend.
+
+    The log-sum-exp is `[batch, heads, queries]`, of packed sequences `[heads, tokens]`; there is
+    none where the package's backward is not known.
 
     Args:
         source: the package to import at the first call.
+        private: see `Private`.
     """
 
-    def __init__(self, source: Package) -> None:
+    def __init__(self, source: Package, private: Private) -> None:
         self.source = source
+        self.private = private
         self._module: Any = None
-        self._attend_packed: Attend = varlen(self._packed)
+        packed = VarlenKernel(self._packed_forward, self._gradients)
+        self._forward_of_packed, self._backward_of_packed = varlen(packed)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> torch.Tensor:
-        """See `backends/__init__.py`."""
-        if call.shape.rule.type.padding:
-            return self._attend_packed(query, key, value, call)
-        keywords = self.keywords(options(call), call, query.device)
-        batch_second = call.shape.qkv_format == "sbhd"
-        out = self.attend_whole((query, key, value), keywords, batch_second)
-        return (out.transpose(0, 1) if batch_second else out).flatten(2)
-
-    def attend_whole(
-        self, inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any], batch_second: bool
-    ) -> torch.Tensor:
-        """Attend to whole sequences, sbhd or bshd.
-
-        Args:
-            inputs: queries, keys and values in the format of the call.
-            keywords: what `keywords` returns.
-            batch_second: the format is sbhd.
-
-        Returns:
-            `[batch, sequence, heads, size]`.
-        """
-        tensors = batch_first(batch_second, *inputs)
-        return only_result(self.module.flash_attn_func(*tensors, **keywords))
-
-    def _packed(
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        of_query: Side,
-        of_key: Side,
         call: Call,
-    ) -> torch.Tensor:
-        return only_result(
-            self.module.flash_attn_varlen_func(
-                query,
-                key,
-                value,
-                cu_seqlens_q=of_query.cu_seqlens,
-                cu_seqlens_k=of_key.cu_seqlens,
-                max_seqlen_q=of_query.longest,
-                max_seqlen_k=of_key.longest,
-                **self.keywords(options(call), call, query.device),
+        needs: Needs,
+    ) -> tuple[torch.Tensor, Saved | None]:
+        """See `backends/__init__.py`."""
+        if call.shape.rule.type.padding:
+            return self._forward_of_packed(query, key, value, call, needs)
+        out, saved = self._run((query, key, value), {}, call, needs)
+        batch_second = call.shape.qkv_format == "sbhd"
+        return (out.transpose(0, 1) if batch_second else out).flatten(2), saved
+
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        """See `backends/__init__.py`."""
+        shape = call.shape
+        if shape.rule.type.padding:
+            return self._backward_of_packed(grad, saved, call, needs)
+        grad = grad.view(*grad.shape[:-1], shape.heads, shape.value_size)
+        grad = grad.transpose(0, 1) if shape.qkv_format == "sbhd" else grad
+        return self._gradients(grad, saved, call, needs)
+
+    def _packed_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_side: Side,
+        key_side: Side,
+        call: Call,
+        needs: Needs,
+    ) -> tuple[torch.Tensor, Saved | None]:
+        sequences = {
+            "cu_seqlens_q": query_side.cu_seqlens,
+            "cu_seqlens_k": key_side.cu_seqlens,
+            "max_seqlen_q": query_side.longest,
+            "max_seqlen_k": key_side.longest,
+        }
+        return self._run((query, key, value), sequences, call, needs)
+
+    def _run(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        sequences: dict[str, Any],
+        call: Call,
+        needs: Needs,
+    ) -> tuple[torch.Tensor, Saved | None]:
+        """Call the package.
+
+        Args:
+            inputs: queries, keys and values in the format of the call, or packed.
+            sequences: further arguments for packed sequences.
+            call: see `backends/__init__.py`.
+            needs: see `backends/__init__.py`.
+
+        Returns:
+            `[batch, sequence, heads, size]` or `[tokens, heads, size]`, and what is saved.
+        """
+        module, private = self.module, self.private
+        function = module.flash_attn_varlen_func if sequences else module.flash_attn_func
+        keywords = {**sequences, **self.keywords(options(call), call, inputs[0].device)}
+        batch_second = not sequences and call.shape.qkv_format == "sbhd"
+        views = batch_first(batch_second, *inputs)
+        if not any(needs):
+            return only_result(function(*views, **keywords)), None
+        tensors = {name: x for name, x in keywords.items() if isinstance(x, torch.Tensor)}
+        settings = {name: x for name, x in keywords.items() if name not in tensors}
+        backward = self._backward_of(function, keywords) if self.knows(call) else None
+        if backward is not None:
+            out, lse, *_ = function(*views, **keywords, **{private.statistics: True})
+            facts = _Facts(backward, tuple(tensors), settings, batch_second)
+            return out, Saved(lse, (*inputs, out)).wrap(tuple(tensors.values()), facts)
+        sink = () if call.sink.offset is None else (call.sink.offset,)
+
+        def graph(*leaves: torch.Tensor) -> torch.Tensor:
+            learned = dict(zip(("learnable_sink",), leaves[3:], strict=False))
+            return only_result(function(*leaves[:3], **{**keywords, **learned}))
+
+        wanted = (*needs[:3], needs.sink)[: 3 + len(sink)]
+        out, graph_saved = local_graph.forward(graph, (*views, *sink), wanted)
+        return out, graph_saved.wrap((), _Facts(None, batch_second=batch_second))
+
+    def _gradients(self, grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        """What `_run` returned has this gradient."""
+        inner, tensors, facts = saved.unwrap()
+        if facts.backward is None:
+            wanted = (*needs[:3], needs.sink)[: len(inner.tensors) - 1]
+            found = local_graph.backward(grad, inner, wanted)
+            query, key, value = (
+                x if x is None else x.transpose(0, 1) if facts.batch_second else x
+                for x in found[:3]
             )
-        )
+            return Gradients(query, key, value, None, *found[3:])
+        *inputs, out = inner.tensors
+        gradients = empty_like_parts(*inputs)
+        q, k, v, dq, dk, dv = batch_first(facts.batch_second, *inputs, *gradients)
+        keywords = {**facts.settings, **dict(zip(facts.tensors, tensors, strict=True))}
+        written = {"dq": dq, "dk": dk, "dv": dv}
+        read = {"q": q, "k": k, "v": v, "out": out, "dout": grad}
+        facts.backward(**self._arguments(keywords, {**read, **written, "lse": saved.log_sum_exp}))
+        return needs.pick(*gradients)
+
+    def _backward_of(self, function: Any, keywords: dict[str, Any]) -> Callable[..., Any] | None:
+        """The private function that is the backward of a public one; None if it is not known."""
+        name = self.private.packed if "cu_seqlens_q" in keywords else self.private.whole
+        backward: Any = self.module
+        for part in name.split("."):
+            backward = getattr(backward, part, None)
+        arguments = frozenset(self._arguments(keywords, dict.fromkeys(_TENSORS)))
+        if not name or not _accepts(backward, arguments):
+            return None
+        return backward if self.private.statistics in _parameters(function)[0] else None
+
+    def _arguments(self, keywords: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the private function, from those of the public one."""
+        arguments = {**keywords, **tensors, **self.private.constants}
+        for ours, theirs in zip(("lse", "causal"), self.private.names, strict=True):
+            arguments[theirs] = arguments.pop(ours)
+        left, right = arguments.pop("window_size")
+        return {**arguments, "window_size_left": left, "window_size_right": right}
 
     @property
     def module(self) -> Any:
@@ -149,6 +276,33 @@ class Kernels:
     def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
         """Arguments of the version's functions; a version that has more adds them."""
         return said._asdict()
+
+    def knows(self, call: Call) -> bool:
+        """Whether the private function, if there is one, is the backward of this call."""
+        return True
+
+
+@lru_cache(maxsize=32)
+def _accepts(function: Any, arguments: frozenset[str]) -> bool:
+    """Whether a function has these parameters, and needs no other."""
+    known, required = _parameters(function)
+    return required <= arguments <= known
+
+
+@lru_cache(maxsize=32)
+def _parameters(function: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of a function's parameters, and of those without default; none of what has no names."""
+    operator = getattr(function, "_opoverload", None)  # of torch.library.custom_op
+    if operator is not None:
+        listed = operator._schema.arguments
+        required = [x.name for x in listed if not x.has_default_value()]
+        return frozenset(x.name for x in listed), frozenset(required)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset(), frozenset()
+    required = [x.name for x in parameters if x.default is inspect.Parameter.empty]
+    return frozenset(x.name for x in parameters), frozenset(required)
 
 
 def batch_first(batch_second: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
+from transformer_engine.pytorch.attention.backends.backend import (
+    NO_SINK,
+    Backend,
+    Requirement,
+)
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
+    Private,
     package,
     requirements,
-)
-from transformer_engine.pytorch.attention.backends.requirements import (
-    NO_SINK,
 )
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
@@ -29,11 +31,25 @@ class _Kernels(Kernels):
             slopes = default_slopes(call.shape.heads, device).flatten()
         return {**said._asdict(), "dropout_p": call.dropout.p, "alibi_slopes": slopes}
 
+    def knows(self, call: Call) -> bool:
+        """Not with dropout, whose random state is private, nor heads that the package pads."""
+        return call.dropout.p == 0.0 and call.shape.key_size % 8 == 0
 
-KERNELS = _Kernels(SOURCE)
+
+KERNELS = _Kernels(
+    SOURCE,
+    Private(
+        "flash_attn_interface._flash_attn_backward",
+        "flash_attn_interface._flash_attn_varlen_backward",
+        "return_attn_probs",
+        ("softmax_lse", "causal"),
+        {"softcap": 0.0},
+    ),
+)
 BACKEND = Backend(
     "flash2",
-    KERNELS.attend,
+    KERNELS.forward,
+    KERNELS.backward,
     keeps_scores=False,
     requirements=(
         Requirement(
@@ -59,4 +75,5 @@ BACKEND = Backend(
         ),
         NO_SINK,
     ),
+    differentiable=True,
 )

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
-from transformer_engine.pytorch.attention.backends.flash import Kernels, package, requirements
-from transformer_engine.pytorch.attention.backends.requirements import (
+from transformer_engine.pytorch.attention.backends.backend import (
     EAGER,
     NO_BIAS,
     NO_DROPOUT,
     NO_SINK,
     SIZES_OF_EIGHT,
+    Backend,
+    Requirement,
+)
+from transformer_engine.pytorch.attention.backends.flash import (
+    Kernels,
+    Private,
+    package,
+    requirements,
 )
 
 SOURCE = package("flash-attn-3", "flash_attn_interface")
 
-KERNELS = Kernels(SOURCE)
+KERNELS = Kernels(
+    SOURCE,
+    Private(
+        "_flash_attn_backward",
+        "_flash_attn_backward",
+        "return_attn_probs",
+        ("softmax_lse", "is_causal"),
+        {"softcap": 0.0},
+    ),
+)
 BACKEND = Backend(
     "flash3",
-    KERNELS.attend,
+    KERNELS.forward,
+    KERNELS.backward,
     keeps_scores=False,
     requirements=(
         Requirement(

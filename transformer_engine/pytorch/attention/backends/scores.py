@@ -1,49 +1,107 @@
-"""Scores of attention and what becomes of them, in memory: the steps of the unfused backend."""
+"""Scores of attention and what becomes of them, in memory: the kernel of the unfused backend.
+
+    weights = softmax(scale * query @ key^T + bias)        of the keys that the mask lets through
+    result  = dropout(weights) @ value
+
+With the casts of FP8 attention, which `unfused_fp8.py` defines, the kernel rounds the weights that
+it multiplies with, and the gradient of `query @ key^T`; the rest is rounded around it.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.dense import Kernel
+from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
+from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.masks import Mask
 from transformer_engine.pytorch.kernels.softmax import softmax_backward, softmax_forward
 
 
-class _MaskedSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, scores: torch.Tensor, hidden: torch.Tensor | None, *band: int
-    ) -> torch.Tensor:
-        probabilities = softmax_forward(scores, hidden, 1.0, *band)
-        ctx.save_for_backward(probabilities)
-        return probabilities
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    call: Call,
+    needs: Needs,
+) -> tuple[torch.Tensor, Saved | None]:
+    """See `dense.Kernel`."""
+    casts = call.casts
+    if casts is None:
+        scores = _product(query, key, call.scale)
+    else:
+        scores = _product(query, key, 1.0) * call.scale
+    weights = _softmax(scores, mask, bias, sink)
+    factor = weights if sink is None else weights[..., : key.shape[2]]
+    if factor.dtype is not query.dtype:
+        factor = factor.to(query.dtype)
+    dropped = None
+    if call.dropout.p > 0.0:
+        factor, dropped = dropout(factor, call.dropout.p)
+    if casts is not None:
+        factor = casts.softmax.cast(factor, torch.float32)
+    out = _weighted(factor, value)
+    if not any(needs):
+        return out, None
+    inner = (value, weights, dropped) if needs.weights else (None, None, None)
+    return out, Saved(
+        None,
+        (
+            query if needs.key else None,
+            key if needs.query else None,
+            factor if needs.value else None,
+            *inner,
+        ),
+        None if sink is None else sink.dtype,
+    )
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (probabilities,) = ctx.saved_tensors
-        return softmax_backward(grad.contiguous(), probabilities, 1.0), None, None, None, None
+
+def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `dense.Kernel`."""
+    query, key, factor, value, weights, dropped = saved.tensors
+    batch, heads, queries, size = grad.shape
+    groups = call.shape.groups
+    rows = (batch * groups, heads // groups * queries)
+    grad_value = grad_bias = grad_sink = None
+    grad = grad.reshape(*rows, size)
+    if factor is not None:
+        keys = factor.shape[-1]
+        grad_value = torch.bmm(factor.reshape(*rows, keys).transpose(1, 2), grad)
+        grad_value = grad_value.view(batch, groups, keys, size)
+    if value is None or weights is None:
+        return Gradients(None, None, grad_value)
+
+    keys, dtype = value.shape[2], grad.dtype
+    columns = value.reshape(batch * groups, keys, size).transpose(1, 2)
+    grad_scores = torch.bmm(grad, columns).view(batch, heads, queries, keys)
+    if dropped is not None:
+        grad_scores = dropout_backward(grad_scores, dropped, call.dropout.p)
+    grad_scores = grad_scores.to(weights.dtype)
+    if saved.facts is not None:
+        grad_scores = pad(grad_scores, (0, 1))
+    grad_scores = softmax_backward(grad_scores.contiguous(), weights, 1.0)
+    if saved.facts is not None:
+        grad_scores, column = grad_scores[..., :keys], grad_scores[..., keys:]
+        if needs.sink:
+            grad_sink = column.float().sum((0, 2, 3)).to(saved.facts)
+    if needs.bias:
+        grad_bias = grad_scores
+    grad_scores = grad_scores.to(dtype)
+    scale = call.scale
+    if call.casts is not None:
+        grad_scores, slot, scale = grad_scores * scale, call.casts.grad_product, 1.0
+        if slot is not None:
+            grad_scores = slot.cast(grad_scores, dtype)
+    grad_query, grad_key = _product_backward(grad_scores, query, key, groups, scale)
+    return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sink)
 
 
-def _softmax_with_sink(scores: torch.Tensor, mask: Mask, sink: torch.Tensor) -> torch.Tensor:
-    """Weights of the keys, where every query sees the sink as one more key.
-
-    A query that sees no key gives all to the sink: its weights are zero, and so is its gradient.
-    """
-    batch, heads, queries, keys = scores.shape
-    hidden = mask.dense(queries, keys, scores.device)
-    if hidden is not None:
-        hidden = pad(hidden.expand(*hidden.shape[:-1], keys), (0, 1))
-    column = sink.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    with_sink = torch.cat((scores, column.to(scores.dtype)), dim=-1)
-    weights: torch.Tensor = _MaskedSoftmax.apply(with_sink, hidden, -1, -1, 0)
-    return weights[..., :keys]
-
-
-def product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+def _product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """`scale * query @ key^T`, `[batch, heads, queries, keys]`.
 
     The product carries the scale, so that fp16 scores overflow no sooner than they must. The query
@@ -60,26 +118,59 @@ def product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tenso
     ).view(batch, heads, queries, keys)
 
 
-def weights(
+def _product_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor | None,
+    groups: int,
+    scale: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of query and key; each is made where the other one is there."""
+    batch, heads, queries, keys = grad.shape
+    rows = (batch * groups, heads // groups * queries)
+    grad = grad.reshape(*rows, keys)
+    grad_query = grad_key = None
+    if key is not None:
+        size = key.shape[-1]
+        grad_query = torch.bmm(grad, key.reshape(batch * groups, keys, size)) * scale
+        grad_query = grad_query.view(batch, heads, queries, size)
+    if query is not None:
+        size = query.shape[-1]
+        grad_key = torch.bmm(query.reshape(*rows, size).transpose(1, 2), grad) * scale
+        grad_key = grad_key.transpose(1, 2).reshape(batch, groups, keys, size)
+    return grad_query, grad_key
+
+
+def _softmax(
     scores: torch.Tensor, mask: Mask, bias: torch.Tensor | None, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """`softmax(scores + bias)` over the keys that the mask lets through."""
+    """`softmax(scores + bias)` over the keys that the mask lets through, and over the sink.
+
+    Every query sees the sink as one more key, the last one. A query that sees no other key gives
+    all to the sink: its weights of the keys are zero, and so is its gradient.
+    """
     if bias is not None:
         scores = scores + bias.float()
-    if sink is not None:
-        return _softmax_with_sink(scores, mask, sink)
-    probabilities: torch.Tensor = _MaskedSoftmax.apply(
-        scores, mask.hidden, mask.left, mask.right, mask.diagonal
-    )
-    return probabilities
+    if sink is None:
+        return softmax_forward(scores, mask.hidden, 1.0, mask.left, mask.right, mask.diagonal)
+    batch, heads, queries, keys = scores.shape
+    hidden = mask.dense(queries, keys, scores.device)
+    if hidden is not None:
+        hidden = pad(hidden.expand(*hidden.shape[:-1], keys), (0, 1))
+    column = sink.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    with_sink = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    return softmax_forward(with_sink, hidden, 1.0, -1, -1, 0)
 
 
-def weighted(probabilities: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`probabilities @ value`, `[batch, heads, queries, size of value]`."""
-    batch, heads, queries, keys = probabilities.shape
+def _weighted(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`factor @ value`, `[batch, heads, queries, size of value]`."""
+    batch, heads, queries, keys = factor.shape
     groups, size = value.shape[1], value.shape[-1]
     out = torch.bmm(
-        probabilities.reshape(batch * groups, heads // groups * queries, keys),
+        factor.reshape(batch * groups, heads // groups * queries, keys),
         value.reshape(batch * groups, keys, size),
     )
     return out.view(batch, heads, queries, size)
+
+
+KERNEL = Kernel(_forward, _backward)

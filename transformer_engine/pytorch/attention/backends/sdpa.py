@@ -1,22 +1,39 @@
-"""torch's scaled_dot_product_attention: cuDNN on Hopper, else flash, memory-efficient or plain."""
+"""torch's scaled_dot_product_attention: cuDNN on Hopper, else flash, memory-efficient or plain.
+
+The log-sum-exp is that of the kernel which torch chooses (`sdpa_kernels.py`), of sequences that are
+padded in thd; attention that torch composes has none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
-from transformer_engine.pytorch.attention.backends.backend import Backend, Requirement
-from transformer_engine.pytorch.attention.backends.dense import dense
-from transformer_engine.pytorch.attention.backends.requirements import (
+from transformer_engine.pytorch.attention.backends import local_graph
+from transformer_engine.pytorch.attention.backends.backend import (
     HIGH_PRECISION,
     NO_BIAS,
     NO_SINK,
     SOMETHING,
+    Backend,
+    Gradients,
+    Needs,
+    Requirement,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.dense import Kernel, dense
+from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
+    Arguments,
+    Inputs,
+    SdpaKernel,
+    kernel_of,
+    sum_repeated,
 )
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.memoize import remembered
@@ -28,43 +45,115 @@ _TORCH_ORDER: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
 _OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
 _CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
 
+R = TypeVar("R")
 
-def _kernel(cached: bool) -> Callable[..., torch.Tensor]:
-    """What `dense` takes; with `cached` keys come from a cache, and no sizes may come again."""
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Mask,
-        scale: float,
-        dropout: float,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
-        assert bias is None and sink is None, "the table of requirements refuses them"
-        options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
-        per_group = query.shape[1] // max(1, key.shape[1])
-        if mask.full or mask.causal:
-            if per_group > 1:
-                options["enable_gqa"] = True
-            return _fastest(query, key, value, mask.causal, cached, options)
+class _Facts(NamedTuple):
+    """What the backward depends on.
+
+    Attributes:
+        kernel: the pair that ran; None for a graph of torch's own.
+        arguments: of the kernel, without the mask.
+        groups: heads of keys and values, which are repeated under a mask.
+    """
+
+    kernel: SdpaKernel | None
+    arguments: Arguments
+    groups: int
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    call: Call,
+    needs: Needs,
+) -> tuple[torch.Tensor, Saved | None]:
+    """softmax(scale * query @ key^T) @ value, over the keys that the mask lets through."""
+    assert bias is None and sink is None, "the table of requirements refuses them"
+    seen = blind = None
+    groups = key.shape[1]
+    per_group = query.shape[1] // max(1, groups)
+    masked = not (mask.full or mask.causal)
+    if masked:
         if per_group > 1:  # kernels that take a mask know no groups
             key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
-        queries, keys = query.shape[2], key.shape[2]
-        hidden = mask.dense(queries, keys, query.device)
-        assert hidden is not None, "only a full mask hides nothing"
-        hidden = torch.atleast_2d(hidden)
-        if not mask.may_blind(queries, keys):
-            return scaled_dot_product_attention(query, key, value, ~hidden, **options)
-        # A softmax over nothing is NaN in some kernels: a query that sees no key sees all of them
-        # here, and its result is then overwritten, which also stops its gradient.
-        blind = hidden.all(-1, keepdim=True)
-        out = scaled_dot_product_attention(query, key, value, ~hidden | blind, **options)
-        return out.masked_fill(blind, 0)
+        seen, blind = _seen(mask, query, key)
+    grouped = per_group > 1 and not masked
+    arguments = Arguments(seen, call.dropout.p, mask.causal, call.scale, grouped)
+    inputs = (query, key, value)
+    order = None if masked else _order(query, key, bool(call.cache), any(needs))
+    if not any(needs):
+        out, saved = _attend(*inputs, arguments, order), None
+    else:
+        kernel = _in_order(order, lambda: _kernel(inputs, arguments))
+        if kernel is None:
+            run = partial(_attend, arguments=arguments, order=order)
+            out, saved = local_graph.forward(run, inputs, needs[:3])
+        else:
+            out, saved = kernel.forward(inputs, arguments, needs)
+        saved = saved.wrap((blind,), _Facts(kernel, arguments._replace(mask=None), groups))
+    return out if blind is None else out.masked_fill(blind, 0), saved
 
-    return attend
+
+def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `dense.Kernel`."""
+    inner, (blind,), (kernel, arguments, groups) = saved.unwrap()
+    if blind is not None:
+        grad = grad.masked_fill(blind, 0)
+    if kernel is None:
+        found = local_graph.backward(grad, inner, needs[:3])
+    else:
+        found = kernel.backward(grad, inner, arguments, needs)[:3]
+    query, key, value = (x if need else None for x, need in zip(found, needs, strict=False))
+    return Gradients(
+        query,
+        None if key is None else sum_repeated(key, groups),
+        None if value is None else sum_repeated(value, groups),
+    )
+
+
+def _seen(
+    mask: Mask, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The keys that a query sees, and the queries that see none.
+
+    A softmax over nothing is NaN in some kernels: a query that sees no key sees all of them here,
+    and its result is then overwritten, which also stops its gradient.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    hidden = mask.dense(queries, keys, query.device)
+    assert hidden is not None, "only a full mask hides nothing"
+    hidden = torch.atleast_2d(hidden)
+    if not mask.may_blind(queries, keys):
+        return ~hidden, None
+    blind = hidden.all(-1, keepdim=True)
+    return ~hidden | blind, blind
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
+    order: list[int] | None,
+) -> torch.Tensor:
+    """What torch's own function returns, with its kernels in this order."""
+    inputs = (query, key, value)
+    return _in_order(
+        order,
+        lambda: scaled_dot_product_attention(*inputs, *arguments[:3], **arguments.keywords),
+    )
+
+
+def _kernel(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
+    """The operator that torch's function would call, with its backward; None if it is unknown."""
+    query, key, value = inputs
+    with torch.enable_grad():  # torch looks whether gradients are needed
+        return kernel_of((query.detach().requires_grad_(), key, value), arguments)
 
 
 @remembered
@@ -73,20 +162,15 @@ def _has_fast_cudnn(device: int) -> bool:
     return bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _fastest(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    cached: bool,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Run cuDNN first where it is twice as fast as the flash attention (version 2) of torch.
+def _order(
+    query: torch.Tensor, key: torch.Tensor, cached: bool, recorded: bool
+) -> list[int] | None:
+    """The order of torch's kernels, if it is to be another one; none of them may take a mask.
 
-    It is the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of
-    the cache, and of a prompt.
-    `torch.nn.attention.sdpa_kernel(..., set_priority=True)` does the same for 20 us. An order that
-    the user has set stays, and so do kernels that the user has switched off.
+    cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
+    the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
+    cache, and of a prompt. An order that the user has set stays, and so do kernels that the user
+    has switched off.
     """
     if (
         query.device.type != "cuda"
@@ -94,26 +178,29 @@ def _fastest(
         or not _has_fast_cudnn(query.device.index)
         or torch._C._get_sdp_priority_order() != _TORCH_ORDER
     ):
-        return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
-    cached = cached or (query.shape[2] < key.shape[2] and not torch.is_grad_enabled())
-    torch._C._set_sdp_priority_order(_CUDNN_LAST if cached else _CUDNN_FIRST)
+        return None
+    fewer_queries = query.shape[2] < key.shape[2]
+    inference = not (recorded or torch.is_grad_enabled())
+    return _CUDNN_LAST if cached or (fewer_queries and inference) else _CUDNN_FIRST
+
+
+def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
+    """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
+    if order is None:
+        return run()
+    torch._C._set_sdp_priority_order(order)
     try:
-        return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
+        return run()
     finally:
         torch._C._set_sdp_priority_order(_TORCH_ORDER)
 
 
-_attend_plainly, _attend_cached = dense(_kernel(False)), dense(_kernel(True))
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """See `backends/__init__.py`."""
-    return (_attend_cached if call.cache else _attend_plainly)(query, key, value, call)
-
+forward, backward = dense(Kernel(_forward, _backward))
 
 BACKEND = Backend(
     "sdpa",
-    attend,
+    forward,
+    backward,
     keeps_scores=False,
     requirements=(
         Requirement(
@@ -136,4 +223,5 @@ BACKEND = Backend(
             " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 or torch.use_deterministic_algorithms asks",
         ),
     ),
+    differentiable=True,
 )

@@ -1,6 +1,6 @@
 """Attention as it is defined: two batched products with a masked softmax of the scores between.
 
-It takes every problem on every device, and keeps the scores in memory.
+It takes every problem on every device, and keeps the scores in memory. It has no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -9,39 +9,33 @@ import torch
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends import unfused_fp8
-from transformer_engine.pytorch.attention.backends.backend import Backend, Problem, Requirement
+from transformer_engine.pytorch.attention.backends.backend import (
+    Backend,
+    Gradients,
+    Needs,
+    Problem,
+    Requirement,
+    Saved,
+)
 from transformer_engine.pytorch.attention.backends.dense import dense
-from transformer_engine.pytorch.attention.backends.scores import product, weighted, weights
+from transformer_engine.pytorch.attention.backends.scores import KERNEL
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.attention.masks.masks import Mask
+
+_forward, _backward = dense(KERNEL)
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    scale: float,
-    dropout: float,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
-    """softmax(scale * query @ key^T + bias) @ value, over the keys that the mask lets through."""
-    scores = product(query, key, scale)
-    probabilities = weights(scores, mask, bias, sink).to(query.dtype)
-    if dropout > 0.0:
-        probabilities = torch.nn.functional.dropout(probabilities, dropout)
-    return weighted(probabilities, value)
-
-
-_attend_plainly = dense(_attend)
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
-    if call.casts is not None:
-        return unfused_fp8.attend(query, key, value, call, call.casts)
-    return _attend_plainly(query, key, value, call)
+    run = _forward if call.casts is None else unfused_fp8.forward
+    return run(query, key, value, call, needs)
+
+
+def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `backends/__init__.py`."""
+    run = _backward if call.casts is None else unfused_fp8.backward
+    return run(grad, saved, call, needs)
 
 
 def _notice(problem: Problem, allowed: AttentionVariables) -> str:
@@ -56,7 +50,8 @@ def _notice(problem: Problem, allowed: AttentionVariables) -> str:
 
 BACKEND = Backend(
     "unfused",
-    attend,
+    forward,
+    backward,
     keeps_scores=True,
     requirements=(
         Requirement(

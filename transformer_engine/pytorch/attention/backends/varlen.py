@@ -1,6 +1,6 @@
 """The way to backends that take sequences of unequal length one after the other, without gaps.
 
-    thd                   as it is; what lies outside the sequences is kept out of results
+    thd                   as it is; what lies outside the sequences is zero in results and gradients
     thd with room between moved together, and apart again
     sbhd, bshd            real tokens are moved together, and apart again
 
@@ -10,13 +10,19 @@ over at the end belongs to no sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import once_differentiable
-from transformer_engine.pytorch.attention.backends.dense import Attend, padding_of
+from transformer_engine.pytorch.attention.backends.backend import (
+    Backward,
+    Forward,
+    Gradients,
+    Needs,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.dense import padding_of
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, Sequences
 from transformer_engine.pytorch.attention.core.formats import Maps
@@ -37,79 +43,121 @@ class Side(NamedTuple):
     maps: Maps | None
     outside: torch.Tensor
 
+    @property
+    def back(self) -> tuple[torch.Tensor, ...]:
+        """What `_apart` reads."""
+        return (self.outside,) if self.maps is None else self.maps[2:]
 
-def varlen(kernel: Callable[..., torch.Tensor]) -> Attend:
-    """A backend's `attend` (see `backends/__init__.py`) from a kernel, for padding mask types.
 
-    Args:
-        kernel: `kernel(query, key, value, of_query, of_key, call)`. query is `[tokens, heads,
-            size]`, key and value are `[tokens, groups, size]`; `of_query` and `of_key` are a
-            `Side`. The result is `[tokens, heads, size of value]`; rows of no sequence, and their
-            gradients, may be anything.
+class VarlenKernel(NamedTuple):
+    """Attention of packed sequences, as a pair of functions.
+
+    Attributes:
+        forward: `forward(query, key, value, query_side, key_side, call, needs) -> out, Saved or
+            None`. query is `[tokens, heads, size]`, key and value are `[tokens, groups, size]`; the
+            sides are a `Side`. The result is `[tokens, heads, size of value]`; rows of no sequence
+            may be anything.
+        backward: `backward(grad, saved, call, needs) -> Gradients`, in these shapes; rows of no
+            sequence may be anything.
     """
 
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> torch.Tensor:
-        of_query, of_key = _sides(query, key, call)
-        qkv_format = call.shape.qkv_format
-        packed = [
-            _together(x, side, qkv_format)
-            for x, side in ((query, of_query), (key, of_key), (value, of_key))
-        ]
-        out = kernel(*packed, of_query, of_key, call)
-        out = out.masked_fill(of_query.outside[:, None, None], 0)
-        if of_query.maps is not None:
-            out = formats.move_rows(out, of_query.maps.reversed())
-        if qkv_format == "thd":
-            return out.flatten(1)
-        out = out.unflatten(0, (-1, call.shape.queries))
-        return (out.transpose(0, 1) if qkv_format == "sbhd" else out).flatten(2)
+    forward: Callable[..., tuple[torch.Tensor, Saved | None]]
+    backward: Callable[[torch.Tensor, Saved, Call, Needs], Gradients]
 
-    return attend
+
+def varlen(kernel: VarlenKernel) -> tuple[Forward, Backward]:
+    """The two functions of a backend (see `backends/__init__.py`), for padding mask types."""
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+    ) -> tuple[torch.Tensor, Saved | None]:
+        query_side, key_side = _sides(query, key, call)
+        sides = (query_side, key_side, key_side)
+        packed = [
+            _together(x, side, call.shape.qkv_format)
+            for x, side in zip((query, key, value), sides, strict=True)
+        ]
+        out, saved = kernel.forward(*packed, query_side, key_side, call, needs)
+        out = out.masked_fill(query_side.outside[:, None, None], 0)
+        if query_side.maps is not None:
+            out = formats.move_rows(out, query_side.maps.reversed())
+        if saved is not None:
+            there = () if query_side.maps is None else query_side.maps[:2]
+            query_back = query_side.back if needs.query else ()
+            key_back = key_side.back if needs.key or needs.value else ()
+            tensors = (query_side.outside, *there, *query_back, *key_back)
+            saved = saved.wrap(tensors, (len(there), len(query_back)))
+        return _in_format(out, call, call.shape.queries).flatten(-2), saved
+
+    def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        shape = call.shape
+        inner, (outside, *rows), (there, back) = saved.unwrap()
+        grad = grad.view(*grad.shape[:-1], shape.heads, shape.value_size)
+        grad = _one_after_the_other(grad, shape.qkv_format)
+        if there:
+            grad = formats.gather_rows(grad, *rows[:there])
+        grad = grad.masked_fill(outside[:, None, None], 0)
+        gradients = kernel.backward(grad, inner, call, needs)
+        query_rows, key_rows = rows[there : there + back], rows[there + back :]
+        sides = ((query_rows, shape.queries), (key_rows, shape.keys), (key_rows, shape.keys))
+        found = [
+            x if x is None else _in_format(_apart(x, side), call, length)
+            for x, (side, length) in zip(gradients[:3], sides, strict=True)
+        ]
+        query, key, value = found
+        return Gradients(query, key, value, sink=gradients.sink)
+
+    return forward, backward
+
+
+def _one_after_the_other(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """`[tokens, heads, size]` of any format, padding included."""
+    if qkv_format == "thd":
+        return x
+    return (x.transpose(0, 1) if qkv_format == "sbhd" else x).flatten(0, 1)
+
+
+def _in_format(x: torch.Tensor, call: Call, length: int) -> torch.Tensor:
+    """`[tokens, heads, size]`, padding included, in the format of the call."""
+    shape = call.shape
+    if shape.qkv_format == "thd":
+        return x
+    x = x.unflatten(0, (-1, length))
+    return x.transpose(0, 1) if shape.qkv_format == "sbhd" else x
 
 
 def _together(x: torch.Tensor, side: Side, qkv_format: str) -> torch.Tensor:
-    if qkv_format == "sbhd":
-        x = x.transpose(0, 1)
-    if qkv_format != "thd":
-        x = x.flatten(0, 1)
+    x = _one_after_the_other(x, qkv_format)
     if side.maps is not None:
         return formats.move_rows(x, side.maps)
-    fenced: torch.Tensor = _Fence.apply(x, side.outside)
-    return fenced
+    if torch.is_grad_enabled() and x.requires_grad:  # torch is to differentiate this
+        return torch.where(side.outside[:, None, None], x.detach(), x)
+    return x
 
 
-class _Fence(torch.autograd.Function):
-    """The tensor itself; its gradient is zero for tokens of no sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(outside)
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (outside,) = ctx.saved_tensors
-        return grad.masked_fill(outside[:, None, None], 0), None
+def _apart(grad: torch.Tensor, back: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradient of what `_together` took, zero for tokens of no sequence."""
+    if len(back) > 1:
+        return formats.gather_rows(grad, *back)
+    return grad.masked_fill(back[0][:, None, None], 0)
 
 
 def _sides(query: torch.Tensor, key: torch.Tensor, call: Call) -> tuple[Side, Side]:
     if call.shape.qkv_format == "thd":
-        of_query = _thd_side(query.shape[0], call.of_query, "cu_seqlens_q")
+        query_side = _thd_side(query.shape[0], call.query_sequences, "cu_seqlens_q")
         if call.same_sequences and query.shape[0] == key.shape[0]:
-            return of_query, of_query
-        of_key = _thd_side(key.shape[0], call.of_key, "cu_seqlens_kv")
-        formats.check_equal_batch(of_query.cu_seqlens.numel() - 1, of_key.cu_seqlens.numel() - 1)
-        return of_query, of_key
+            return query_side, query_side
+        key_side = _thd_side(key.shape[0], call.key_sequences, "cu_seqlens_kv")
+        batches = [side.cu_seqlens.numel() - 1 for side in (query_side, key_side)]
+        formats.check_equal_batch(*batches)
+        return query_side, key_side
     batch, queries, keys = call.shape.batch, call.shape.queries, call.shape.keys
     assert batch is not None
     padding = padding_of(call, batch, queries, keys)
-    of_query = _padded_side(padding.queries.view(batch, queries))
+    query_side = _padded_side(padding.queries.view(batch, queries))
     if padding.keys is padding.queries:
-        return of_query, of_query
-    return of_query, _padded_side(padding.keys.view(batch, keys))
+        return query_side, query_side
+    return query_side, _padded_side(padding.keys.view(batch, keys))
 
 
 def _thd_side(tokens: int, sequences: Sequences, parameter: str) -> Side:

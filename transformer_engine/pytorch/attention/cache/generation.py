@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from transformer_engine.pytorch.attention.core import formats
-from transformer_engine.pytorch.attention.core.call import Sequences
+from transformer_engine.pytorch.attention.core.call import CallArguments, Sequences
 from transformer_engine.pytorch.attention.inference import InferenceParams
-from transformer_engine.pytorch.attention.masks.masks import NO_WINDOW, Window, bottom_right
+from transformer_engine.pytorch.attention.masks.masks import NO_WINDOW, bottom_right
 from transformer_engine.pytorch.attention.masks.masks import mask_type as known_mask_type
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def check_params(params: object, layer_number: int | None, layer: str) -> None:
@@ -23,50 +23,48 @@ def check_params(params: object, layer_number: int | None, layer: str) -> None:
     params.claim(layer_number, layer)
 
 
-class Inputs(NamedTuple):
-    """Queries, keys and values in a format, and which of them a query sees."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    qkv_format: str
-    mask_type: str
-    of_query: Sequences
-    of_key: Sequences
-    step: CachedStep | None = None  # of named sequences
-
-
 def with_cache(
-    new: Inputs, params: InferenceParams, layer_number: int | None, window: Window | None
-) -> Inputs:
-    """Keep the new keys and values; queries then see those of all tokens up to their own.
+    tensors: Tensors, own: CallArguments, params: InferenceParams, layer_number: int | None
+) -> tuple[Tensors, CallArguments, CachedStep | None]:
+    """Cache the new keys and values; queries then see those of all tokens up to their own.
 
     Args:
-        new: of the new tokens alone.
+        tensors: query, key and value of the new tokens.
+        own: arguments of the call.
         params: see `InferenceParams`.
         layer_number: whose cache.
-        window: of the call.
+
+    Returns:
+        Query, key and value, the arguments, and the step of named sequences.
     """
-    mask_type, kept = bottom_right(new.mask_type), (layer_number, new.key, new.value)
+    query, key, value = tensors
+    mask_type, new = bottom_right(own.mask_type), (layer_number, key, value)
     if params.kind == "appended":
-        key, value = params.append(*kept, new.qkv_format)
-        return new._replace(key=key, value=value, mask_type=mask_type)
+        key, value = params.append(*new, own.qkv_format)
+        return (query, key, value), own._replace(mask_type=mask_type), None
     if params.kind == "fixed":
         hides = known_mask_type(mask_type)
         if hides.padding or hides.arbitrary:
             raise ValueError(
                 "[attention] expected a causal mask type or no_mask with a sequence_len_offset that"
-                f" is a tensor, got {new.mask_type!r}"
+                f" is a tensor, got {own.mask_type!r}"
             )
-        key, value, step = params.append_there(*kept, new.qkv_format)
-        one_query = step.of_query.longest == 1 and window in (None, NO_WINDOW)
+        key, value, step = params.append_there(*new, own.qkv_format)
+        one_query = step.of_query.longest == 1 and own.window in (None, NO_WINDOW)
         causal = hides.causal and not one_query  # one query is the last: it sees all there is
         mask_type = "padding_causal_bottom_right" if causal else "padding"
-        sides = (step.of_query, step.of_key)
-        return Inputs(new.query, key, value, new.qkv_format, mask_type, *sides)
-    named = CachedStep(params, *kept, new.qkv_format)
-    inputs = named.batch_first(new.query, mask_type)
-    return Inputs(*inputs, "bshd", mask_type, named.of_query, named.of_key, named)
+        own = own._replace(
+            mask_type=mask_type, query_sequences=step.of_query, key_sequences=step.of_key
+        )
+        return (query, key, value), own, None
+    named = CachedStep(params, *new, own.qkv_format)
+    own = own._replace(
+        qkv_format="bshd",
+        mask_type=mask_type,
+        query_sequences=named.of_query,
+        key_sequences=named.of_key,
+    )
+    return named.batch_first(query, mask_type), own, named
 
 
 class CachedStep:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from transformer_engine.pytorch.attention.core.call import (
+    AttentionMask,
+    CallArguments,
+    bias_of,
+    sequences_of,
+)
 from transformer_engine.pytorch.attention.core.casts import asks
+from transformer_engine.pytorch.attention.masks.masks import Window, as_window
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.export.onnx import refuse, refuse_training
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
@@ -97,6 +104,43 @@ def _refuse_inputs(**inputs: Any) -> None:
     for name, given in inputs.items():
         if not isinstance(given, _Tensor) or given.layout is not _dense:
             refuse_input("DotProductAttention", name, given, None)
+
+
+def arguments_of(
+    module: DotProductAttention,
+    attention_mask: AttentionMask | None,
+    *,
+    qkv_format: str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    attn_mask_type: str | None = None,
+    window_size: Window | None = None,
+    checkpoint_core_attention: bool = False,
+    core_attention_bias_type: str = "no_bias",
+    core_attention_bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bottom_right_diagonal: bool | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    **_: Any,
+) -> CallArguments:
+    """What `DotProductAttention.forward` is told, with the module's settings where it is silent.
+
+    Further arguments have no effect.
+    """
+    return CallArguments(
+        attention_mask,
+        module.qkv_format if qkv_format is None else qkv_format,
+        sequences_of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
+        sequences_of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
+        module.attn_mask_type if attn_mask_type is None else attn_mask_type,
+        module.window_size if window_size is None else as_window(window_size),
+        module.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
+        checkpoint_core_attention,
+    )
 
 
 def refuse_unimplemented(argument: str, value: object) -> NoReturn:

@@ -1,50 +1,163 @@
-"""One call of dot product attention: a backend is chosen, and run with the right random numbers."""
+"""Attention between projections: a backend is chosen, and its stage planned or run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
 
 import torch
 
+from transformer_engine.pytorch._torch_private import other_autodiff_active
 from transformer_engine.pytorch.attention.backends import exported
+from transformer_engine.pytorch.attention.backends.backend import (
+    NO_BACKWARD,
+    Backend,
+    Gradients,
+    Needs,
+    Saved,
+)
 from transformer_engine.pytorch.attention.backends.choice import choose
-from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.attention.core.recompute import recomputed
+from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+from transformer_engine.pytorch.attention.core.environment import environment, repeatable
+from transformer_engine.pytorch.attention.core.stage import Attention, Options, run_forward
+from transformer_engine.pytorch.chain.chain import ChainBuilder
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
-
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-) -> torch.Tensor:
-    """Attend in the call's format; the heads of the result are flat."""
-    if exporting():
-        return exported.attend(query, key, value, call)
-    backend = choose(query, key, value, call)
-    if call.dropout.p == 0.0 and not call.checkpoint:
-        return backend.attend(query, key, value, call)
-    if not (call.checkpoint and backend.keeps_scores and torch.is_grad_enabled()):
-        return _attend_randomly(backend.attend, call, query, key, value)
-    if torch.compiler.is_compiling():  # what casts need is of this call alone
-        run = partial(_attend_randomly, backend.attend, call, query, key, value)
-        return checkpoint_in_graph(run)
-    first = again = call
-    if call.casts is not None:  # by the backward, scales have moved on
-        kept = call.casts.repeatable()
-        first, again = call._replace(casts=kept), call._replace(casts=kept.again())
-    runs = (partial(_attend_randomly, backend.attend, one) for one in (first, again))
-    return recomputed(*runs, call.dropout.tracker, query, key, value)
+_is_compiling = torch.compiler.is_compiling
 
 
-def _attend_randomly(
-    backend_attend: Callable[..., torch.Tensor],
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    if call.dropout.tracker is None:
-        return backend_attend(query, key, value, call)
-    with call.dropout.tracker.fork():
-        return backend_attend(query, key, value, call)
+class CoreAttention(Part):
+    """The stage `Attention`, planned for each backend and call; see `Part`."""
+
+    def __init__(self) -> None:
+        built = ChainBuilder("query", "key", "value")
+        super().__init__(built.chain(*built.add(Attention(), 0, 1, 2)))
+
+    def plan_call(self, values: Incoming, call: Call) -> Planned:
+        """See `Part`; the formats of values are those of the call."""
+        needs = _needs(values, call)
+        backend = choose(values.like.device, values.like.dtype, any(needs), call)
+        return self._plan(backend, values, needs, call)
+
+    def _plan(
+        self, backend: Backend, values: Incoming, needs: tuple[bool, ...], call: Call
+    ) -> Planned:
+        if call.checkpoint and backend.keeps_scores:
+            backend = _recomputed(backend)
+        tensors = call.tensors
+        same_ends = same_starts = False
+        if call.shape.band is None and tensors.cu_seqlens_q is not None:
+            same_ends = tensors.cu_seqlens_q is tensors.cu_seqlens_kv
+            starts = tensors.cu_seqlens_q_padded
+            same_starts = starts is not None and starts is tensors.cu_seqlens_kv_padded
+            if same_ends:
+                tensors = tensors._replace(cu_seqlens_kv=None)
+            if same_starts:
+                tensors = tensors._replace(cu_seqlens_kv_padded=None)
+        fixed = repeatable(environment())
+        options = Options(backend, call.settings(), same_ends, same_starts, fixed)
+        parameters = (*tensors, None)
+        if call.casts is None:
+            return self.planned(values, parameters, options, needs)
+        return self._prepared(values.like.dtype, needs, options), parameters  # scales of this call
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        """Attend in the call's format; the heads of the result are flat."""
+        if exporting():
+            return exported.attend(query, key, value, call)
+        compiling = _is_compiling()
+        transformed = not compiling and other_autodiff_active()
+        inputs = (query, key, value)
+        if transformed:
+            coming = Incoming(inputs, (True, True, True), True)
+        else:
+            coming = incoming(*inputs)
+        needs = _needs(coming, call)
+        recorded = any(needs)
+        backend = choose(query.device, query.dtype, recorded, call)
+        if call.checkpoint and backend.keeps_scores and compiling:
+            call = call._replace(checkpoint=False)
+            return checkpoint_in_graph(partial(self, *inputs, call))
+        if recorded and backend.differentiable and (compiling or transformed):
+            return run_forward(backend, query, key, value, call, NO_BACKWARD)[0]
+        if recorded and (compiling or (query is key is value and call.casts is None)):
+            # Compilers take no tensor twice. Gradients of one tensor are added up value first.
+            query, key, value = (x.view_as(x) for x in inputs)
+        plan, parameters = self._plan(backend, coming, needs, call)
+        step = None if call.casts is None else call.casts.step
+        out: torch.Tensor = call_chain(plan, step, query, key, value, *parameters)
+        return out
+
+
+def _needs(values: Incoming, call: Call) -> tuple[bool, ...]:
+    """`CallPlan.needs`: of the tensors of a call, biases and sinks may have gradients."""
+    if not values.records:
+        return _NO_NEEDS
+    bias, sink = call.bias.tensor, call.sink.offset
+    if bias is None and sink is None:
+        return (*values.needs, *_NO_NEEDS[3:])
+    tensors = CallTensors(bias=bias, sink=sink)
+    return (*values.needs, *[x is not None and x.requires_grad for x in tensors], False)
+
+
+_NO_NEEDS = (False,) * (3 + TENSORS + 1)
+
+
+@lru_cache
+def _recomputed(backend: Backend) -> Backend:
+    """The same backend, whose backward runs the forward again instead of reading what it saved."""
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+    ) -> tuple[torch.Tensor, Saved | None]:
+        if not any(needs):
+            return backend.forward(query, key, value, call, needs)
+        casts = call.casts
+        if casts is not None:  # by the backward, scales have moved on
+            casts = casts.repeatable()
+        states = _RandomStates(query.device) if call.dropout.p > 0.0 else None
+        call = call._replace(casts=casts)
+        out, _ = backend.forward(query, key, value, call, NO_BACKWARD)
+        return out, Saved(None, (query, key, value, *call.tensors), (states, casts))
+
+    def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        query, key, value, *tensors = saved.tensors
+        assert query is not None and key is not None and value is not None
+        states, casts = saved.facts
+        call = call.with_tensors(CallTensors(*tensors))
+        if casts is not None:
+            call = call._replace(casts=casts.again())
+        random = nullcontext() if states is None else states.restored()
+        with random, torch.autocast(query.device.type, enabled=False):  # inputs have been cast
+            _, found = backend.forward(query, key, value, call, needs)
+        assert found is not None
+        return backend.backward(grad, found, call.settings(), needs)
+
+    return backend._replace(forward=forward, backward=backward)
+
+
+class _RandomStates:
+    """States of torch's default generators, of the CPU and of a device, as they are now.
+
+    Within a fork of a tracker they are the tracker's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_cpu = torch.get_rng_state()
+        self._of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, numbers are drawn again; they leave no trace."""
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.set_rng_state(self._of_cpu)
+            if self._of_device is not None:
+                torch.cuda.set_rng_state(self._of_device, self._device)
+            yield

@@ -10,7 +10,6 @@ import torch
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.casts import Casts
 from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.attention.core.sink import NO_SINK, Sink
 from transformer_engine.pytorch.attention.masks.masks import (
     Mask,
     MaskRule,
@@ -42,6 +41,18 @@ class Sequences(NamedTuple):
                 f" {self.longest}"
             )
         return cu_seqlens, self.cu_seqlens_padded
+
+
+_WHOLE = Sequences()
+
+
+def sequences_of(
+    cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None, longest: int | None
+) -> Sequences:
+    """`Sequences` of these; one object for all calls that say nothing."""
+    if cu_seqlens is None and cu_seqlens_padded is None and longest is None:
+        return _WHOLE
+    return Sequences(cu_seqlens, cu_seqlens_padded, longest)
 
 
 class Bias(NamedTuple):
@@ -96,11 +107,50 @@ def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
     return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
 
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class Sink(NamedTuple):
+    """The kind of softmax, and the score of its sink: of one more key, that has no value.
+
+        vanilla       exp(s_j) / sum_k exp(s_k)
+        off-by-one    exp(s_j) / (1 + sum_k exp(s_k))
+        learnable     exp(s_j) / (exp(offset_h) + sum_k exp(s_k)), a learned offset per head
+
+    Attributes:
+        type: one of `SOFTMAX_TYPES`.
+        offset: `[heads]`; None for `vanilla`.
+    """
+
+    type: str = "vanilla"
+    offset: torch.Tensor | None = None
+
+
+NO_SINK = Sink()
+
+
+def check_softmax_type(name: str) -> str:
+    """Return the type, or say which ones there are."""
+    if name not in SOFTMAX_TYPES:
+        raise ValueError(
+            f"[DotProductAttention] expected softmax_type in {{{', '.join(SOFTMAX_TYPES)}}},"
+            f" got {name!r}"
+        )
+    return name
+
+
 class Dropout(NamedTuple):
-    """Dropout of attention weights, and the RNG states that it draws from."""
+    """Dropout of attention weights.
+
+    Attributes:
+        p: probability of dropping a weight.
+        tracker: RNG states that random numbers are drawn from; None for torch's generator.
+        seed: of backends that take one, see `Backend.draw_seed`.
+    """
 
     p: float = 0.0
     tracker: Any = None
+    seed: torch.Tensor | None = None
 
 
 NO_DROPOUT = Dropout()
@@ -164,6 +214,38 @@ def call_shape(
     return CallShape(qkv_format, rule, band, *heads, *sizes, batch, queries, keys)
 
 
+class CallArguments(NamedTuple):
+    """Arguments of a call, overrides applied."""
+
+    attention_mask: AttentionMask | None
+    qkv_format: str
+    query_sequences: Sequences
+    key_sequences: Sequences
+    mask_type: str
+    window: Window | None
+    bottom_right: bool | None
+    bias: Bias
+    checkpoint: bool
+
+
+class CallTensors(NamedTuple):
+    """All tensors of a call, but for those of `casts`, which belong to the module."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None  # of a pair of masks
+
+
+TENSORS = len(CallTensors._fields)
+_NO_TENSORS = CallTensors()
+
+
 class Call(NamedTuple):
     """All that a call of attention says, overrides applied.
 
@@ -173,8 +255,8 @@ class Call(NamedTuple):
 
     shape: CallShape
     attention_mask: AttentionMask | None
-    of_query: Sequences
-    of_key: Sequences
+    query_sequences: Sequences
+    key_sequences: Sequences
     bias: Bias
     scale: float
     dropout: Dropout
@@ -187,4 +269,49 @@ class Call(NamedTuple):
     @property
     def same_sequences(self) -> bool:
         """Queries and keys are known to have the same lengths."""
-        return all(a is b for a, b in zip(self.of_query, self.of_key, strict=True))
+        pairs = zip(self.query_sequences, self.key_sequences, strict=True)
+        return all(a is b for a, b in pairs)
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any of `tensors` is there."""
+        return not (
+            self.attention_mask is None
+            and self.query_sequences.cu_seqlens is None
+            and self.key_sequences.cu_seqlens is None
+            and self.bias is NO_BIAS
+            and self.sink is NO_SINK
+        )
+
+    @property
+    def tensors(self) -> CallTensors:
+        """Those of the call."""
+        if not self.has_tensors:
+            return _NO_TENSORS
+        mask = self.attention_mask
+        masks = mask if isinstance(mask, tuple | list) else (mask,)
+        sequences = (*self.query_sequences[:2], *self.key_sequences[:2])
+        return CallTensors(*sequences, self.bias.tensor, self.bias.slopes, self.sink.offset, *masks)
+
+    def with_tensors(self, tensors: CallTensors, seed: torch.Tensor | None = None) -> Call:
+        """The same call with these tensors, and the seed of dropout."""
+        call = self
+        if seed is not None:
+            call = call._replace(dropout=self.dropout._replace(seed=seed))
+        if not (self.has_tensors or any([x is not None for x in tensors])):
+            return call
+        mask: Any = tensors.mask
+        if isinstance(self.attention_mask, tuple | list):
+            mask = tensors.mask, tensors.key_mask
+        ends_q, starts_q, ends_kv, starts_kv = tensors[:4]
+        return call._replace(
+            attention_mask=mask,
+            query_sequences=Sequences(ends_q, starts_q, self.query_sequences.longest),
+            key_sequences=Sequences(ends_kv, starts_kv, self.key_sequences.longest),
+            bias=NO_BIAS if self.bias is NO_BIAS else Bias(self.bias.type, *tensors[4:6]),
+            sink=NO_SINK if self.sink is NO_SINK else Sink(self.sink.type, tensors.sink),
+        )
+
+    def settings(self) -> Call:
+        """The same call without tensors: nothing that is held for a backward."""
+        return self.with_tensors(_NO_TENSORS) if self.has_tensors else self

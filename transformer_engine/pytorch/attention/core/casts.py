@@ -98,6 +98,13 @@ class Casts(NamedTuple):
     columns: Columns | None = None
 
     @property
+    def backward(self) -> tuple[Slot, Slot, Slot]:
+        """The slots of gradients, where there are any."""
+        assert self.grad_out is not None
+        assert self.grad_product is not None and self.grad_qkv is not None
+        return self.grad_out, self.grad_product, self.grad_qkv
+
+    @property
     def calibrating(self) -> bool:
         """Nothing is cast."""
         return self.qkv.format is None

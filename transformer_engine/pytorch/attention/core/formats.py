@@ -71,10 +71,14 @@ def heads_first(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
 
 
+def heads_third(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """View of `[batch, heads, sequence, size]` in the format sbhd or bshd."""
+    return x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+
+
 def flat_heads(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """`[batch, heads, sequence, size]` as `[..., heads * size]` in the format sbhd or bshd."""
-    x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
-    return x.flatten(2)
+    return heads_third(x, qkv_format).flatten(2)
 
 
 class PackedRows(NamedTuple):
@@ -147,15 +151,16 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, maps: Maps) -> torch.Tensor:
         index, absent, *back = maps
         ctx.save_for_backward(*back)
-        return _rows(x, index, absent)
+        return gather_rows(x, index, absent)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _rows(grad, *ctx.saved_tensors), None
+        return gather_rows(grad, *ctx.saved_tensors), None
 
 
-def _rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+def gather_rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+    """Rows `x[index]`, zero where `absent`."""
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], *x.shape[1:])
     return x.index_select(0, index).masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
@@ -163,6 +168,8 @@ def _rows(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor) -> torch.T
 
 def move_rows(x: torch.Tensor, maps: Maps) -> torch.Tensor:
     """Rows of x as the maps say; gradients go the way back."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return gather_rows(x, maps.rows, maps.absent)
     moved: torch.Tensor = _GatherRows.apply(x, maps)
     return moved
 

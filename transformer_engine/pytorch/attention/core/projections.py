@@ -165,6 +165,7 @@ class SplitHeads(Stage):
     """
 
     label = "split_heads"
+    takes_strides = True
 
     def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
         self.results = results

@@ -46,12 +46,15 @@ class Stage:
         results: names of the values that it makes.
         parameter_count: how many tensors it reads beside values.
         draws: the last of those is a seed: None where the stage shall draw it itself.
+        takes_strides: it reads values, and gradients of its results, of any strides; others get
+            contiguous ones.
     """
 
     label = "stage"
     results: tuple[str, ...] = ("result",)
     parameter_count = 0
     draws = False
+    takes_strides = False
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""

@@ -82,8 +82,6 @@ class Norm(Stage):
     ) -> tuple[Results, Saved]:
         """Normalise."""
         (x,) = inputs
-        if not x.is_contiguous():  # heads of a projection
-            x = x.contiguous()
         gamma, beta = parameters
         assert gamma is not None
         quantizer = quantizer_of(request)

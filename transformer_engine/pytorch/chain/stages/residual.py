@@ -75,8 +75,7 @@ class DropoutAdd(Stage):
             return (residual + x.to(residual.dtype),), saved  # which compilers fuse
         if bias is not None:
             bias = bias.to(x.dtype)
-        residual = None if residual is None else residual.contiguous()
-        return (dropout_add_forward(x.contiguous(), bias, residual, seed, plan.p),), saved
+        return (dropout_add_forward(x, bias, residual, seed, plan.p),), saved
 
     def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
         """Without dropout, which has been refused."""

@@ -1,0 +1,124 @@
+"""`Attention`, the stage: the two functions of a backend, with the tensors of their call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import NO_BACKWARD, Backend, Needs
+from transformer_engine.pytorch.attention.backends.backend import Saved as SavedByBackend
+from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.fp8.operands import Demand
+
+_BIAS, _SINK = CallTensors._fields.index("bias"), CallTensors._fields.index("sink")
+
+
+class Options(NamedTuple):
+    """What calls of attention have in common that share a plan.
+
+    Attributes:
+        backend: that runs them.
+        call: without its tensors.
+        same_ends: keys and values end where queries do; queries alone bring `cu_seqlens`.
+        same_starts: the same of `cu_seqlens_padded`.
+        repeatable: gradients must repeat bit for bit.
+    """
+
+    backend: Backend
+    call: Call
+    same_ends: bool
+    same_starts: bool
+    repeatable: bool
+
+
+class _Plan(NamedTuple):
+    options: Options
+    needs: Needs
+    compiling: bool
+
+
+class Attention(Stage):
+    """softmax(query key^T * scale + bias) value, for each head.
+
+    It reads query, key and value in the format of the call and makes `[..., heads * size]`. The
+    parameters are `CallTensors`, and the seed of dropout. `options` of the call is an `Options`.
+    """
+
+    label = "attention"
+    takes_strides = True
+    results = ("context",)
+    parameter_count = TENSORS + 1
+    draws = True
+
+    def prepare(self, call: CallPlan, first: int) -> _Plan:
+        """Which gradients are wanted."""
+        needs = NO_BACKWARD
+        if call.requires_grad:
+            needs = Needs(*call.needs[:3], call.needs[first + _BIAS], call.needs[first + _SINK])
+        return _Plan(call.options, needs, call.compiling)
+
+    def recordable(self, plan: _Plan) -> bool:
+        """Where the backend says so."""
+        return plan.options.backend.recordable(plan.options.call)
+
+    def draw(self, plan: _Plan, device: torch.device) -> torch.Tensor | None:
+        """By the generator or tracker of the call, if the backend takes a seed."""
+        draw, (p, tracker, _) = plan.options.backend.draw_seed, plan.options.call.dropout
+        if draw is None or p == 0.0:
+            return None
+        if tracker is None:
+            return draw(device)
+        with tracker.fork():
+            return draw(device)
+
+    def forward(
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Saved]:
+        """Attend."""
+        backend, call, same_ends, same_starts, _ = plan.options
+        tensors = CallTensors(*parameters[:-1])
+        if same_ends:
+            tensors = tensors._replace(cu_seqlens_kv=tensors.cu_seqlens_q)
+        if same_starts:
+            tensors = tensors._replace(cu_seqlens_kv_padded=tensors.cu_seqlens_q_padded)
+        call = call.with_tensors(tensors, parameters[-1])
+        out, saved = run_forward(backend, *inputs, call, plan.needs)
+        if not plan.compiling and out._is_view():
+            out = out.detach()  # autograd refuses to change views in place that a function made
+        if saved is None:
+            return (out,), Saved(())
+        return (out,), Saved((saved.log_sum_exp, *saved.tensors), saved.facts)
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+    ) -> tuple[Results, Any]:
+        """Of query, key and value; those of bias and sink come with them."""
+        backend, call, *_ = plan.options
+        of_backend = SavedByBackend(saved.tensors[0], saved.tensors[1:], saved.facts)
+        gradients = backend.backward(grads[0], of_backend, call, plan.needs)
+        return gradients[:3], gradients[3:]
+
+    def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
+        """Of bias and sink."""
+        found: list[torch.Tensor | None] = [None] * self.parameter_count
+        found[_BIAS], found[_SINK] = carry
+        return found
+
+
+def run_forward(
+    backend: Backend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    needs: Needs,
+) -> tuple[torch.Tensor, SavedByBackend | None]:
+    """The forward of a backend, whose random numbers come from the tracker of the call."""
+    tracker = call.dropout.tracker
+    if tracker is None or backend.draw_seed is not None:
+        return backend.forward(query, key, value, call, needs)
+    with tracker.fork():
+        return backend.forward(query, key, value, call, needs)
