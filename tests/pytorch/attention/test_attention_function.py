@@ -29,12 +29,12 @@ def test_gradients_of_gradients_are_an_error_in_words(name, monkeypatch):
     "arguments",
     [
         {},
-        {"attn_mask_type": "arbitrary", "attention_mask": torch.rand(2, 1, 5, 5) < 0.4},
+        {"attn_mask_type": "arbitrary", "attention_mask": torch.ones(5, 5).triu(2).bool()},
         {"core_attention_bias_type": "post_scale_bias"},
     ],
     ids=["causal", "mask", "bias"],
 )
-def test_a_checkpoint_saves_what_the_call_is_given(dropout, arguments, monkeypatch):
+def test_a_checkpoint_saves_the_arguments_of_its_call(dropout, arguments, monkeypatch):
     """And runs the forward again, with the same random numbers; none of it may change."""
     for name, value in ALONE["unfused"].items():
         monkeypatch.setenv(name, value)
