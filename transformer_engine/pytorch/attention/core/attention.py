@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.core.call import NO_BIAS, NO_SINK, Call
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast import autocast_stack
+from transformer_engine.pytorch.module.inputs import autocast_dtype
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
 _is_compiling = torch.compiler.is_compiling
@@ -152,12 +153,19 @@ def _recomputed(backend: Backend) -> Backend:
         call = call.with_tensors(tensors)
         if casts is not None:
             call = call._replace(casts=casts.again())
-        with nullcontext() if states is None else states.restored():
-            _, saved_now = backend.forward(query, key, value, call, needs)
-        assert saved_now is not None
-        return backend.backward(grad, saved_now, call.settings(), needs)
+        random = nullcontext() if states is None else states.restored()
+        with random, _without_torch_autocast(query):  # which has cast the inputs, or came later
+            _, found = backend.forward(query, key, value, call, needs)
+        assert found is not None
+        return backend.backward(grad, found, call.settings(), needs)
 
     return backend._replace(forward=forward, backward=backward)
+
+
+def _without_torch_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    if autocast_dtype(x) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class _RandomStates:
