@@ -31,12 +31,12 @@ def test_gradients_of_gradients_are_an_error_in_words(name, monkeypatch):
     "arguments",
     [
         {},
-        {"attn_mask_type": "arbitrary", "attention_mask": torch.rand(2, 1, 5, 5) < 0.4},
+        {"attn_mask_type": "arbitrary", "attention_mask": torch.ones(5, 5).triu(2).bool()},
         {"core_attention_bias_type": "post_scale_bias"},
     ],
     ids=["causal", "mask", "bias"],
 )
-def test_a_checkpoint_saves_what_the_call_is_given(dropout, arguments, monkeypatch):
+def test_a_checkpoint_saves_the_arguments_of_its_call(dropout, arguments, monkeypatch):
     """And runs the forward again, with the same random numbers; none of it may change."""
     for name, value in ALONE["unfused"].items():
         monkeypatch.setenv(name, value)
@@ -65,6 +65,49 @@ def test_a_checkpoint_saves_what_the_call_is_given(dropout, arguments, monkeypat
             changed.copy_(changed.clone())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "forward", "backward"),
+    [
+        (torch.float32, None, torch.bfloat16),
+        (torch.float32, torch.bfloat16, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, None, torch.float16),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_repeats_its_forward_wherever_torch_autocast_is(
+    dtype, forward, backward, fp8, monkeypatch
+):
+    monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
+    inputs, bias = make_qkv(dtype=dtype), torch.randn(4, 5, 5, requires_grad=True)
+    arguments = {"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": bias}
+    results = []
+    for checkpoint in (False, True):
+        module = make_module(attention_dropout=0.3)
+        recipe = DelayedScaling(amax_history_len=2, fp8_dpa=True)
+        torch.manual_seed(3)
+        with autocast(forward), te.fp8_autocast(fp8, fp8_recipe=recipe):
+            out = module(*inputs, checkpoint_core_attention=checkpoint, **arguments)
+        with autocast(backward):
+            results.append((out, *torch.autograd.grad(out.sum(), [*inputs, bias])))
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again) and bool(plain.any())
+
+
+def autocast(dtype):
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def test_a_checkpoint_of_tensors_on_meta(monkeypatch):
+    monkeypatch.setattr(core, "choose", lambda *call: unfused.BACKEND)
+    inputs = make_qkv("meta")
+    module = make_module()
+    out = module(*inputs, checkpoint_core_attention=True)
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert gradient.is_meta and gradient.shape == inputs[0].shape
 
 
 def test_a_result_may_be_changed_in_place_where_nothing_reads_it(monkeypatch):

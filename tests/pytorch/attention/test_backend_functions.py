@@ -221,8 +221,9 @@ def test_inputs_that_changed_before_the_backward(name, case, _, changed, monkeyp
         assert torch.equal(gradient, wanted)
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "backward in torch.autocast"])
 @pytest.mark.parametrize("case", [case for name, case, _ in CASES if name == "sdpa"], ids=str)
-def test_without_the_operators_of_torch_its_function_is_differentiated(case, monkeypatch):
+def test_without_the_operators_of_torch_its_function_is_differentiated(case, rounds, monkeypatch):
     """Bit for bit the same, with the same random numbers."""
     monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
     graphs, forward = [], local_graph.forward
@@ -245,7 +246,9 @@ def test_without_the_operators_of_torch_its_function_is_differentiated(case, mon
             out = core.CoreAttention()(*inputs, call)
             drawn = torch.rand(2)
             upstream = torch.randn_like(out) if upstream is None else upstream
-            results.append((out, *torch.autograd.grad(out, inputs, upstream), drawn))
+            with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
+                gradients = torch.autograd.grad(out, inputs, upstream)
+            results.append((out, *gradients, drawn))
             assert bool(graphs) == (not kernels)
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours, theirs)

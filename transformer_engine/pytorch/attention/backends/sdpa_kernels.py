@@ -326,24 +326,28 @@ def _back_math(grad: torch.Tensor, saved: Saved, arguments: Arguments, needs: Ne
     query, key, factor, value, weights, dropped = saved.tensors
     lead, dtype, groups, scale = grad.shape[:2], grad.dtype, saved.facts, arguments.scale
     grad_query = grad_key = grad_value = None
-    with torch.autocast(grad.device.type, enabled=False):
-        grad = _in_fp32(grad).flatten(0, 1)
-        if factor is not None:
-            product = torch.bmm(factor.flatten(0, 1).transpose(1, 2), grad).unflatten(0, lead)
-            grad_value = sum_repeated(product, groups).to(dtype)
-        if weights is not None:
-            grad = torch.bmm(grad, _values(value, lead[1]).transpose(1, 2)).unflatten(0, lead)
-            if dropped is not None:
-                grad = dropout_backward(grad, dropped, arguments.dropout)
-            grad = _softmax_backward(grad, weights, -1, weights.dtype).flatten(0, 1)
-        if key is not None:
-            product = torch.bmm(grad, _columns(key, lead[1], scale).transpose(1, 2))
-            grad_query = (product.unflatten(0, lead) * math.sqrt(scale)).to(dtype)
-        if query is not None:
-            product = torch.bmm(_rows(query, scale).transpose(1, 2), grad).unflatten(0, lead)
-            product = (product * math.sqrt(scale)).transpose(-2, -1)
-            grad_key = sum_repeated(product, groups).to(dtype)
+    grad = _in_fp32(grad).flatten(0, 1)
+    if factor is not None:
+        product = _product(factor.flatten(0, 1).transpose(1, 2), grad, lead)
+        grad_value = sum_repeated(product, groups).to(dtype)
+    if weights is not None:
+        grad = _product(grad, _values(value, lead[1]).transpose(1, 2), lead)
+        if dropped is not None:
+            grad = dropout_backward(grad, dropped, arguments.dropout)
+        grad = _softmax_backward(grad, weights, -1, weights.dtype).flatten(0, 1)
+    if key is not None:
+        product = _product(grad, _columns(key, lead[1], scale).transpose(1, 2), lead)
+        grad_query = (product * math.sqrt(scale)).to(dtype)
+    if query is not None:
+        product = _product(_rows(query, scale).transpose(1, 2), grad, lead)
+        product = (product * math.sqrt(scale)).transpose(-2, -1)
+        grad_key = sum_repeated(product, groups).to(dtype)
     return Gradients(grad_query, grad_key, grad_value)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """`a @ b` as `[batch, heads, ...]`; backwards inside of torch.autocast round it, as torch's."""
+    return torch.bmm(a, b).to(a.dtype).unflatten(0, lead)
 
 
 for _device in ("cpu", "cuda"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from transformer_engine.pytorch.attention.core.stage import Attention, Options, 
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
+from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
@@ -74,10 +76,7 @@ class CoreAttention(Part):
         compiling = _is_compiling()
         transformed = not compiling and other_autodiff_active()
         inputs = (query, key, value)
-        if transformed:
-            coming = Incoming(inputs, (True, True, True), True)
-        else:
-            coming = incoming(*inputs)
+        coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
         needs = _needs(coming, call)
         recorded = any(needs)
         backend = choose(query.device, query.dtype, recorded, call)
@@ -134,12 +133,18 @@ def _recomputed(backend: Backend) -> Backend:
         if casts is not None:
             call = call._replace(casts=casts.again())
         random = nullcontext() if states is None else states.restored()
-        with random, torch.autocast(query.device.type, enabled=False):  # inputs have been cast
+        with random, _without_torch_autocast(query):  # which has cast the inputs, or came later
             _, found = backend.forward(query, key, value, call, needs)
         assert found is not None
         return backend.backward(grad, found, call.settings(), needs)
 
     return backend._replace(forward=forward, backward=backward)
+
+
+def _without_torch_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    if autocast_dtype(x) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class _RandomStates:
