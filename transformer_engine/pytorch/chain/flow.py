@@ -127,6 +127,8 @@ class _Listing(Flow):
         self.modules.append(module)
         if type(module) not in _FORWARDS:
             raise _NotFused
+        if getattr(module, "return_bias", False):
+            raise _NotFused
         if hasattr(module, "data_flow"):
             return module.flow_of_call(self, *arguments, **keywords)
         return self._add(module, arguments, keywords)

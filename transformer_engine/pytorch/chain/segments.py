@@ -74,7 +74,8 @@ def forward(
     if not traces:
         trace, tensors = _traced(None, run_forward(plan, values, 0, len(chain.steps)))
         traces.append(trace)
-    plan.recorded = trace.stages is None and len(traces) == 1
+    if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
+        plan.recorded = trace.stages is None and len(traces) == 1
     return [values[v] for v in chain.outputs], tensors, traces
 
 

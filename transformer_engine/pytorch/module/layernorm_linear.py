@@ -28,8 +28,10 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     SplitLinearParameters,
     default_init_method,
+    names_in,
     params_dtype_of,
     split_sizes,
+    tensors_of,
 )
 
 
@@ -124,6 +126,7 @@ class LayerNormLinear(OneWeight):
         norm = norm_parameters(
             normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
+        self._norm_names = names_in(norm, "layer_norm_weight", "layer_norm_bias")
         init = init_method or default_init_method
         linear = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
         self._parameter_set.create(
@@ -141,8 +144,8 @@ class LayerNormLinear(OneWeight):
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""
         weight, bias = self._split.of(self)
-        applied, own = None if self.return_bias else bias, self._parameters
-        return (own["layer_norm_weight"], own.get("layer_norm_bias"), weight, applied), bias
+        applied = None if self.return_bias else bias
+        return (*tensors_of(self, self._norm_names), weight, applied), bias
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the linear transformation.

@@ -28,7 +28,9 @@ from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
     default_init_method,
+    names_in,
     params_dtype_of,
+    tensors_of,
 )
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 
@@ -139,6 +141,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         first = init_method or default_init_method
         second = output_layer_init_method or default_init_method
         specs = norm + self._linear_specs(first, second)
+        self._names = names_in(
+            specs,
+            *("layer_norm_weight", "layer_norm_bias"),
+            *("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+        )
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
@@ -167,7 +174,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)]
 
     def _weights(self) -> list[torch.Tensor]:
-        return [self._parameters["fc1_weight"], self._parameters["fc2_weight"]]  # type: ignore[list-item]
+        return tensors_of(self, ("fc1_weight", "fc2_weight"))  # type: ignore[return-value]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the perceptron.
@@ -201,17 +208,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
         """See `TransformerEngineBaseModule`."""
-        own = self._parameters
-        bias = own.get("fc2_bias")
-        parameters = (
-            own["layer_norm_weight"],
-            own.get("layer_norm_bias"),
-            own["fc1_weight"],
-            own.get("fc1_bias"),
-            own["fc2_weight"],
-            None if self.return_bias else bias,
-        )
-        return parameters, bias
+        *parameters, bias = tensors_of(self, self._names)
+        return (*parameters, None if self.return_bias else bias), bias
 
     def _forward(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Any:
         parameters, bias = self.chain_parameters()

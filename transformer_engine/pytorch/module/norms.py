@@ -20,7 +20,9 @@ from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
+    names_in,
     params_dtype_of,
+    tensors_of,
 )
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
@@ -76,6 +78,7 @@ class NormModule(OptionalExtraState, SingleStageModule):
         self.zero_centered_gamma = zero_centered_gamma
         self._parameter_set = ParameterSet(None)
         specs = norm_parameters(self.kind, self.hidden_size, zero_centered_gamma, sequence_parallel)
+        self._names = names_in(specs, "weight", "bias")
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -119,8 +122,9 @@ class NormModule(OptionalExtraState, SingleStageModule):
         self, like: torch.Tensor
     ) -> tuple[torch.dtype, Sequence[torch.Tensor | None]]:
         """See `SingleStageModule`."""
-        own: Any = self._parameters
-        return autocast_dtype(like) or own["weight"].dtype, (own["weight"], own.get("bias"))
+        weight, bias = tensors_of(self, self._names)
+        assert weight is not None
+        return autocast_dtype(like) or weight.dtype, (weight, bias)
 
     def extra_repr(self) -> str:
         """Size and settings."""

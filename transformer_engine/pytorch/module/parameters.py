@@ -173,6 +173,27 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
     return dict.fromkeys(names, features // len(names))
 
 
+Names = tuple[str | None, ...]
+
+
+def names_in(specs: Sequence[ParameterSpec], *names: str) -> Names:
+    """Each of these names, or None where no parameter has it."""
+    there = {spec.name for spec in specs}
+    return tuple([name if name in there else None for name in names])
+
+
+def tensors_of(module: nn.Module, names: Names) -> list[torch.Tensor | None]:
+    """The parameters of a module, None for None.
+
+    What torch.nn.utils.parametrize and its like compute instead of one is an attribute alone.
+    """
+    own = module._parameters
+    try:
+        return [own[name] if name is not None else None for name in names]
+    except KeyError:
+        return [getattr(module, name) if name is not None else None for name in names]
+
+
 class SplitLinearParameters:
     """Weight and bias of a Linear, as one parameter each or as several along dim 0.
 
@@ -183,6 +204,7 @@ class SplitLinearParameters:
         self.sizes = sizes or {"": features}
         self.weight_names = [_suffixed(part, "weight") for part in self.sizes]
         self.bias_names = [_suffixed(part, "bias") for part in self.sizes] if bias else []
+        self._names: Names = (*self.weight_names, *(self.bias_names or [None]))
 
     def specs(
         self, in_features: int, init: InitMethod, weight_attributes: dict[str, Any]
@@ -200,13 +222,13 @@ class SplitLinearParameters:
 
     def of(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The whole weight `[out, in]` and the whole bias `[out]` (or None)."""
-        own = module._parameters
-        if len(self.weight_names) == 1:
-            return own[self.weight_names[0]], own[self.bias_names[0]] if self.bias_names else None  # type: ignore[return-value]
-        weight = torch.cat([own[name] for name in self.weight_names])  # type: ignore[misc]
-        if not self.bias_names:
-            return weight, None
-        return weight, torch.cat([own[name] for name in self.bias_names])  # type: ignore[misc]
+        tensors: Any = tensors_of(module, self._names)
+        count = len(self.weight_names)
+        if count == 1:
+            weight, bias = tensors
+            return weight, bias
+        weight = torch.cat(tensors[:count])
+        return weight, torch.cat(tensors[count:]) if self.bias_names else None
 
 
 def _suffixed(part: str, kind: str) -> str:

@@ -1,0 +1,291 @@
+"""Layers as one node of autograd's graph: the same bits as part by part, in every arrangement."""
+
+import copy
+
+import pytest
+import torch
+from debug_session import debugging, logged, section
+from fused_layers import batch, build, is_fused, results
+from precisions import RECIPES, scope
+from rulers import assert_bitwise
+from torch.utils.checkpoint import checkpoint
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.chain import flow
+
+
+def tracker():
+    states = te.CudaRNGStatesTracker("cuda" if torch.cuda.is_available() else "cpu")
+    states.add("model-parallel-rng", 1)
+    return states
+
+
+KINDS = {
+    "encoder": {},
+    "sbhd, fused weights": {"attn_input_format": "sbhd", "fuse_qkv_params": True},
+    "groups": {"num_gqa_groups": 2, "qkv_weight_interleaved": False, "fuse_qkv_params": True},
+    "interleaved groups": {"num_gqa_groups": 2, "kv_channels": 24},
+    "RMSNorm, swiglu": {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
+    "residual after norm": {"apply_residual_connection_post_layernorm": True},
+    "window": {"window_size": (5, 0), "layer_number": 3},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
+    "dropout of a tracker": {"attention_dropout": 0.3, "get_rng_state_tracker": tracker},
+    "no mask": {"self_attn_mask_type": "no_mask", "zero_centered_gamma": True},
+    "decoder": {"layer_type": "decoder"},
+    "decoder with groups": {"layer_type": "decoder", "num_gqa_groups": 2, "hidden_dropout": 0.1},
+    "parallel": {"parallel_attention_mlp": True, "hidden_dropout": 0.1},
+    "norm at the end": {"output_layernorm": True},
+    "dropped paths": {"drop_path_rate": 0.5, "hidden_dropout": 0.1},
+    "norms of heads": {"qk_norm_type": "RMSNorm"},
+    "L2 norms of heads": {"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True},
+    "sink": {"softmax_type": "learnable"},
+    "attention alone": {"kind": te.MultiheadAttention},
+    "attention without a norm": {"kind": te.MultiheadAttention, "input_layernorm": False},
+}
+CALLS = {
+    "mask type": {"self_attn_mask_type": "no_mask"},
+    "mask type as it is": {"self_attn_mask_type": "causal"},
+    "window": {"window_size": (3, 0)},
+    "mask": {
+        "self_attn_mask_type": "arbitrary",
+        "attention_mask": torch.ones(16, 16).triu(2).bool()[None, None],
+    },
+    "padding": {
+        "self_attn_mask_type": "padding",
+        "attention_mask": (torch.arange(16) > torch.tensor([[9], [15]]))[:, None, None],
+    },
+    "lengths": {
+        "self_attn_mask_type": "padding_causal",
+        "cu_seqlens_q": torch.tensor([0, 10, 26], dtype=torch.int32),
+        "cu_seqlens_kv": torch.tensor([0, 10, 26], dtype=torch.int32),
+    },
+    "recomputed": {"checkpoint_core_attention": True},
+    "slopes": {"core_attention_bias_type": "alibi"},
+    "bias": {
+        "core_attention_bias_type": "post_scale_bias",
+        "core_attention_bias": torch.ones(1, 4, 16, 16, dtype=torch.bfloat16).triu(),
+    },
+    "rotation": {"rotary_pos_emb": te.RotaryPositionEmbedding(8)(40)},
+    "first microbatch": {"is_first_microbatch": True},
+}
+pairs = pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("encoder", recipe) for recipe in RECIPES]
+    + [(kind, "high precision" if i % 2 else "delayed") for i, kind in enumerate(KINDS)],
+)
+
+
+@pytest.fixture
+def by_parts(monkeypatch):
+    """A switch: every layer runs part by part."""
+    return lambda: monkeypatch.setattr(flow, "_may_fuse", lambda x: False)
+
+
+def make_of(kind, device):
+    options = dict(KINDS[kind])
+    if options.get("kind") is not te.MultiheadAttention:
+        return build(device, **options)
+    torch.manual_seed(0)
+    del options["kind"]
+    options = {"input_layernorm": True, "qkv_format": "bshd", "attention_dropout": 0.0, **options}
+    return te.MultiheadAttention(
+        64, 4, params_dtype=torch.bfloat16, device=device, name="layer", **options
+    )
+
+
+def moved(call, device):
+    def move(x):
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    return {name: move(value) for name, value in call.items()}
+
+
+def assert_same(make, recipe, device, by_parts, **call):
+    """Both ways, on layers of their own."""
+    call = moved(call, device)
+    fused, counts, y = results(make(), recipe, device, **call)
+    assert is_fused(y)
+    by_parts()
+    parts, expected, y = results(make(), recipe, device, **call)
+    assert not is_fused(y)
+    assert counts == expected
+    for ours, theirs in zip(fused, parts, strict=True):
+        assert (ours is None) is (theirs is None)
+        if ours is not None:
+            assert_bitwise(ours, theirs)
+
+
+@pairs
+def test_every_arrangement(device, kind, recipe, by_parts):
+    call = {"encoder_output": batch(device, 5, 24).detach()} if "decoder" in kind else {}
+    assert_same(lambda: make_of(kind, device), recipe, device, by_parts, **call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument(device, name, by_parts):
+    recipe = "delayed" if len(name) % 2 else "high precision"
+    assert_same(lambda: build(device), recipe, device, by_parts, **CALLS[name])
+
+
+def test_gradients_of_encoder_output_and_bias(device, by_parts):
+    def run():
+        layer = build(device, layer_type="decoder")
+        encoder, x = batch(device, 5), batch(device)
+        bias = torch.zeros(1, 4, 16, 16, dtype=torch.bfloat16, device=device).requires_grad_()
+        y = layer(
+            x,
+            encoder_output=encoder,
+            core_attention_bias_type="post_scale_bias",
+            core_attention_bias=bias,
+        )
+        y.square().sum().backward()
+        return [y, x.grad, encoder.grad, bias.grad]
+
+    fused = run()
+    assert is_fused(fused[0])
+    by_parts()
+    for ours, theirs in zip(fused, run(), strict=True):
+        assert_bitwise(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", ["high precision", "delayed"])
+@pytest.mark.parametrize("frozen", ["qkv.weight", "proj", "mlp", "self_attention"])
+def test_what_needs_no_gradient_gets_none(device, frozen, recipe, by_parts):
+    def make():
+        layer = build(device, fuse_qkv_params=True)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        return layer
+
+    assert_same(make, recipe, device, by_parts)
+    layer, x = make(), batch(device).detach()
+    with scope(recipe):
+        y = layer(x)
+    y.sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in layer.parameters())
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kind", ["encoder", "groups", "interleaved groups", "sbhd, fused weights"])
+def test_rotation(device, kind, pair, by_parts):
+    angles = te.RotaryPositionEmbedding(8)(40).to(device)
+    if pair:
+        angles = (angles, angles.bfloat16() * 0.5)
+    arguments = {**KINDS[kind], "rotary_pos_interleaved": pair}
+    assert_same(
+        lambda: build(device, **arguments), "delayed", device, by_parts, rotary_pos_emb=angles
+    )
+
+
+def test_angles_are_checked_and_saved(device):
+    layer, x = build(device), batch(device)
+    angles = te.RotaryPositionEmbedding(16)(16).to(device)
+    with pytest.raises(ValueError, match=r"expected freqs for at least 16 .* \(layer layer"):
+        layer(x, rotary_pos_emb=angles[:9])
+    y = layer(x, rotary_pos_emb=angles)
+    assert is_fused(y)
+    angles.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_microbatches(device, first, by_parts):
+    def make():
+        layer = build(device)
+        with scope("delayed"):
+            layer(batch(device), is_first_microbatch=True)
+        return layer
+
+    assert_same(make, "delayed", device, by_parts, is_first_microbatch=first)
+
+
+def test_weights_in_fp8(device, by_parts):
+    def make():
+        with te.fp8_model_init(enabled=True, recipe=DelayedScaling()):
+            return build(device)
+
+    assert_same(make, "delayed", device, by_parts)
+
+
+def test_several_layers_in_one_scope(device, by_parts):
+    """The first one's backward ends the step."""
+
+    def run():
+        model = torch.nn.Sequential(build(device, name="a"), build(device, name="b"))
+        return results(model, "delayed", device)[0]
+
+    fused = run()
+    by_parts()
+    for ours, theirs in zip(fused, run(), strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_statistics(device, by_parts, tmp_path):
+    """A session looks into chains: in steps of its choice, whichever way the layer runs."""
+
+    def run(folder):
+        what = {"stats": ["mean", "max"], "tensors": ["activation", "gradient"], "freq": 2}
+        layer = build(device)
+        with debugging(folder, section("LogTensorStats", **what)):
+            for step in range(3):
+                with scope("delayed"):
+                    y = layer(batch(device, step))
+                y.sum().backward()
+                debug_api.step()
+        return logged(folder), [p.grad for p in layer.parameters()]
+
+    rows, gradients = run(tmp_path / "fused")
+    assert {row[0] for row in rows} == {0, 2}
+    by_parts()
+    expected, theirs = run(tmp_path / "parts")
+    assert rows == expected
+    for ours, other in zip(gradients, theirs, strict=True):
+        assert_bitwise(ours, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["high precision", "delayed"])
+def test_checkpoints(device, reentrant, recipe, by_parts):
+    def run():
+        found = []
+        for make in (checkpoint, te.checkpoint):
+            layer, x = build(device), batch(device)
+            for _ in range(2):
+                with scope(recipe):
+                    y = make(layer, x, use_reentrant=reentrant)
+                y.sum().backward()
+            found += [y, x.grad, *(p.grad for p in layer.parameters())]
+        return found
+
+    fused = run()
+    by_parts()
+    for ours, theirs in zip(fused, run(), strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_gradients_of_an_unused_result_and_copies(device):
+    layer, x = build(device), batch(device)
+    y = copy.deepcopy(layer)(x)
+    assert is_fused(y)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    (again,) = torch.autograd.grad(y.transpose(0, 1).sum(), x)
+    assert_bitwise(grad, again)
+
+
+def test_gradients_of_gradients_are_an_error_in_words(device):
+    layer, x = build(device), batch(device)
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
+        grad.sum().backward()
+
+
+def test_the_data_flow_is_printed():
+    layer = build(layer_type="decoder", drop_path_rate=0.1)
+    layer(batch(), encoder_output=batch(seed=4))
+    (fused,) = layer._fused.values()
+    lines = str(fused.chain).splitlines()
+    assert [line.split()[0] for line in lines].count("attention") == 2
+    assert lines[-1] == "returns hidden_states"
