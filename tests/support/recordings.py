@@ -6,14 +6,15 @@ from transformer_engine.pytorch.chain.segments import Segment
 
 
 def segments_of(module: nn.Module) -> list[Segment]:
-    """Of every plan and every shape of a module's own chain."""
-    plans = getattr(module, "_plans", {}).values()
+    """Of every plan and every shape of a module's own chain, and of a layer's that is one node."""
+    owners = [module, *getattr(module, "_fused", {}).values()]
+    plans = [plan for one in owners for plan in getattr(one, "_plans", {}).values()]
     return [one for plan in plans for found in (plan.recordings or {}).values() for one in found]
 
 
 def all_recorded(module: nn.Module) -> bool:
-    """Every call of this module's chain ran from a recording, and so did every backward."""
-    found = segments_of(module)
+    """Every call that may be recorded ran from a recording, and so did every backward."""
+    found = [one for one in segments_of(module) if one.recordable]
     return bool(found) and all(
         one.recorded is not None
         and not any(isinstance(backward, str) for backward in one._backwards.values())

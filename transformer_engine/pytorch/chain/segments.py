@@ -153,16 +153,25 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
 
 
 def _segments(plan: CallPlan) -> list[Segment]:
-    chain, plans = plan.chain, plan.stage_plans
-
-    def recordable(part: tuple[int, int]) -> bool:
-        return all([chain.steps[i].stage.recordable(plans[i]) for i in range(*part)])
-
+    chain: Chain = plan.chain
+    steps = _recordable_steps(plan)
     segments = []
-    for possible, parts in groupby(chain.parts, recordable):
+    for possible, parts in groupby(chain.parts, lambda part: all(steps[slice(*part)])):
         bounds = list(parts)
         segments.append(Segment(chain, bounds[0][0], bounds[-1][1], possible))
     return segments if any([segment.recordable for segment in segments]) else []
+
+
+def _recordable_steps(plan: CallPlan) -> list[bool]:
+    """Of each step, whether it may be recorded."""
+    steps = plan.chain.steps
+    found = [step.stage.recordable(own) for step, own in zip(steps, plan.stage_plans, strict=True)]
+    for i in reversed(range(len(steps))):
+        if steps[i].stage.records_with_readers:
+            made = set(steps[i].outputs)
+            readers = [j for j, step in enumerate(steps) if made.intersection(step.inputs)]
+            found[i] = found[i] and all([found[j] for j in readers])
+    return found
 
 
 class Segment:

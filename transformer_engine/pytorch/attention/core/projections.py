@@ -166,6 +166,7 @@ class SplitHeads(Stage):
 
     label = "split_heads"
     takes_strides = True
+    records_with_readers = True  # gradients that come from elsewhere are joined by torch
 
     def __init__(self, results: tuple[str, ...], layout: HeadLayout) -> None:
         self.results = results

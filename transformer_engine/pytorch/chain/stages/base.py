@@ -48,6 +48,7 @@ class Stage:
         draws: the last of those is a seed: None where the stage shall draw it itself.
         takes_strides: it reads values, and gradients of its results, of any strides; others get
             contiguous ones.
+        records_with_readers: it is recorded only where all who read its results are.
     """
 
     label = "stage"
@@ -55,6 +56,7 @@ class Stage:
     parameter_count = 0
     draws = False
     takes_strides = False
+    records_with_readers = False
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
