@@ -75,7 +75,7 @@ void run(const AttentionArgs& args, const AttentionGradients* gradients) {
     const auto room = std::bit_ceil(static_cast<uint64_t>(bytes));
     const TensorView scratch =
         bytes == 0 ? TensorView{}
-                   : stream_scratch(args.query.device, stream, static_cast<int64_t>(room));
+                   : attention_workspace(args.query.device, stream, static_cast<int64_t>(room));
     return attention(args, gradients, scratch, stream);
   }
   const py::object scratch = large_scratch(args.query.device, bytes);

@@ -114,7 +114,7 @@ class Recording {
 
   TensorView own_scratch() const {
     if (scratch_bytes_ == 0 || scratch_bytes_ > kLargestScratch) return {};
-    return stream_scratch(device_, bridge::current_stream(device_), scratch_bytes_);
+    return recording_scratch(device_, bridge::current_stream(device_), scratch_bytes_);
   }
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;

@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-enum class Purpose { Gemm, ColumnSum, Moments, Amax, Scratch };
+enum class Purpose { Gemm, ColumnSum, Moments, Amax, Attention, Recording };
 
 constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algorithms expect
 
@@ -68,9 +68,13 @@ MomentsSink moments_sink(const TensorView& row, const TensorView& active, const 
   return {row, active, moments_workspace(x.device, stream, x.rows(), x.cols())};
 }
 
-TensorView stream_scratch(Device device, Stream stream, int64_t bytes) {
+TensorView attention_workspace(Device device, Stream stream, int64_t bytes) {
+  return buffer(Purpose::Attention, device, stream, bytes);
+}
+
+TensorView recording_scratch(Device device, Stream stream, int64_t bytes) {
   if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::Scratch, device, stream, bytes);
+  return buffer(Purpose::Recording, device, stream, bytes);
 }
 
 py::object large_scratch(Device device, int64_t bytes) {

@@ -27,10 +27,15 @@ TensorView moments_workspace(Device device, Stream stream, int64_t rows = 0, int
 MomentsSink moments_sink(const TensorView& row, const TensorView& active, const TensorView& x,
                          Stream stream);
 
-// What ops of one call leave for each other, of at most kLargestScratch bytes: to ask torch for it
-// costs as much as a launch. Absent on the CPU, where several threads may run programs at a time.
+// Buffers that are kept have at most so many bytes; to ask torch for one costs as much as a launch.
 constexpr int64_t kLargestScratch = 32 * 1024 * 1024;
-TensorView stream_scratch(Device device, Stream stream, int64_t bytes);
+
+// What cuDNN's attention asks for, on CUDA.
+TensorView attention_workspace(Device device, Stream stream, int64_t bytes);
+
+// What ops of one recorded call leave for each other. They have workspaces of their own beside it.
+// Absent on the CPU, where several threads may run recordings at a time.
+TensorView recording_scratch(Device device, Stream stream, int64_t bytes);
 
 // A tensor of that many bytes, for one call that needs more.
 pybind11::object large_scratch(Device device, int64_t bytes);
