@@ -67,15 +67,6 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "gather_amax": lambda: ("table", 3),
     "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT, None, True),
     "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS), *PLAIN_PAIR, *INTO),
-    "gemm_quantized": lambda: (
-        codes(),
-        codes(16, COLS),
-        fp8.E4M3,
-        PAIR,
-        ONE.clone(),
-        *FP8_PAIR,
-        *PRODUCT[2:5],
-    ),
     "moments": lambda: (plain(), row(EMPTY_MOMENTS), None),
     "norm_backward": lambda: (
         plain(),
