@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/moments.h"
 
@@ -64,8 +64,8 @@ pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
 void bind_moments(pybind11::module_& m) {
   using pybind11::arg;
   m.def("moments", recordable<&moments_into>, arg("x"), arg("row"), arg("active"));
-  m.def("cast_moments", recordable<&cast_moments_into>, arg("x"), arg("codes"), arg("scales"), arg("format"),
-        arg("row"), arg("active"), arg("squared_error") = true);
+  m.def("cast_moments", recordable<&cast_moments_into>, arg("x"), arg("codes"), arg("scales"),
+        arg("format"), arg("row"), arg("active"), arg("squared_error") = true);
   m.def("statistics", &statistics_from, arg("row"));
   m.def("cast_statistics", &cast_statistics_from, arg("row"));
 }

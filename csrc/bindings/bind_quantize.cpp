@@ -1,7 +1,7 @@
 // Bindings of quantize and quantize_blocks; the FP8 format travels as the integer value of DType.
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/quantize.h"
 #include "ops/quantize_blocks.h"

@@ -54,8 +54,8 @@ void bind_scaling(pybind11::module_& m) {
   using pybind11::arg;
   m.def("amax", recordable<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
-  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"), arg("format"),
-        arg("power_of_2"), arg("epsilon"));
+  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"),
+        arg("format"), arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),
         arg("fp8_max"), arg("margin"));
   m.def("gather_amax", &gather_amax_into, arg("table"), arg("out"));
