@@ -164,7 +164,7 @@ class ScalingMembers:
             return None
         if dist.get_world_size(self.group) == 1:  # type: ignore[arg-type]
             return None
-        amaxes = gather_amax(self.table(states), self.columns)
+        amaxes = gather_amax(self.table(states), self.columns, None, "most_recent")
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
         return amaxes
 
