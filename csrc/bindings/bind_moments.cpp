@@ -1,4 +1,4 @@
-// Bindings of moments and cast_moments.
+// Bindings of moments, cast_moments and merge_rows, and of what people read off their rows.
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -30,6 +30,12 @@ void cast_moments_into(const TensorView& x, const TensorView& codes, const Tenso
                 .out = {row, active, moments_workspace(x.device, stream)},
                 .squared_error = squared_error},
                stream);
+}
+
+void merge_rows_into(const TensorView& rows, const TensorView& kinds, const TensorView& into,
+                     const TensorView& active) {
+  merge_rows({.rows = rows, .kinds = kinds, .into = into, .active = active},
+             bridge::current_stream(into.device));
 }
 
 template <class Row>
@@ -66,6 +72,8 @@ void bind_moments(pybind11::module_& m) {
   m.def("moments", recordable<&moments_into>, arg("x"), arg("row"), arg("active"));
   m.def("cast_moments", recordable<&cast_moments_into>, arg("x"), arg("codes"), arg("scales"),
         arg("format"), arg("row"), arg("active"), arg("squared_error") = true);
+  m.def("merge_rows", recordable<&merge_rows_into>, arg("rows"), arg("kinds"), arg("into"),
+        arg("active"));
   m.def("statistics", &statistics_from, arg("row"));
   m.def("cast_statistics", &cast_statistics_from, arg("row"));
 }

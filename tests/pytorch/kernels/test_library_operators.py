@@ -39,6 +39,10 @@ def row(values: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def rows(*shape: int) -> torch.Tensor:
+    return row(EMPTY_MOMENTS).expand(*shape, -1).contiguous()
+
+
 def table(device: str) -> torch.Tensor:
     """Of one module's history and scales, which live as long as the test."""
     history, scale = torch.ones(3, 4, device=device).t(), torch.ones(3, device=device)
@@ -67,6 +71,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "gather_amax": lambda: ("table", 3, None, "max"),
     "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT, None, True),
     "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS), *PLAIN_PAIR, *INTO),
+    "merge_rows": lambda: (rows(3, 1), torch.zeros(1, dtype=torch.int64), rows(1), None),
     "moments": lambda: (plain(), row(EMPTY_MOMENTS), None),
     "norm_backward": lambda: (
         plain(),

@@ -113,6 +113,30 @@ def cast_moments(
         _C.cast_moments(x, codes, scales, format, row, active, squared_error)
 
 
+@library_op(
+    "merge_rows(Tensor rows, Tensor kinds, Tensor(a!) into, Tensor? active=None) -> ()",
+)
+def merge_rows(
+    rows: torch.Tensor,
+    kinds: torch.Tensor,
+    into: torch.Tensor,
+    active: torch.Tensor | None = None,
+    *,
+    launch: bool = True,
+) -> None:
+    """Merge rows of several micro-batches or ranks, in this order.
+
+    Args:
+        rows: float64 `[n, slots, 16]`, contiguous; see `csrc/core/moments.h`.
+        kinds: int64 `[slots]`: 0 for rows of `moments`, 1 of `cast_moments`, 2 of blocks (their
+            count, and the largest dynamic range of one).
+        into: float64 `[slots, 16]`, contiguous; written to.
+        active: as in `moments`.
+    """
+    if launch:
+        _C.merge_rows(rows, kinds, into, active)
+
+
 def statistics(row: Sequence[float]) -> dict[str, float]:
     """The statistics of a row of `moments`; NaN where there is nothing to say.
 
