@@ -31,10 +31,7 @@ def _is_most_recent(op: str, algorithm: str) -> bool:
     return _MOST_RECENT[algorithm]
 
 
-@library_op(
-    "delayed_scaling_update(Tensor(a!) table, Tensor? reduced, str algorithm, float fp8_max,"
-    " int margin, Tensor? amax=None, Tensor? scale=None) -> ()"
-)
+@library_op(writes=("table",))
 def delayed_scaling_update(
     table: torch.Tensor,
     reduced: torch.Tensor | None,
@@ -66,10 +63,7 @@ def delayed_scaling_update(
         _C.delayed_scaling_update(table, reduced, most_recent, fp8_max, margin, amax, scale)
 
 
-@library_op(
-    "gather_amax(Tensor table, int columns, Tensor? reduced=None, str algorithm='most_recent')"
-    " -> Tensor"
-)
+@library_op()
 def gather_amax(
     table: torch.Tensor,
     columns: int,
@@ -89,7 +83,7 @@ def gather_amax(
     return out
 
 
-@library_op("spread(Tensor x, int multiple) -> Tensor")
+@library_op()
 def spread(x: torch.Tensor, multiple: int, *, launch: bool = True) -> torch.Tensor:
     """Memory of a new state: `x` with each column, or each value of a vector, in a row of its own.
 

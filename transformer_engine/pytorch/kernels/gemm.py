@@ -36,12 +36,7 @@ PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
 
 
-@library_op(
-    "gemm(Tensor a, Tensor b, ScalarType dtype, Tensor? a_scales=None, Tensor? b_scales=None,"
-    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
-    " bool fast_accumulation=False, Tensor? bias=None, int activation=0, Tensor? aux=None,"
-    " ScalarType? bias_grad=None, bool allow_tf32=True) -> (Tensor, Tensor, Tensor)"
-)
+@library_op()
 def gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -127,12 +122,7 @@ def gemm(
     return d, aux if activation == GELU else None, grad
 
 
-@library_op(
-    "gemm_into(Tensor(a!) d, Tensor a, Tensor b, Tensor? a_scales=None, Tensor? b_scales=None,"
-    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
-    " bool accumulate=True, bool fast_accumulation=False, Tensor(b!)? bias_grad=None,"
-    " bool allow_tf32=True) -> ()"
-)
+@library_op(writes=("d", "bias_grad"))
 def gemm_into(
     d: torch.Tensor,
     a: torch.Tensor,

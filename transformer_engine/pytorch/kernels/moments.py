@@ -53,7 +53,7 @@ def empty_cast_moments(device: torch.device | str | None = None) -> torch.Tensor
     return torch.tensor(EMPTY_CAST_MOMENTS, dtype=torch.float64, device=device)
 
 
-@library_op("moments(Tensor x, Tensor row, Tensor? active=None) -> ()", writes_unseen=True)
+@library_op(writes_unseen=True)
 def moments(
     x: torch.Tensor, row: torch.Tensor, active: torch.Tensor | None = None, *, launch: bool = True
 ) -> None:
@@ -81,11 +81,7 @@ def merge_moments(
         _C.moments(x, row, active)
 
 
-@library_op(
-    "cast_moments(Tensor x, Tensor codes, Tensor scales, int format, Tensor row,"
-    " Tensor? active=None, bool squared_error=True) -> ()",
-    writes_unseen=True,
-)
+@library_op(writes_unseen=True)
 def cast_moments(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -113,9 +109,7 @@ def cast_moments(
         _C.cast_moments(x, codes, scales, format, row, active, squared_error)
 
 
-@library_op(
-    "merge_rows(Tensor rows, Tensor kinds, Tensor(a!) into, Tensor? active=None) -> ()",
-)
+@library_op(writes=("into",))
 def merge_rows(
     rows: torch.Tensor,
     kinds: torch.Tensor,
