@@ -1,5 +1,6 @@
 // Bindings of moments, cast_moments and merge_rows, and of what people read off their rows.
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstring>
 #include <vector>
@@ -48,21 +49,22 @@ Row row_of(const std::vector<double>& fields) {
   return row;
 }
 
-pybind11::dict statistics_from(const std::vector<double>& fields) {
+using Named = pybind11::typing::Dict<pybind11::str, double>;
+
+Named statistics_from(const std::vector<double>& fields) {
   using pybind11::arg;
   const Statistics s = statistics_of(row_of<Moments>(fields));
-  return pybind11::dict(arg("min") = s.min, arg("max") = s.max, arg("mean") = s.mean,
-                        arg("std") = s.std, arg("l1_norm") = s.l1_norm, arg("l2_norm") = s.l2_norm,
-                        arg("cur_amax") = s.cur_amax, arg("dynamic_range") = s.dynamic_range);
+  return Named(arg("min") = s.min, arg("max") = s.max, arg("mean") = s.mean, arg("std") = s.std,
+               arg("l1_norm") = s.l1_norm, arg("l2_norm") = s.l2_norm, arg("cur_amax") = s.cur_amax,
+               arg("dynamic_range") = s.dynamic_range);
 }
 
-pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
+Named cast_statistics_from(const std::vector<double>& fields) {
   using pybind11::arg;
   const CastStatistics s = statistics_of(row_of<CastMoments>(fields));
-  return pybind11::dict(arg("underflows%") = s.underflows_percent,
-                        arg("overflows%") = s.overflows_percent, arg("mse") = s.mse,
-                        arg("scale_inv_min") = s.min_scale_inv,
-                        arg("scale_inv_max") = s.max_scale_inv);
+  return Named(arg("underflows%") = s.underflows_percent, arg("overflows%") = s.overflows_percent,
+               arg("mse") = s.mse, arg("scale_inv_min") = s.min_scale_inv,
+               arg("scale_inv_max") = s.max_scale_inv);
 }
 
 }  // namespace

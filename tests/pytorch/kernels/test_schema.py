@@ -10,19 +10,26 @@ from transformer_engine.pytorch.kernels.schema import schema_of
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def every_kind(
+def single(
     x: torch.Tensor,
     y: torch.Tensor | None,
     dtype: torch.dtype | None,
-    sizes: tuple[int, ...],
-    parts: Sequence[torch.Tensor | None],
-    needs: tuple[bool, bool],
+    kind: int,
+    plain: bool = True,
     name: str = "a",
     by: float = 0.5,
-    out: list[torch.Tensor] = [],  # noqa: B006
     *,
     launch: bool = True,
 ) -> Pair: ...
+
+
+def several(
+    sizes: tuple[int, ...],
+    parts: Sequence[torch.Tensor | None],
+    needs: tuple[bool, bool],
+    out: list[torch.Tensor],
+    last: torch.Tensor,
+) -> None: ...
 
 
 def nothing() -> None: ...
@@ -32,15 +39,24 @@ def one(x: torch.Tensor) -> torch.Tensor | None: ...
 
 
 def test_of_every_kind():
-    schema = schema_of(every_kind, writes=("y", "out"))
+    schema = schema_of(single)
     assert str(schema) == (
-        "every_kind(Tensor x, Tensor(a!)? y, ScalarType? dtype, int[] sizes, Tensor?[] parts,"
-        " bool[] needs, str name, float by, Tensor(b!)[] out) -> (Tensor, Tensor)"
+        "single(Tensor x, Tensor? y, ScalarType? dtype, int kind, bool plain, str name, float by)"
+        " -> (Tensor, Tensor)"
     )
-    assert [argument.default for argument in schema.arguments[5:]] == ["", "'a'", "0.5", "[]"]
-    torch._C.parse_schema(str(schema))
+    assert [argument.default for argument in schema.arguments[3:]] == ["", "True", "'a'", "0.5"]
+    assert str(schema_of(several)) == (
+        "several(int[] sizes, Tensor?[] parts, bool[] needs, Tensor[] out, Tensor last) -> ()"
+    )
     assert str(schema_of(nothing)) == "nothing() -> ()"
     assert str(schema_of(one)) == "one(Tensor x) -> Tensor"
+
+
+def test_what_is_written_to():
+    schema = schema_of(single, writes=("y", "x"))
+    assert str(schema).startswith("single(Tensor(a!) x, Tensor(b!)? y, ScalarType? dtype,")
+    torch._C.parse_schema(str(schema))
+    assert str(schema_of(several, writes=("out",))).endswith("Tensor(a!)[] out, Tensor last) -> ()")
 
 
 def of_set(x: set[int]) -> None: ...
