@@ -1,8 +1,8 @@
 // Bindings of the activations. `current_scales` asks for current scaling, `rowwise` or `columnwise`
 // for delayed scaling; `format` and `amax` belong to the one that was asked for.
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/activation.h"
 

@@ -209,18 +209,18 @@ std::string fp8_refusal(const std::array<Sizes, 3>& sizes, int device, const Set
 
 void bind_attention(py::module_& m) {
   using py::arg;
-  m.def("attention_forward", recordable<&attention_forward_into>, arg("inputs"), arg("settings"), arg("scale"),
-        arg("dropout"), arg("sequences"), arg("extras"), arg("results"));
+  m.def("attention_forward", recordable<&attention_forward_into>, arg("inputs"), arg("settings"),
+        arg("scale"), arg("dropout"), arg("sequences"), arg("extras"), arg("results"));
   m.def("attention_backward", recordable<&attention_backward_into>, arg("inputs"), arg("settings"),
         arg("scale"), arg("dropout"), arg("sequences"), arg("extras"), arg("results"),
         arg("gradients"));
   m.def("attention_refusal", &refusal, arg("sizes"), arg("dtype"), arg("device"), arg("settings"),
         arg("dropout"), arg("padded"), arg("bias"), arg("bias_grad"), arg("sink"), arg("sink_grad"),
         arg("training"));
-  m.def("fp8_attention_forward", recordable<&fp8_attention_forward_into>, arg("inputs"), arg("settings"),
-        arg("scale"), arg("results"), arg("fp8"));
-  m.def("fp8_attention_backward", recordable<&fp8_attention_backward_into>, arg("inputs"), arg("settings"),
-        arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"));
+  m.def("fp8_attention_forward", recordable<&fp8_attention_forward_into>, arg("inputs"),
+        arg("settings"), arg("scale"), arg("results"), arg("fp8"));
+  m.def("fp8_attention_backward", recordable<&fp8_attention_backward_into>, arg("inputs"),
+        arg("settings"), arg("scale"), arg("results"), arg("fp8"), arg("gradients"), arg("format"));
   m.def("fp8_attention_refusal", &fp8_refusal, arg("sizes"), arg("device"), arg("settings"),
         arg("statistics"), arg("format"));
   m.def("attention_graph_count", &cuda::attention_graph_count);

@@ -1,7 +1,7 @@
 // Bindings of dequantize and transpose.
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/dequantize.h"
 #include "ops/transpose.h"

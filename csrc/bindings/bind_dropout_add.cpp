@@ -30,10 +30,10 @@ void dropout_add_backward_into(const TensorView& dout, const TensorView& seed, f
 void bind_dropout_add(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("dropout_add_forward", recordable<&dropout_add_forward_into>, arg("x"), arg("bias") = none(),
-        arg("residual") = none(), arg("seed") = none(), arg("p"), arg("out"));
-  m.def("dropout_add_backward", recordable<&dropout_add_backward_into>, arg("dout"),
-        arg("seed") = none(), arg("p"), arg("dx") = none(), arg("dbias") = none());
+  m.def("dropout_add_forward", recordable<&dropout_add_forward_into>, arg("x"), arg("bias"),
+        arg("residual"), arg("seed"), arg("p"), arg("out"));
+  m.def("dropout_add_backward", recordable<&dropout_add_backward_into>, arg("dout"), arg("seed"),
+        arg("p"), arg("dx") = none(), arg("dbias") = none());
 }
 
 }  // namespace te::bindings

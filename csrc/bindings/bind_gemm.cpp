@@ -4,8 +4,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/gemm.h"
 #include "ops/gemm_tuning.h"
@@ -35,7 +35,6 @@ bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,
   return run({.a = operand(a, a_scales, a_format, a_transposed),
               .b = operand(b, b_scales, b_format, b_transposed),
               .d = d,
-              .d_quantized = {},
               .accumulate = accumulate,
               .fast_accumulation = fast_accumulation,
               .bias = bias,
@@ -44,25 +43,6 @@ bool gemm_into(const TensorView& d, const TensorView& a, const TensorView& b,
               .aux = aux,
               .workspace = {},
               .allow_tf32 = allow_tf32});
-}
-
-bool gemm_quantized(const TensorView& codes, int format, const TensorView& scales,
-                    const TensorView& amax, const TensorView& a, const TensorView& b,
-                    const TensorView& a_scales, const TensorView& b_scales, int a_format,
-                    int b_format, bool fast_accumulation, const TensorView& bias, int activation,
-                    const TensorView& aux) {
-  const QuantizedView result =
-      quantized_view(codes, {}, scales, {}, amax, static_cast<DType>(format));
-  return run({.a = operand(a, a_scales, a_format, false),
-              .b = operand(b, b_scales, b_format, false),
-              .d = {},
-              .d_quantized = result,
-              .fast_accumulation = fast_accumulation,
-              .bias = bias,
-              .bias_grad = {},
-              .activation = static_cast<GemmActivation>(activation),
-              .aux = aux,
-              .workspace = {}});
 }
 
 }  // namespace
@@ -74,9 +54,6 @@ void bind_gemm(pybind11::module_& m) {
         arg("b_scales"), arg("a_format"), arg("b_format"), arg("a_transposed"), arg("b_transposed"),
         arg("accumulate"), arg("fast_accumulation"), arg("bias"), arg("bias_grad"),
         arg("activation"), arg("aux"), arg("allow_tf32"));
-  m.def("gemm_quantized", &gemm_quantized, arg("codes"), arg("format"), arg("scales"), arg("amax"),
-        arg("a"), arg("b"), arg("a_scales"), arg("b_scales"), arg("a_format"), arg("b_format"),
-        arg("fast_accumulation"), arg("bias"), arg("activation"), arg("aux"));
   m.def("gemm_plan_count", &cuda::gemm_plan_count);
   m.def("gemm_problem", &cuda::gemm_problem);
   m.def("gemm_algorithm", &cuda::gemm_algorithm);

@@ -1,12 +1,13 @@
-// Bindings of moments and cast_moments.
+// Bindings of moments, cast_moments and merge_rows, and of what people read off their rows.
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstring>
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/moments.h"
 
@@ -32,6 +33,12 @@ void cast_moments_into(const TensorView& x, const TensorView& codes, const Tenso
                stream);
 }
 
+void merge_rows_into(const TensorView& rows, const TensorView& kinds, const TensorView& into,
+                     const TensorView& active) {
+  merge_rows({.rows = rows, .kinds = kinds, .into = into, .active = active},
+             bridge::current_stream(into.device));
+}
+
 template <class Row>
 Row row_of(const std::vector<double>& fields) {
   constexpr size_t kFields = sizeof(Row) / sizeof(double);
@@ -42,21 +49,22 @@ Row row_of(const std::vector<double>& fields) {
   return row;
 }
 
-pybind11::dict statistics_from(const std::vector<double>& fields) {
+using Named = pybind11::typing::Dict<pybind11::str, double>;
+
+Named statistics_from(const std::vector<double>& fields) {
   using pybind11::arg;
   const Statistics s = statistics_of(row_of<Moments>(fields));
-  return pybind11::dict(arg("min") = s.min, arg("max") = s.max, arg("mean") = s.mean,
-                        arg("std") = s.std, arg("l1_norm") = s.l1_norm, arg("l2_norm") = s.l2_norm,
-                        arg("cur_amax") = s.cur_amax, arg("dynamic_range") = s.dynamic_range);
+  return Named(arg("min") = s.min, arg("max") = s.max, arg("mean") = s.mean, arg("std") = s.std,
+               arg("l1_norm") = s.l1_norm, arg("l2_norm") = s.l2_norm, arg("cur_amax") = s.cur_amax,
+               arg("dynamic_range") = s.dynamic_range);
 }
 
-pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
+Named cast_statistics_from(const std::vector<double>& fields) {
   using pybind11::arg;
   const CastStatistics s = statistics_of(row_of<CastMoments>(fields));
-  return pybind11::dict(arg("underflows%") = s.underflows_percent,
-                        arg("overflows%") = s.overflows_percent, arg("mse") = s.mse,
-                        arg("scale_inv_min") = s.min_scale_inv,
-                        arg("scale_inv_max") = s.max_scale_inv);
+  return Named(arg("underflows%") = s.underflows_percent, arg("overflows%") = s.overflows_percent,
+               arg("mse") = s.mse, arg("scale_inv_min") = s.min_scale_inv,
+               arg("scale_inv_max") = s.max_scale_inv);
 }
 
 }  // namespace
@@ -64,8 +72,10 @@ pybind11::dict cast_statistics_from(const std::vector<double>& fields) {
 void bind_moments(pybind11::module_& m) {
   using pybind11::arg;
   m.def("moments", recordable<&moments_into>, arg("x"), arg("row"), arg("active"));
-  m.def("cast_moments", recordable<&cast_moments_into>, arg("x"), arg("codes"), arg("scales"), arg("format"),
-        arg("row"), arg("active"), arg("squared_error") = true);
+  m.def("cast_moments", recordable<&cast_moments_into>, arg("x"), arg("codes"), arg("scales"),
+        arg("format"), arg("row"), arg("active"), arg("squared_error") = true);
+  m.def("merge_rows", recordable<&merge_rows_into>, arg("rows"), arg("kinds"), arg("into"),
+        arg("active"));
   m.def("statistics", &statistics_from, arg("row"));
   m.def("cast_statistics", &cast_statistics_from, arg("row"));
 }

@@ -1,8 +1,8 @@
 // Bindings of the norms. `current` asks for current scaling, `rowwise` or `columnwise` for delayed
 // scaling; `scales`, `amax` and `format` belong to the one that was asked for.
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/norm.h"
 

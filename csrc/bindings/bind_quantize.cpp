@@ -1,7 +1,7 @@
 // Bindings of quantize and quantize_blocks; the FP8 format travels as the integer value of DType.
 #include "bindings/bindings.h"
-#include "bindings/recording.h"
 #include "bindings/quantized_args.h"
+#include "bindings/recording.h"
 #include "bindings/workspace.h"
 #include "ops/quantize.h"
 #include "ops/quantize_blocks.h"
@@ -48,8 +48,8 @@ void bind_quantize(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
   m.def("quantize", recordable<&quantize_into>, arg("x"), arg("rowwise"), arg("columnwise"),
-        arg("scales"), arg("scale") = none(), arg("amax") = none(), arg("format"),
-        arg("dbias") = none(), arg("moments") = none(), arg("active") = none());
+        arg("scales"), arg("scale"), arg("amax"), arg("format"), arg("dbias") = none(),
+        arg("moments") = none(), arg("active") = none());
   m.def("quantize_blocks", recordable<&quantize_blocks_into>, arg("x"), arg("rowwise"),
         arg("row_scales"), arg("columnwise"), arg("column_scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"), arg("dbias") = none());

@@ -25,10 +25,8 @@ void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& s
 
 void bind_rope(pybind11::module_& m) {
   using pybind11::arg;
-  using pybind11::none;
-  m.def("rope", recordable<&rope_into>, arg("x"), arg("freqs"), arg("starts") = none(),
-        arg("cu_seqlens") = none(), arg("batch_first"), arg("interleaved"), arg("backward"),
-        arg("out"));
+  m.def("rope", recordable<&rope_into>, arg("x"), arg("freqs"), arg("starts"), arg("cu_seqlens"),
+        arg("batch_first"), arg("interleaved"), arg("backward"), arg("out"));
 }
 
 }  // namespace te::bindings

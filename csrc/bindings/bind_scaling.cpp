@@ -34,31 +34,42 @@ void scale_from_amax_into(const TensorView& amax, const TensorView& scales, int 
                   bridge::current_stream(amax.device));
 }
 
+AmaxAlgorithm algorithm_of(bool most_recent) {
+  return most_recent ? AmaxAlgorithm::MostRecent : AmaxAlgorithm::Max;
+}
+
 void update_scales(const TensorView& table, const TensorView& reduced, bool most_recent,
-                   float fp8_max, int margin) {
+                   float fp8_max, int margin, const TensorView& amax, const TensorView& scale) {
   delayed_scaling_update({.table = table,
                           .reduced = reduced,
-                          .algorithm = most_recent ? AmaxAlgorithm::MostRecent : AmaxAlgorithm::Max,
+                          .amax = amax,
+                          .scale = scale,
+                          .algorithm = algorithm_of(most_recent),
                           .fp8_max = fp8_max,
                           .margin = margin},
                          bridge::current_stream(table.device));
 }
 
-void gather_amax_into(const TensorView& table, const TensorView& out) {
-  gather_amax({.table = table, .out = out}, bridge::current_stream(table.device));
+void gather_amax_into(const TensorView& table, const TensorView& reduced, bool most_recent,
+                      const TensorView& out) {
+  gather_amax(
+      {.table = table, .reduced = reduced, .algorithm = algorithm_of(most_recent), .out = out},
+      bridge::current_stream(table.device));
 }
 
 }  // namespace
 
 void bind_scaling(pybind11::module_& m) {
   using pybind11::arg;
+  using pybind11::none;
   m.def("amax", recordable<&amax_into>, arg("x"), arg("amax"), arg("scales"), arg("format"),
         arg("power_of_2"), arg("epsilon"));
-  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"), arg("format"),
-        arg("power_of_2"), arg("epsilon"));
+  m.def("scale_from_amax", recordable<&scale_from_amax_into>, arg("amax"), arg("scales"),
+        arg("format"), arg("power_of_2"), arg("epsilon"));
   m.def("delayed_scaling_update", &update_scales, arg("table"), arg("reduced"), arg("most_recent"),
-        arg("fp8_max"), arg("margin"));
-  m.def("gather_amax", &gather_amax_into, arg("table"), arg("out"));
+        arg("fp8_max"), arg("margin"), arg("amax") = none(), arg("scale") = none());
+  m.def("gather_amax", &gather_amax_into, arg("table"), arg("reduced"), arg("most_recent"),
+        arg("out"));
 }
 
 }  // namespace te::bindings

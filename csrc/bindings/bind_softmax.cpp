@@ -26,10 +26,10 @@ void softmax_backward_into(const TensorView& dy, const TensorView& y, float scal
 
 void bind_softmax(pybind11::module_& m) {
   using pybind11::arg;
-  using pybind11::none;
-  m.def("softmax_forward", recordable<&softmax_forward_into>, arg("x"), arg("mask") = none(), arg("scale"),
+  m.def("softmax_forward", recordable<&softmax_forward_into>, arg("x"), arg("mask"), arg("scale"),
         arg("left"), arg("right"), arg("diagonal"), arg("y"));
-  m.def("softmax_backward", recordable<&softmax_backward_into>, arg("dy"), arg("y"), arg("scale"), arg("dx"));
+  m.def("softmax_backward", recordable<&softmax_backward_into>, arg("dy"), arg("y"), arg("scale"),
+        arg("dx"));
 }
 
 }  // namespace te::bindings

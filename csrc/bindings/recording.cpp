@@ -59,15 +59,15 @@ class Recording {
 
   // The slots, those of the inputs included; None, with nothing done, where an input does not look
   // like that of the recording.
-  py::object run(const py::tuple& inputs) const {
+  std::optional<py::list> run(const py::tuple& inputs) const {
     const size_t count = inputs_.size();
-    if (inputs.size() != count) return py::none();
+    if (inputs.size() != count) return std::nullopt;
     Memory memory(count + allocations_.size());
     for (size_t i = 0; i < count; ++i) {
       const py::object tensor = inputs[i];
       TensorView view;
-      if (!tensor.is_none() && !bridge::view_of(tensor, view)) return py::none();
-      if (!same(view, inputs_[i])) return py::none();
+      if (!tensor.is_none() && !bridge::view_of(tensor, view)) return std::nullopt;
+      if (!same(view, inputs_[i])) return std::nullopt;
       memory.put(i, tensor, view);
     }
     for (size_t i = 0; i < allocations_.size(); ++i) {
@@ -175,7 +175,7 @@ void bind_recording(py::module_& m) {
                     const std::vector<py::object>&, const py::list&>(),
            arg("inputs"), arg("allocations"), arg("allocators"), arg("persistent"))
       .def("place", &Recording::place, arg("recorder"), arg("addresses"))
-      .def("run", &Recording::run);
+      .def("run", &Recording::run, arg("inputs"));
   m.def(
       "set_gemm_definition", [](const py::object& definition) { gemm_definition() = definition; },
       arg("definition"));

@@ -247,7 +247,9 @@ py::dict describe(const TensorView& t) {
 
 void bind_tensor_bridge(py::module_& m) {
   m.def("describe", &describe, py::arg("tensor").none(false));
-  m.def("_nop", [](const TensorView&, const TensorView&, const TensorView&) {});
+  m.def(
+      "_nop", [](const TensorView&, const TensorView&, const TensorView&) {}, py::arg("a"),
+      py::arg("b"), py::arg("c"));
   m.def("exchange_api_enabled", &exchange_api_enabled);
   m.def("enable_exchange_api", &enable_exchange_api, py::arg("enabled"));
 }

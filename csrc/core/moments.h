@@ -1,5 +1,5 @@
 // Moments: all that the statistics of a tensor need, in a form that merges exactly over threads,
-// blocks, micro-batches and ranks. Both rows below are plain float64; Python sees the same fields
+// blocks, micro-batches and ranks. The rows below are plain float64; Python sees the same fields
 // in the same order (transformer_engine/pytorch/kernels/moments.py).
 //
 // An element that is NaN is counted, and makes mean, sums, min, max and amax NaN; infinities are
@@ -53,6 +53,12 @@ struct CastMoments {
 inline constexpr int kCastMomentsFields = 8;
 static_assert(sizeof(CastMoments) == kCastMomentsFields * sizeof(double));
 
+// Of the blocks that a tensor is cut into.
+struct BlockMoments {
+  double count;          // elements
+  double largest_range;  // the largest dynamic range of a block
+};
+
 // NaN if either is.
 TE_HD double smaller(double a, double b) { return a < b || a != a ? a : b; }
 TE_HD double larger(double a, double b) { return a > b || a != a ? a : b; }
@@ -84,6 +90,28 @@ TE_HD void merge(CastMoments& into, const CastMoments& from) {
   into.squared_error += from.squared_error;
   into.min_scale_inv = smaller(into.min_scale_inv, from.min_scale_inv);
   into.max_scale_inv = larger(into.max_scale_inv, from.max_scale_inv);
+}
+
+TE_HD void merge(BlockMoments& into, const BlockMoments& from) {
+  into.count += from.count;
+  into.largest_range = larger(into.largest_range, from.largest_range);
+}
+
+// What a row holds whose type is known at run time; it has room for any. Python has these numbers
+// too (transformer_engine/debug/statistics/rows.py).
+enum class RowKind : int64_t { Moments = 0, Casts = 1, Blocks = 2 };
+inline constexpr int kRowKinds = 3;
+inline constexpr int kRowFields = kMomentsFields;
+
+TE_HD void merge(RowKind kind, double* into, const double* from) {
+  const auto merge_as = [&]<class Row>(Row* row) {
+    merge(*row, *reinterpret_cast<const Row*>(from));
+  };
+  switch (kind) {
+    case RowKind::Moments: return merge_as(reinterpret_cast<Moments*>(into));
+    case RowKind::Casts: return merge_as(reinterpret_cast<CastMoments*>(into));
+    case RowKind::Blocks: return merge_as(reinterpret_cast<BlockMoments*>(into));
+  }
 }
 
 // A pivot for MomentSums, from a mean or an element that may be infinite or NaN.

@@ -1,5 +1,5 @@
-// The one parallel loop of the CPU backend. Threads are std::thread, started per call: a CPU op
-// runs for long enough, and nothing lives on to trouble a forked child.
+// The one parallel loop of the CPU backend, on threads that wait for the next one; a forked child
+// starts threads of its own.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,9 @@ namespace te {
 void set_num_threads(int count);
 int num_threads();
 
-// Calls body(first, last) on disjoint parts of [0, count), each at least `grain` long. Exceptions
-// of a part are rethrown here. Serial when one thread is enough, and in a forked child.
+// Calls body(first, last) on disjoint parts of [0, count), each at least `grain` long, which depend
+// on nothing but the three numbers. Exceptions of a part are rethrown here. Several threads may
+// call it at a time, and a body may call it.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
 }  // namespace te

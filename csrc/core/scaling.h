@@ -55,4 +55,10 @@ TE_HD float delayed_scale(float amax, float old_scale, float fp8_max, float marg
   return is_finite(scale) ? scale : bits_float(kLargestFiniteBits);
 }
 
+// The scale that a recipe's own function has found, within the same bounds.
+TE_HD float bounded_scale(float scale, float old_scale) {
+  if (scale != scale) return old_scale;
+  return is_finite(scale) ? scale : bits_float(kLargestFiniteBits);
+}
+
 }  // namespace te

@@ -20,42 +20,51 @@ void roll(std::span<float> column, float newest) {
 }
 
 float amax_of(std::span<const float> column, float newest, AmaxAlgorithm algorithm) {
-  float amax = newest;
+  float amax = max_ignoring_nan(newest, 0.0f);
   if (algorithm == AmaxAlgorithm::Max)
     for (const float older : column.subspan(1)) amax = max_ignoring_nan(amax, older);
   return amax;
+}
+
+// Calls use(history, scale, newest amax, index) for each column of the table.
+template <class Use>
+void each_column(const TensorView& table, const TensorView& reduced, const Use& use) {
+  const ScalingEntry* entries = table.ptr<ScalingEntry>();
+  int64_t index = 0;
+  for (int64_t s = 0; s < table.size(0); ++s) {
+    const ScalingEntry& entry = entries[s];
+    auto* history = reinterpret_cast<float*>(entry.history);
+    auto* scale = reinterpret_cast<float*>(entry.scale);
+    for (int64_t i = 0; i < entry.count; ++i, ++index) {
+      const std::span column(history + i * entry.column_stride, static_cast<size_t>(entry.length));
+      const float of_ranks = reduced ? reduced.ptr<float>()[index] : 0.0f;
+      use(column, scale[i * entry.scale_stride], of_ranks != 0.0f ? of_ranks : column.front(),
+          index);
+    }
+  }
 }
 
 }  // namespace
 
 void delayed_scaling_update(const DelayedScalingArgs& args) {
   const float margin_factor = std::ldexp(1.0f, args.margin);
-  const float* reduced = args.reduced.ptr<float>();
-  const ScalingEntry* table = args.table.ptr<ScalingEntry>();
-  for (int64_t s = 0; s < args.table.size(0); ++s) {
-    const ScalingEntry& entry = table[s];
-    auto* history = reinterpret_cast<float*>(entry.history);
-    auto* scale = reinterpret_cast<float*>(entry.scale);
-    for (int64_t i = 0; i < entry.count; ++i) {
-      const std::span column(history + i * entry.column_stride, static_cast<size_t>(entry.length));
-      const float other_ranks = reduced ? *reduced++ : 0.0f;
-      const float newest = other_ranks != 0.0f ? other_ranks : column.front();
-      if (newest == 0.0f) continue;
-      const float amax = amax_of(column, newest, args.algorithm);
-      float& factor = scale[i * entry.scale_stride];
-      factor = delayed_scale(amax, factor, args.fp8_max, margin_factor);
-      roll(column, newest);
-    }
-  }
+  const float *own_amax = args.amax.ptr<float>(), *own_scale = args.scale.ptr<float>();
+  each_column(args.table, args.reduced,
+              [&](std::span<float> history, float& scale, float newest, int64_t i) {
+                if (newest == 0.0f) return;
+                const float amax =
+                    own_amax ? own_amax[i] : amax_of(history, newest, args.algorithm);
+                scale = own_scale ? bounded_scale(own_scale[i], scale)
+                                  : delayed_scale(amax, scale, args.fp8_max, margin_factor);
+                roll(history, newest);
+              });
 }
 
 void gather_amax(const GatherAmaxArgs& args) {
-  float* out = args.out.ptr<float>();
-  const ScalingEntry* table = args.table.ptr<ScalingEntry>();
-  for (int64_t s = 0; s < args.table.size(0); ++s) {
-    const auto* row = reinterpret_cast<const float*>(table[s].history);
-    for (int64_t i = 0; i < table[s].count; ++i) *out++ = row[i * table[s].column_stride];
-  }
+  each_column(args.table, args.reduced,
+              [&](std::span<const float> history, float, float newest, int64_t i) {
+                args.out.ptr<float>()[i] = amax_of(history, newest, args.algorithm);
+              });
 }
 
 }  // namespace te::cpu

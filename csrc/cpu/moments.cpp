@@ -1,11 +1,12 @@
-// The meaning of moments and cast_moments: see ops/moments.h. Sums are taken in fp64, chunk by
-// chunk; chunks are merged in order, so that no result depends on the number of threads.
+// The meaning of moments, cast_moments and merge_rows: see ops/moments.h. Sums are taken in fp64,
+// chunk by chunk; chunks are merged in order, so that no result depends on the number of threads.
 #include "ops/moments.h"
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "core/error.h"
 #include "core/parallel.h"
 
 namespace te::cpu {
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 15;
 
-bool is_active(const MomentsSink& out) { return !out.active || *out.active.ptr<int32_t>() != 0; }
+bool is_active(const TensorView& flag) { return !flag || *flag.ptr<int32_t>() != 0; }
 
 // of(first, last) gives the row of a chunk.
 template <class Row, class Of>
@@ -57,7 +58,7 @@ CastMoments cast_moments_of(const In* x, const uint8_t* codes, float scale_inver
 }  // namespace
 
 void moments(const MomentsArgs& args) {
-  if (!is_active(args.out)) return;
+  if (!is_active(args.out.active)) return;
   dispatch_high_precision(args.x.dtype, "moments", [&](auto tag) {
     const auto* x = args.x.ptr<typename decltype(tag)::type>();
     merge_chunks(args.x.numel(), *args.out.row.ptr<Moments>(),
@@ -66,7 +67,7 @@ void moments(const MomentsArgs& args) {
 }
 
 void cast_moments(const CastMomentsArgs& args) {
-  if (!is_active(args.out)) return;
+  if (!is_active(args.out.active)) return;
   const float scale_inverse = args.scales.ptr<float>()[0];
   const auto* codes = args.codes.ptr<uint8_t>();
   dispatch_high_precision(args.x.dtype, "cast_moments", [&](auto in) {
@@ -82,6 +83,20 @@ void cast_moments(const CastMomentsArgs& args) {
           });
     });
   });
+}
+
+void merge_rows(const MergeRowsArgs& args) {
+  if (!is_active(args.active)) return;
+  const int64_t slots = args.into.size(0);
+  const double* row = args.rows.ptr<double>();
+  for (int64_t n = 0; n < args.rows.size(0); ++n) {
+    for (int64_t slot = 0; slot < slots; ++slot, row += kRowFields) {
+      const int64_t kind = args.kinds.ptr<int64_t>()[slot];
+      require(0 <= kind && kind < kRowKinds, Kind::Value, "merge_rows",
+              "expected kinds between 0 and ", kRowKinds - 1, ", got ", kind);
+      merge(static_cast<RowKind>(kind), args.into.ptr<double>() + slot * kRowFields, row);
+    }
+  }
 }
 
 }  // namespace te::cpu

@@ -23,16 +23,12 @@ GemmProblem problem_of(const GemmArgs& args) {
           .k = args.a.transposed ? a.rows() : a.cols(),
           .a = a.dtype,
           .b = b.dtype,
-          .d = args.d ? args.d.dtype : args.d_quantized.dtype,
+          .d = args.d.dtype,
           .a_transposed = args.a.transposed,
           .b_transposed = args.b.transposed,
           .fast_accumulation = args.fast_accumulation && is_fp8(a.dtype),
           .a_blocks = args.a.blocks,
           .b_blocks = args.b.blocks};
-}
-
-void* result_of(const GemmArgs& args) {
-  return args.d ? args.d.data : args.d_quantized.rowwise.data;
 }
 
 cublasComputeType_t compute_type(const GemmKey& key) {
@@ -52,11 +48,8 @@ cublasLtEpilogue_t epilogue_of(const GemmKey& key) {
   return key.has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// Type of the library's C, of aux, and (but for fp32 results of FP8 operands) of the bias.
-DType plain_result(const GemmProblem& p) { return is_fp8(p.d) ? DType::BFloat16 : p.d; }
-
 DType bias_type(const GemmKey& key) {
-  const DType result = plain_result(key.problem);
+  const DType result = key.problem.d;
   if (key.has_bias_grad || !is_fp8(key.problem.a)) return result;
   return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
 }
@@ -91,10 +84,9 @@ GemmKey::GemmKey(const GemmArgs& args)
       activation(args.activation),
       has_bias(args.bias),
       has_bias_grad(args.bias_grad),
-      has_amax(args.d_quantized.amax),
       allow_tf32(args.allow_tf32),
       device(args.a.data.device.index),
-      alignment_bytes(alignment_of({args.a.data.data, args.b.data.data, result_of(args)})),
+      alignment_bytes(alignment_of({args.a.data.data, args.b.data.data, args.d.data})),
       epilogue_alignment_bytes(alignment_of({args.bias.data, args.bias_grad.data, args.aux.data})),
       workspace_bytes(args.workspace.bytes()) {}
 
@@ -105,7 +97,7 @@ size_t GemmKeyHash::operator()(const GemmKey& key) const {
                           static_cast<uint64_t>(p.d), static_cast<uint64_t>(key.activation)})
     flags = flags << 4 | part;
   for (const bool part : {p.a_transposed, p.b_transposed, p.fast_accumulation, key.has_bias,
-                          key.has_bias_grad, key.has_amax, key.allow_tf32})
+                          key.has_bias_grad, key.allow_tf32})
     flags = flags << 1 | static_cast<uint64_t>(part);
   for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
     flags = flags << 2 | static_cast<uint64_t>(part);
@@ -129,7 +121,6 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
   if (key.activation == GemmActivation::Gelu) out << ", with GELU";
   if (key.activation == GemmActivation::GeluBackward) out << ", with the derivative of GELU";
   if (key.has_bias_grad) out << ", with a bias gradient";
-  if (key.has_amax) out << ", with amax";
   return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", matrices aligned to "
              << key.alignment_bytes << " bytes";
 }
@@ -145,7 +136,6 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
       desc_(compute_),
       a_(layout_of(key.problem.b, key.problem.n, key.problem.k, key.problem.b_transposed)),
       b_(layout_of(key.problem.a, key.problem.m, key.problem.k, key.problem.a_transposed)),
-      c_(plain_result(key.problem), key.problem.n, key.problem.m),
       d_(key.problem.d, key.problem.n, key.problem.m) {
   const GemmProblem& p = key.problem;
   desc_.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
@@ -157,7 +147,7 @@ GemmPlan::GemmPlan(const GemmKey& key, const GemmArgs& args)
   if (key.has_bias || key.has_bias_grad)
     desc_.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(bias_type(key)));
   if (key.activation != GemmActivation::None) {
-    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(plain_result(p)));
+    desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(p.d));
     desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
   }
   set_pointers(args);
@@ -173,20 +163,15 @@ void GemmPlan::set_pointers(const GemmArgs& args) {
   if (key_.has_bias_grad) desc_.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias_grad.data);
   if (key_.activation != GemmActivation::None)
     desc_.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, args.aux.data);
-  if (is_fp8(key_.problem.d)) {
-    const float* scale = args.d_quantized.scales.ptr<float>() + 1;
-    desc_.set(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, scale);
-    if (key_.has_amax) desc_.set(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, args.d_quantized.amax.data);
-  }
 }
 
 GemmTerms GemmPlan::terms() const {
   const GemmProblem& p = key_.problem;
   return {handle_,
           compute_,
-          {cuda_type(p.b), cuda_type(p.a), cuda_type(plain_result(p)), cuda_type(p.d)},
+          {cuda_type(p.b), cuda_type(p.a), cuda_type(p.d), cuda_type(p.d)},
           desc_.get(),
-          {a_.get(), b_.get(), c_.get(), d_.get()},
+          {a_.get(), b_.get(), d_.get(), d_.get()},
           key_.workspace_bytes};
 }
 
@@ -212,10 +197,9 @@ bool GemmPlan::run(const GemmArgs& args, Stream stream) {
   constexpr float kOne = 1.0f;
   constexpr float kZero = 0.0f;
   set_pointers(args);
-  void* d = result_of(args);
-  const void* c = is_fp8(key_.problem.d) ? nullptr : d;  // of a plain type, which codes are not
+  void* d = args.d.data;
   check(cublaslt().matmul(handle_, desc_.get(), &kOne, args.b.data.data, a_.get(), args.a.data.data,
-                          b_.get(), args.accumulate ? &kOne : &kZero, c, c_.get(), d, d_.get(),
+                          b_.get(), args.accumulate ? &kOne : &kZero, d, d_.get(), d, d_.get(),
                           &*algorithm_, args.workspace.data,
                           static_cast<size_t>(key_.workspace_bytes), stream_of(stream)),
         kOp, "cublasLtMatmul");

@@ -19,7 +19,6 @@ struct GemmKey {
   GemmProblem problem;
   GemmActivation activation = GemmActivation::None;
   bool has_bias = false, has_bias_grad = false;
-  bool has_amax = false;
   bool allow_tf32 = true;
   int32_t device = 0;
   // Powers of two: what the addresses of the matrices, and of bias and aux, are multiples of.
@@ -62,7 +61,7 @@ class GemmPlan {
   cublasComputeType_t compute_;
   MatmulDesc desc_;
   // Of the library's operands, column-major: its A is our b, its B is our a.
-  MatrixLayout a_, b_, c_, d_;
+  MatrixLayout a_, b_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;
 };
 

@@ -118,6 +118,16 @@ __global__ void __launch_bounds__(MomentsWalk<In>::kThreads,
       });
 }
 
+// A thread for each slot.
+__global__ void merge_rows_kernel(const double* rows, int64_t count, const RowKind* kinds,
+                                  double* into, int64_t slots, const int* active) {
+  follow_previous_kernel();
+  const int64_t slot = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (slot >= slots || (active && *active == 0)) return;
+  for (int64_t n = 0; n < count; ++n)
+    merge(kinds[slot], into + slot * kRowFields, rows + (n * slots + slot) * kRowFields);
+}
+
 }  // namespace
 
 void moments(const MomentsArgs& args, Stream stream) {
@@ -129,6 +139,17 @@ void moments(const MomentsArgs& args, Stream stream) {
     launch_dependent(moments_kernel<In>, walk.blocks, walk.kThreads, 0, stream_of(stream),
                      MomentsStream<In>{x.ptr<In>(), walk, row_sink_of<Moments>(args.out)});
   });
+}
+
+void merge_rows(const MergeRowsArgs& args, Stream stream) {
+  constexpr unsigned kThreads = 32;
+  const int64_t slots = args.into.size(0);
+  if (slots == 0) return;
+  const DeviceGuard guard(args.into.device);
+  launch_dependent(merge_rows_kernel, static_cast<unsigned>(ceil_div(slots, kThreads)), kThreads, 0,
+                   stream_of(stream), args.rows.ptr<const double>(), args.rows.size(0),
+                   args.kinds.ptr<const RowKind>(), args.into.ptr<double>(), slots,
+                   args.active.ptr<const int>());
 }
 
 }  // namespace te::cuda

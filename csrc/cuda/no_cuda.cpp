@@ -67,6 +67,7 @@ void amax(const AmaxArgs&, Stream) { absent("amax"); }
 void scale_from_amax(const ScaleFromAmaxArgs&, Stream) { absent("scale_from_amax"); }
 void moments(const MomentsArgs&, Stream) { absent("moments"); }
 void cast_moments(const CastMomentsArgs&, Stream) { absent("cast_moments"); }
+void merge_rows(const MergeRowsArgs&, Stream) { absent("merge_rows"); }
 void delayed_scaling_update(const DelayedScalingArgs&, Stream) { absent("delayed_scaling_update"); }
 void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
 void rope(const RopeArgs&, Stream) { absent("rope"); }

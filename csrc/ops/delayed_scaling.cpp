@@ -14,8 +14,9 @@ void check_table(const TensorView& table, const char* op) {
           "expected shape (states, 6) for the table, got ", ShapeOf{table});
 }
 
-// One value per column; only the CPU can read the table to see how many that is.
+// One value per column; only the CPU can read the table to see how many that is. May be absent.
 void check_columns(const TensorView& t, const TensorView& table, const char* op, const char* name) {
+  if (!t) return;
   check::vector(t, t.numel(), DType::Float32, op, name);
   check::same_device(t, table, op, name);
   if (table.device.type != DeviceType::CPU) return;
@@ -29,7 +30,9 @@ void check_columns(const TensorView& t, const TensorView& table, const char* op,
 void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream) {
   constexpr const char* kOp = "delayed_scaling_update";
   check_table(args.table, kOp);
-  if (args.reduced) check_columns(args.reduced, args.table, kOp, "the reduced amax");
+  check_columns(args.reduced, args.table, kOp, "the reduced amax");
+  check_columns(args.amax, args.table, kOp, "the amax");
+  check_columns(args.scale, args.table, kOp, "the scale");
   require(args.fp8_max > 0.0f && is_finite(args.fp8_max), Kind::Value, kOp,
           "expected a positive finite fp8_max, got ", args.fp8_max);
   constexpr int32_t kMarginLimit = 126;  // 2^margin and its inverse are normal floats
@@ -43,6 +46,8 @@ void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream) {
 void gather_amax(const GatherAmaxArgs& args, Stream stream) {
   constexpr const char* kOp = "gather_amax";
   check_table(args.table, kOp);
+  check_columns(args.reduced, args.table, kOp, "the reduced amax");
+  check::defined(args.out, kOp, "the output");
   check_columns(args.out, args.table, kOp, "the output");
   on_device(
       args.table, [&] { cpu::gather_amax(args); }, [&] { cuda::gather_amax(args, stream); });

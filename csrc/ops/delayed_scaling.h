@@ -1,11 +1,13 @@
 // delayed_scaling: the end-of-step update of every amax history and scale of a model, one launch.
 //
 // The states of one (recipe, group, direction) are described by a table that lives on their device.
-// For each column i of each state: a = amax (over the history, or row 0); scale[i] = fp8_max / a /
-// 2^margin (see delayed_scale); the history is rolled by one row and row 0 becomes zero. A column
-// whose row 0 is zero did not run: its history and scale stay as they are. Where `reduced` holds a
-// non-zero value for a column, it stands for row 0: a rank on which the module did not run follows
-// the others.
+// For each column i of each state: a = amax (over the history, or row 0; a NaN does not count);
+// scale[i] = fp8_max / a / 2^margin (see delayed_scale); the history is rolled by one row and row 0
+// becomes zero. A column whose row 0 is zero did not run: its history and scale stay as they are.
+// Where `reduced` holds a non-zero value for a column, it stands for row 0: a rank on which the
+// module did not run follows the others. Where a recipe has functions of its own, `amax` and
+// `scale` hold what these have found for the columns, in the order of the table, and stand for a
+// and for fp8_max / a / 2^margin.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -28,6 +30,8 @@ enum class AmaxAlgorithm : int32_t { Max = 0, MostRecent = 1 };
 struct DelayedScalingArgs {
   TensorView table;    // int64 [states, 6]: rows of ScalingEntry
   TensorView reduced;  // fp32 [total columns]: gather_amax, reduced over ranks; may be absent
+  TensorView amax;     // fp32 [total columns]; may be absent
+  TensorView scale;    // fp32 [total columns]; may be absent
   AmaxAlgorithm algorithm = AmaxAlgorithm::Max;
   float fp8_max = 448.0f;
   int32_t margin = 0;
@@ -35,9 +39,12 @@ struct DelayedScalingArgs {
 
 void delayed_scaling_update(const DelayedScalingArgs& args, Stream stream);
 
-// Gathers row 0 of all states into one vector (what is reduced over ranks), in table order.
+// Writes the amaxes that the update goes by to one vector, in table order. Those of row 0
+// (MostRecent), as long as there are none of other ranks, are what ranks reduce.
 struct GatherAmaxArgs {
   TensorView table;
+  TensorView reduced;  // as above
+  AmaxAlgorithm algorithm = AmaxAlgorithm::MostRecent;
   TensorView out;  // fp32 [total columns]
 };
 

@@ -56,8 +56,6 @@ void check_blocks(const GemmArgs& args, const Sizes& sizes) {
           "CUBLAS_STATUS_NOT_SUPPORTED to another), got fast accumulation");
   require(args.activation == GemmActivation::None, Kind::Unsupported, kOp,
           "Epilogue requested outside of the available: expected no activation with block scales");
-  require(!args.d_quantized, Kind::Unsupported, kOp,
-          "expected a plain result of operands with block scales, got an FP8 one");
 }
 
 Sizes check_operands(const GemmArgs& args) {
@@ -95,26 +93,12 @@ void check_matrix(const TensorView& t, const Sizes& sizes, const TensorView& lik
 
 void check_result(const GemmArgs& args, const Sizes& sizes) {
   const TensorView& a = args.a.data;
-  require(static_cast<bool>(args.d) != static_cast<bool>(args.d_quantized), Kind::Value, kOp,
-          "expected either a plain or an FP8 result, got ", args.d ? "both" : "neither");
-  if (args.d) {
-    check::high_precision(args.d, kOp, "the result");
-    check_matrix(args.d, sizes, a, "the result");
-    require(is_fp8(a.dtype) || args.d.dtype == a.dtype || args.d.dtype == DType::Float32,
-            Kind::Type, kOp, "expected a result in ", a.dtype, " or float32 for ", a.dtype,
-            " operands, got ", args.d.dtype);
-    return;
-  }
-  require(is_fp8(a.dtype), Kind::Type, kOp, "expected FP8 operands for an FP8 result, got ",
-          a.dtype);
-  require(!args.accumulate, Kind::Value, kOp,
-          "expected a plain result to accumulate into, got an FP8 one");
-  check::quantized(args.d_quantized, sizes.m, sizes.n, a, kOp);
-  require(static_cast<bool>(args.d_quantized.rowwise) && !args.d_quantized.columnwise, Kind::Value,
-          kOp, "expected row-wise codes alone for an FP8 result, got column-wise ones");
+  check::high_precision(args.d, kOp, "the result");
+  check_matrix(args.d, sizes, a, "the result");
+  require(is_fp8(a.dtype) || args.d.dtype == a.dtype || args.d.dtype == DType::Float32, Kind::Type,
+          kOp, "expected a result in ", a.dtype, " or float32 for ", a.dtype, " operands, got ",
+          args.d.dtype);
 }
-
-DType aux_dtype(const GemmArgs& args) { return args.d ? args.d.dtype : DType::BFloat16; }
 
 void check_epilogue(const GemmArgs& args, const Sizes& sizes) {
   const TensorView& a = args.a.data;
@@ -126,7 +110,7 @@ void check_epilogue(const GemmArgs& args, const Sizes& sizes) {
   }
   if (args.activation != GemmActivation::None) {
     require(!args.accumulate, Kind::Value, kOp, "expected no activation where D accumulates");
-    check::dtype(args.aux, aux_dtype(args), kOp, "aux");
+    check::dtype(args.aux, args.d.dtype, kOp, "aux");
     check_matrix(args.aux, sizes, a, "aux");
     require(sizes.n % 8 == 0, Kind::Value, kOp,
             "expected n to be a multiple of 8 for a fused activation, got ", sizes);
@@ -149,9 +133,8 @@ bool is_small(const GemmArgs& args, const Sizes& sizes) {
 }  // namespace
 
 DType gemm_bias_dtype(const GemmArgs& args) {
-  const DType result = args.d ? args.d.dtype : DType::BFloat16;
-  if (!is_fp8(args.a.data.dtype)) return result;
-  return result == DType::Float16 ? DType::Float16 : DType::BFloat16;
+  if (!is_fp8(args.a.data.dtype)) return args.d.dtype;
+  return args.d.dtype == DType::Float16 ? DType::Float16 : DType::BFloat16;
 }
 
 bool gemm(const GemmArgs& args, Stream stream) {

@@ -8,19 +8,18 @@
 // the stored transpose.
 //
 // FP8 operands whose blocks have scales of their own (both, and not both 128 x 128) contribute
-// dequantised elements to the sum; they are E4M3, and take no activation, no FP8 result and no fast
-// accumulation.
+// dequantised elements to the sum; they are E4M3, and take no activation and no fast accumulation.
 //
 // The epilogue works on the fp32 value v = (1/scale_a)(1/scale_b) * sum over k, in this order:
 //   v += D            with `accumulate`
 //   v += bias[n]      a row of D at a time
 //   Gelu              aux = v, v = gelu(v)           (tanh form)
 //   GeluBackward      v *= gelu'(aux)
-//   D = v             rounded once; to FP8: D = saturate(round(v * scale)), amax = max |v|
+//   D = v             rounded once
 #pragma once
 
-#include "core/quantized_view.h"
 #include "core/scale_blocks.h"
+#include "core/tensor_view.h"
 
 namespace te {
 
@@ -36,8 +35,7 @@ enum class GemmActivation : int32_t { None = 0, Gelu = 1, GeluBackward = 2 };
 
 struct GemmArgs {
   GemmOperand a, b;
-  TensorView d;               // [m, n]: fp32, fp16 or bf16; absent where `d_quantized` is given
-  QuantizedView d_quantized;  // FP8 result: row-wise codes; scales[1] is read; amax[0] is written
+  TensorView d;  // [m, n]: fp32, fp16 or bf16
   bool accumulate = false;
   bool fast_accumulation = false;  // FP8: keep the tensor core's short accumulator (fprop)
   TensorView bias;                 // [n], of gemm_bias_dtype()
@@ -45,13 +43,12 @@ struct GemmArgs {
   // With GeluBackward: [n], the sum of the rows of D. Of D's dtype; plain operands only.
   TensorView bias_grad;
   GemmActivation activation = GemmActivation::None;
-  TensorView aux;          // [m, n], of the dtype of D (FP8 result: bf16)
+  TensorView aux;          // [m, n], of the dtype of D
   TensorView workspace;    // CUDA: uint8, 32 MiB class
   bool allow_tf32 = true;  // fp32 operands on the tensor cores
 };
 
-// The dtype that the epilogue reads a bias in: D's own, but FP8 operands and results take fp16 or
-// bf16 only.
+// The dtype that the epilogue reads a bias in: D's own, but FP8 operands take fp16 or bf16 only.
 DType gemm_bias_dtype(const GemmArgs& args);
 
 // Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on

@@ -29,4 +29,27 @@ void cast_moments(const CastMomentsArgs& args, Stream stream) {
       args.x, [&] { cpu::cast_moments(args); }, [&] { cuda::cast_moments(args, stream); });
 }
 
+void merge_rows(const MergeRowsArgs& args, Stream stream) {
+  constexpr const char* kOp = "merge_rows";
+  check::dtype(args.into, DType::Float64, kOp, "into");
+  check::contiguous(args.into, kOp, "into");
+  require(args.into.rank == 2 && args.into.size(1) == kRowFields, Kind::Value, kOp,
+          "expected shape (slots, ", kRowFields, ") for into, got ", ShapeOf{args.into});
+  check::dtype(args.rows, DType::Float64, kOp, "rows");
+  check::contiguous(args.rows, kOp, "rows");
+  check::same_device(args.rows, args.into, kOp, "rows");
+  const int64_t slots = args.into.size(0);
+  require(args.rows.rank == 3 && args.rows.size(1) == slots && args.rows.size(2) == kRowFields,
+          Kind::Value, kOp, "expected shape (n, ", slots, ", ", kRowFields, ") for rows, got ",
+          ShapeOf{args.rows});
+  check::vector(args.kinds, slots, DType::Int64, kOp, "kinds");
+  check::same_device(args.kinds, args.into, kOp, "kinds");
+  if (args.active) {
+    check::vector(args.active, 1, DType::Int32, kOp, "active");
+    check::same_device(args.active, args.into, kOp, "active");
+  }
+  on_device(
+      args.into, [&] { cpu::merge_rows(args); }, [&] { cuda::merge_rows(args, stream); });
+}
+
 }  // namespace te

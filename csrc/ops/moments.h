@@ -1,6 +1,7 @@
 // moments: one pass over a tensor for all its statistics. The result is merged into a row on the
 // tensor's device (core/moments.h), so that micro-batches add up without the host.
 // cast_moments: the same for what FP8 has made of a tensor; codes and scales are those of its cast.
+// merge_rows: rows that are there already, of any kind.
 // Where `active` holds 0, nothing happens: a schedule that captured graphs can follow.
 #pragma once
 
@@ -34,6 +35,13 @@ struct CastMomentsArgs {
   bool squared_error = true;  // false: the row's is left NaN, and counts may come from codes alone
 };
 
+struct MergeRowsArgs {
+  TensorView rows;    // float64 [n, slots, 16], contiguous; merged in this order
+  TensorView kinds;   // int64 [slots]: RowKind
+  TensorView into;    // float64 [slots, 16], contiguous
+  TensorView active;  // int32 [1]; absent: always
+};
+
 // One counter, and a row for each block of the largest grid.
 inline constexpr int kMomentsBlocks = 384;
 constexpr int64_t moments_workspace_bytes() {
@@ -49,14 +57,17 @@ constexpr int64_t tile_moments_workspace_bytes(int64_t rows, int64_t cols) {
 
 void moments(const MomentsArgs& args, Stream stream);
 void cast_moments(const CastMomentsArgs& args, Stream stream);
+void merge_rows(const MergeRowsArgs& args, Stream stream);
 
 namespace cpu {
 void moments(const MomentsArgs& args);
 void cast_moments(const CastMomentsArgs& args);
+void merge_rows(const MergeRowsArgs& args);
 }  // namespace cpu
 namespace cuda {
 void moments(const MomentsArgs& args, Stream stream);
 void cast_moments(const CastMomentsArgs& args, Stream stream);
+void merge_rows(const MergeRowsArgs& args, Stream stream);
 }  // namespace cuda
 
 }  // namespace te

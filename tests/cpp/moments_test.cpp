@@ -177,5 +177,38 @@ TEST(CastMoments, Merge) {
   EXPECT_EQ(statistics.max_scale_inv, 0.5);
 }
 
+TEST(Rows, MergeAsTheirKindsDo) {
+  const auto moments = [](const double* row) { return *reinterpret_cast<const Moments*>(row); };
+  double row[kRowFields] = {}, other[kRowFields] = {};
+  *reinterpret_cast<Moments*>(row) = moments_of({1.0, 2.0});
+  *reinterpret_cast<Moments*>(other) = moments_of({-4.0});
+  merge(RowKind::Moments, row, other);
+  expect_statistics(moments(row), {1.0, 2.0, -4.0});
+
+  double casts[kRowFields] = {10, 1, 2, 0.5, 0.25, 0.25};
+  const double more[kRowFields] = {30, 3, 0, 0.25, 0.5, 0.5};
+  merge(RowKind::Casts, casts, more);
+  const double of_both[] = {40, 4, 2, 0.75, 0.25, 0.5};
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(casts[i], of_both[i]) << i;
+
+  double blocks[kRowFields] = {4, 7};
+  const double larger_blocks[kRowFields] = {2, 9}, nan_blocks[kRowFields] = {1, kNaN};
+  merge(RowKind::Blocks, blocks, larger_blocks);
+  EXPECT_EQ(blocks[0], 6);
+  EXPECT_EQ(blocks[1], 9);
+  merge(RowKind::Blocks, blocks, nan_blocks);
+  EXPECT_TRUE(std::isnan(blocks[1]));
+}
+
+TEST(Rows, OfNothingChangeNothing) {
+  double row[kRowFields] = {};
+  const double nothing[kRowFields] = {};
+  *reinterpret_cast<Moments*>(row) = moments_of({1.0, 2.0});
+  double before[kRowFields];
+  std::copy_n(row, kRowFields, before);
+  merge(RowKind::Moments, row, nothing);
+  for (int i = 0; i < kRowFields; ++i) EXPECT_EQ(row[i], before[i]) << i;
+}
+
 }  // namespace
 }  // namespace te

@@ -10,7 +10,7 @@ from rulers import assert_equal
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from transformer_engine.debug.features import _test_dummy_feature
+from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 from transformer_engine.pytorch.fp8.process_state import process_state
 
@@ -35,6 +35,33 @@ class Halve:
     def modify_tensor(self, config, tensor):
         return tensor * config["factor"]
 '''
+COUNTING_FEATURE = '''
+from nvdlfw_inspect.base import FeatureConfig
+from nvdlfw_inspect.registry import Registry, api_method
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class CountCalls:
+    """Counts its calls, which shows whether a layer still asks."""
+
+    CONFIG = FeatureConfig(
+        keys={"never": "bool"},
+        tensors=("activation", "gradient", "weight", "output", "wgrad", "dgrad"),
+        gemms=True,
+    )
+
+    def __init__(self):
+        self.asked = self.called = 0
+
+    @api_method
+    def inspect_tensor_enabled(self, config):
+        self.asked += 1
+        return (False, None) if config.get("never") else True
+
+    @api_method
+    def inspect_tensor(self, config):
+        self.called += 1
+'''
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +78,15 @@ def selected(layers: dict, **features: dict) -> dict:
 
 def start(config: dict, **more) -> None:
     debug_api.initialize(config, log_dir="log", **more)
+
+
+def start_counting(init_training_step: int = 0, **keys):
+    """A session with the feature above for "layer"; the feature, while the session runs."""
+    Path("features").mkdir()
+    Path("features/count_calls.py").write_text(COUNTING_FEATURE)
+    config = selected({"layer_types": ["layer"]}, CountCalls=keys)
+    start(config, feature_dirs="features", init_training_step=init_training_step)
+    return Registry.data["transformer_engine"].features["CountCalls"]
 
 
 def log() -> str:
@@ -177,34 +213,18 @@ def test_names_of_a_model_are_inferred() -> None:
 
 
 def test_a_layer_that_wants_nothing_more_is_not_asked_again() -> None:
-    _test_dummy_feature._inspect_tensor_enabled_call_count = 0
-    _test_dummy_feature._inspect_tensor_call_count = 0
-    everything = {
-        "tensors": ["activation", "weight", "gradient", "output", "wgrad", "dgrad"],
-        "gemms": ["fprop", "dgrad", "wgrad"],
-    }
-    start(
-        selected(
-            {"layer_types": ["layer"]}, TestDummyFeature={"inspect_only_once": True, **everything}
-        )
-    )
+    tensors = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
+    counts = start_counting(never=True, tensors=tensors, gemms=["fprop", "dgrad", "wgrad"])
     module = build("linear", "cpu")
     for first in (True, False, None):
         for _ in range(3):
             module(torch.randn(16, 32, dtype=torch.bfloat16), is_first_microbatch=first)
             debug_api.step()
-    assert _test_dummy_feature._inspect_tensor_enabled_call_count == 6
-    assert _test_dummy_feature._inspect_tensor_call_count == 0
+    assert (counts.asked, counts.called) == (6, 0)
 
 
 def test_the_training_step_may_be_set_back() -> None:
-    _test_dummy_feature._inspect_tensor_call_count = 0
-    start(
-        selected(
-            {"layer_types": ["layer"]}, TestDummyFeature={"tensors": "activation", "gemms": "fprop"}
-        ),
-        init_training_step=100,
-    )
+    counts = start_counting(tensors="activation", gemms="fprop", init_training_step=100)
     module, x = build("linear", "cpu"), torch.randn(16, 32, dtype=torch.bfloat16)
     for _ in range(2):
         module(x)
@@ -215,7 +235,7 @@ def test_the_training_step_may_be_set_back() -> None:
     assert TEDebugState.get_iteration() == 3
     debug_api.end_debug()
     assert not TEDebugState.debug_enabled and TEDebugState.get_iteration() == 0
-    assert _test_dummy_feature._inspect_tensor_call_count == 3
+    assert counts.called == 3
 
 
 def test_calls_by_hand() -> None:

@@ -117,8 +117,10 @@ class DelayedScaling(Recipe):
         margin: scales are divided by `2 ** margin`.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         amax_history_len: number of steps that the history holds.
-        amax_compute_algo: `"max"`, `"most_recent"`, or a callable `amax_history -> amax`.
+        amax_compute_algo: `"max"`, `"most_recent"`, or a callable `amax_history -> amax`. It gets
+            `[length, n]`, whose row 0 is that of the step which ends, and returns `[n]`.
         scaling_factor_compute_algo: callable `(amax, scale, fp8_max, recipe) -> scale`, or None.
+            What it returns for modules that did not run is not used.
         reduce_amax: take the maximum over the ranks of `fp8_group`.
         fp8_dpa: run attention in FP8.
         fp8_mha: the same; projections and attention exchange tensors in high precision so far.

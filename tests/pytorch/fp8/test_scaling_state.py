@@ -1,11 +1,14 @@
 """The timing and arithmetic of delayed scaling, against a model of it in plain Python."""
 
 import copy
+import dataclasses
 import gc
 import io
+import math
 
 import pytest
 import torch
+from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -105,6 +108,62 @@ def test_callable_algorithms(device: str) -> None:
     step(layer, x, recipe)
     assert layer.scaling[FORWARD].scale[0].item() == 448.0 / 2.0 / 2
     assert layer.scaling[FORWARD].amax_history[:, 0].tolist() == [0.0, 4.0]
+
+
+def _max(history: torch.Tensor) -> torch.Tensor:
+    return history.amax(dim=0)
+
+
+def _default_scale(amax, scale, fp8_max, recipe):
+    new = torch.full_like(amax, fp8_max) / amax / 2.0**recipe.margin  # a number would be multiplied
+    return torch.where((amax > 0) & amax.isfinite(), new, scale)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "functions"),
+    [
+        ("max", {"amax_compute_algo": _max}),
+        ("max", {"scaling_factor_compute_algo": _default_scale}),
+        ("max", {"amax_compute_algo": _max, "scaling_factor_compute_algo": _default_scale}),
+        ("most_recent", {"amax_compute_algo": lambda history: history[0]}),
+    ],
+    ids=["amax", "scale", "both", "most_recent"],
+)
+def test_functions_that_compute_the_default_equal_it(device: str, algorithm, functions) -> None:
+    """Bit for bit, also where a module did not run and where an amax is NaN, infinite or tiny."""
+    default = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=algorithm)
+    pairs = [(default, linear(device), linear(device))]
+    pairs.append((dataclasses.replace(default, **functions), *copy.deepcopy(pairs[0][1:])))
+    odd = {2: (math.nan, 5.0), 3: (math.inf, math.nan), 5: (1e-42, math.nan)}
+    for i in range(8):
+        x = torch.randn(16, 32, device=device) * 2.0**i
+        for recipe, first, second in pairs:
+            with te.fp8_autocast(fp8_recipe=recipe):
+                y = first(x) if i % 3 == 1 else first(x) + second(x)
+                for column, amax in enumerate(odd.get(i, ())):
+                    first.scaling[FORWARD].amax_history[0, column] = amax
+            y.backward(torch.ones_like(y))
+        for module, other in zip(*(modules for _, *modules in pairs), strict=True):
+            for direction, state in module.scaling.items():
+                assert_bitwise(state.scale, other.scaling[direction].scale)
+                assert_bitwise(state.amax_history, other.scaling[direction].amax_history)
+
+
+@pytest.mark.parametrize("function", ["amax_compute_algo", "scaling_factor_compute_algo"])
+def test_functions_leave_modules_alone_that_did_not_run(device: str, function: str) -> None:
+    own = {
+        "amax_compute_algo": lambda history: history.mean(dim=0),
+        "scaling_factor_compute_algo": lambda amax, scale, fp8_max, recipe: 2 * scale,
+    }
+    recipe = DelayedScaling(amax_history_len=3, **{function: own[function]})
+    one, two = linear(device), linear(device)
+    x = torch.randn(16, 32, device=device)
+    step(one, x, recipe)
+    step(two, x, recipe)
+    before = copy.deepcopy(two.scaling[FORWARD])
+    step(one, 2 * x, recipe)
+    assert_bitwise(two.scaling[FORWARD].scale, before.scale)
+    assert_bitwise(two.scaling[FORWARD].amax_history, before.amax_history)
 
 
 def test_a_module_that_did_not_run_keeps_its_history(device: str) -> None:

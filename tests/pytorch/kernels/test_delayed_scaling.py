@@ -30,12 +30,17 @@ def apart(x, gap, device):
     return room[:, : columns.shape[1]].t() if x.dim() == 2 else room[:, 0]
 
 
-def expected_column(history, scale, newest, algorithm, fp8_max, margin):
+def expected_column(history, scale, newest, settings, own_amax, own_scale):
     """New history and scale of one column (float lists in, float lists out)."""
     if newest == 0:
         return history, scale
+    algorithm, fp8_max, margin = settings
     amax = newest if algorithm == "most_recent" else max([newest, *history[1:]])
-    if amax > 0 and math.isfinite(amax):
+    if own_amax is not None:
+        amax = own_amax
+    if own_scale is not None:
+        scale = scale if math.isnan(own_scale) else min(own_scale, FLOAT_MAX)
+    elif amax > 0 and math.isfinite(amax):
         ratio = torch.tensor(fp8_max) / torch.tensor(amax) / 2.0**margin
         scale = min(ratio.item(), FLOAT_MAX)
     if len(history) == 1:
@@ -43,16 +48,18 @@ def expected_column(history, scale, newest, algorithm, fp8_max, margin):
     return [0.0, *history[2:], newest], scale
 
 
-def expected_update(states, reduced, algorithm, fp8_max, margin):
+def expected_update(states, reduced, settings, own):
+    def of_column(values, index):
+        return values[index].item() if values is not None else None
+
     first, updated = 0, []
     for history, scale in states:
         columns, scales = [], []
         for i in range(history.shape[1]):
             values = history[:, i].tolist()
-            other = reduced[first + i].item() if reduced is not None else 0.0
-            column = expected_column(
-                values, scale[i].item(), other or values[0], algorithm, fp8_max, margin
-            )
+            newest = of_column(reduced, first + i) or values[0]
+            own_values = (of_column(x, first + i) for x in own)
+            column = expected_column(values, scale[i].item(), newest, settings, *own_values)
             columns.append(column[0])
             scales.append(column[1])
         first += history.shape[1]
@@ -70,13 +77,12 @@ def random_states():
     return states
 
 
-def check(states, device, reduced=None, algorithm="max", fp8_max=448.0, margin=0):
-    expected = expected_update(states, reduced, algorithm, fp8_max, margin)
-    if reduced is not None:
-        reduced = reduced.to(device)
+def check(states, device, reduced=None, algorithm="max", fp8_max=448.0, margin=0, own=(None, None)):
+    expected = expected_update(states, reduced, (algorithm, fp8_max, margin), own)
+    reduced, *own = (None if x is None else x.to(device) for x in (reduced, *own))
     for gap in (0, 3):
         moved = [tuple(apart(x, gap, device) for x in state) for state in states]
-        delayed_scaling_update(table_of(moved, device), reduced, algorithm, fp8_max, margin)
+        delayed_scaling_update(table_of(moved, device), reduced, algorithm, fp8_max, margin, *own)
         for state, new in zip(moved, expected, strict=True):
             for got, wanted in zip(state, new, strict=True):
                 assert_bitwise(got, wanted)
@@ -111,6 +117,21 @@ def test_extreme_amax(device, algorithm, newest, length):
     check([(history, torch.tensor([3.0, 4.0]))], device, algorithm=algorithm)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("with_reduced", [False, True])
+@pytest.mark.parametrize("which", ["amax", "scale", "both"])
+def test_values_of_a_recipes_own_functions(device, which, with_reduced):
+    states = random_states()
+    count = sum(history.shape[1] for history, _ in states)
+    extreme = torch.tensor([math.nan, math.inf, 0.0, 1e-40, FLOAT_MAX])
+    own = [torch.cat([extreme, torch.rand(count - 5) + 0.5]) for _ in range(2)]
+    own = (None if which == "scale" else own[0], None if which == "amax" else own[1])
+    reduced = torch.rand(count) * 20 if with_reduced else None
+    if reduced is not None:
+        reduced[torch.rand(count) < 0.3] = 0.0
+    check(states, device, reduced=reduced, margin=2, own=own)
+
+
 def test_infinity_leaves_with_its_row(device):
     """An overflow keeps the scale for as long as the history remembers it, not for ever."""
     history = torch.tensor([[math.inf], [1.0], [2.0]], device=device)
@@ -142,6 +163,26 @@ def test_gather(device):
     assert_bitwise(got, torch.cat([h[0] for h, _ in states]))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("with_reduced", [False, True])
+def test_gather_finds_what_the_update_goes_by(device, algorithm, with_reduced):
+    states = random_states()
+    states[0][0][0, :2] = torch.tensor([math.nan, math.inf])
+    states[2][0][:9, 1] = math.nan
+    columns = [column for history, _ in states for column in history.t().tolist()]
+    reduced = torch.rand(len(columns)).round() * 11 if with_reduced else None
+    expected = []
+    for i, (newest, *older) in enumerate(columns):
+        values = [(reduced is not None and reduced[i].item()) or newest]
+        values += older if algorithm == "max" else []
+        expected.append(max([0.0, *(v for v in values if not math.isnan(v))]))
+    moved = [tuple(apart(x, 1, device) for x in state) for state in states]
+    reduced = None if reduced is None else reduced.to(device)
+    got = gather_amax(table_of(moved, device), len(columns), reduced, algorithm)
+    assert_bitwise(got, torch.tensor(expected))
+
+
 def test_no_states(device):
     table = table_of([], device)
     delayed_scaling_update(table, None, "max", 448.0, 0)
@@ -171,9 +212,9 @@ def test_many_states_and_graph_replay():
 def test_as_library_operators(device):
     states = [(apart(torch.rand(4, 2), 0, device), torch.ones(2, device=device))]
     table = table_of(states, device)
-    torch.ops.te.delayed_scaling_update(table, None, "max", 448.0, 0)
+    torch.ops.te.delayed_scaling_update(table, None, "max", 448.0, 0, None, None)
     assert states[0][0][0].tolist() == [0.0, 0.0]
-    assert torch.ops.te.gather_amax(table, 2).tolist() == [0.0, 0.0]
+    assert torch.ops.te.gather_amax(table, 2, None, "most_recent").tolist() == [0.0, 0.0]
 
 
 TABLE = torch.zeros(0, 6, dtype=torch.int64)
@@ -186,6 +227,8 @@ TABLE = torch.zeros(0, 6, dtype=torch.int64)
         (ValueError, r"shape \(states, 6\) for the table, got \(0, 3\)", {"table": TABLE[:, :3]}),
         (ValueError, "0 elements for the reduced amax", {"reduced": torch.ones(3)}),
         (TypeError, "float32 for the reduced amax", {"reduced": torch.ones(0).double()}),
+        (ValueError, "0 elements for the amax", {"amax": torch.ones(3)}),
+        (TypeError, "float32 for the scale", {"scale": torch.ones(0).double()}),
         (ValueError, "a positive finite fp8_max", {"fp8_max": 0.0}),
         (ValueError, "a margin between -126 and 126, got 127", {"margin": 127}),
     ],
@@ -199,6 +242,8 @@ def test_errors(error, message, changed):
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match=r"expected 'max' or 'most_recent'.*got 'mean'"):
         delayed_scaling_update(TABLE, None, "mean", 448.0, 0)
+    with pytest.raises(ValueError, match=r"\[gather_amax\] expected 'max'.*got 'mean'"):
+        gather_amax(TABLE, 0, None, "mean")
 
 
 def test_gather_needs_one_place_per_column():

@@ -7,9 +7,9 @@ import torch
 from gemm_reference import E4M3, E5M2, assert_close, product, slack
 
 from transformer_engine import _C
-from transformer_engine.pytorch.chain.recorded import tensor_at
 from transformer_engine.pytorch.kernels import gemm as gemm_kernel
-from transformer_engine.pytorch.kernels.gemm import GELU, gemm, gemm_into, gemm_quantized
+from transformer_engine.pytorch.kernels.gemm import GELU, gemm, gemm_into
+from transformer_engine.pytorch.kernels.memory_views import tensor_at
 from transformer_engine.pytorch.scale_layout import block_layout
 
 PAIRS = [(1, 1), (1, 2), (2, 1)]
@@ -141,10 +141,3 @@ def test_refuses_scales_of_another_shape():
     a.scales = a.scales[:, :12].contiguous()
     with pytest.raises(ValueError, match=r"expected shape \(2, 16\) for the scales"):
         gemm(a.data, b.data, torch.bfloat16, **ref.arguments(a, b))
-
-
-def test_refuses_an_fp8_result():
-    a, b = both((16, 16, 16), (1, 2), "cpu")
-    scales = torch.ones(2)
-    with pytest.raises(NotImplementedError, match="a plain result"):
-        gemm_quantized(a.data, b.data, E4M3, scales, None, a.scales, b.scales, a.format, b.format)

@@ -39,6 +39,10 @@ def row(values: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def rows(*shape: int) -> torch.Tensor:
+    return row(EMPTY_MOMENTS).expand(*shape, -1).contiguous()
+
+
 def table(device: str) -> torch.Tensor:
     """Of one module's history and scales, which live as long as the test."""
     history, scale = torch.ones(3, 4, device=device).t(), torch.ones(3, device=device)
@@ -60,22 +64,14 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS), None, True),
     "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
-    "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0),
+    "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0, torch.ones(3), None),
     "dequantize": lambda: (codes(), fp8.E4M3, PAIR, BF16),
     "dropout_add_backward": lambda: (plain(), SEED, 0.5, BF16, F32),
     "dropout_add_forward": lambda: (plain(), plain(COLS), plain(), SEED, 0.5),
-    "gather_amax": lambda: ("table", 3),
+    "gather_amax": lambda: ("table", 3, None, "max"),
     "gemm": lambda: (codes(), codes(16, COLS), BF16, *FP8_PAIR, *PRODUCT, None, True),
     "gemm_into": lambda: (plain(ROWS, 16), plain(), plain(16, COLS), *PLAIN_PAIR, *INTO),
-    "gemm_quantized": lambda: (
-        codes(),
-        codes(16, COLS),
-        fp8.E4M3,
-        PAIR,
-        ONE.clone(),
-        *FP8_PAIR,
-        *PRODUCT[2:5],
-    ),
+    "merge_rows": lambda: (rows(3, 1), torch.zeros(1, dtype=torch.int64), rows(1), None),
     "moments": lambda: (plain(), row(EMPTY_MOMENTS), None),
     "norm_backward": lambda: (
         plain(),

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.kernels.moments import (
     cast_statistics,
     empty_cast_moments,
     empty_moments,
+    merge_rows,
     moments,
     statistics,
 )
@@ -290,6 +291,56 @@ def test_compilers_keep_the_calls(device):
     compiled(x).backward()
     cases.assert_row(forward, x)
     cases.assert_row(backward, weight)
+
+
+def slots(*rows):
+    """Rows of any number of fields as those of slots, `[len(rows), 16]`."""
+    return torch.stack([torch.nn.functional.pad(row, (0, 16 - len(row))) for row in rows])
+
+
+@pytest.mark.sanitize
+def test_rows_merge_in_order(device):
+    parts = [torch.randn(n) + 10 for n in (100, 1, 37)]
+    casts = [torch.tensor([8.0, i, 1.0, 0.5 * i, 0.5**i, 2.0**i, 0, 0]).double() for i in range(3)]
+    blocks = [torch.tensor([4.0, (5 * i) % 7]).double() for i in range(3)]
+    kinds = torch.tensor([1, 0, 2], device=device)
+    rows = torch.stack(
+        [slots(c, row_of(x), b) for c, x, b in zip(casts, parts, blocks, strict=True)]
+    )
+    into = slots(empty_cast_moments(), empty_moments(), torch.zeros(2).double()).to(device)
+    idle = into.clone()
+    merge_rows(rows.to(device), kinds, idle, torch.zeros(1, dtype=torch.int32, device=device))
+    assert torch.equal(idle, into)
+    merge_rows(rows.to(device), kinds, into, torch.ones(1, dtype=torch.int32, device=device))
+    into = into.cpu()
+    assert into[0].tolist() == [24, 3, 3, 1.5, 0.25, 4] + [0] * 10
+    assert into[2].tolist() == [12, 5] + [0] * 14
+    cases.assert_row(into[1], torch.cat(parts))
+    one_by_one = empty_moments()
+    for x in parts:
+        row = row_of(x)
+        merge_rows(row.view(1, 1, 16), torch.zeros(1, dtype=torch.int64), one_by_one.view(1, 16))
+    # A GPU multiplies and adds in one step, with one rounding.
+    torch.testing.assert_close(into[1], one_by_one, rtol=1e-14 if device == "cuda" else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changed"),
+    [
+        (ValueError, r"shape \(slots, 16\) for into, got \(2, 8\)", {"into": torch.ones(2, 8)}),
+        (ValueError, r"shape \(n, 2, 16\) for rows, got \(1, 16\)", {"rows": torch.ones(1, 16)}),
+        (ValueError, "rows to be contiguous", {"rows": torch.ones(4, 2, 16).double()[::2]}),
+        (ValueError, "2 elements for kinds", {"kinds": torch.zeros(1).long()}),
+        (ValueError, "kinds between 0 and 2, got 3", {"kinds": torch.tensor([0, 3])}),
+        (TypeError, "int32 for active", {"active": torch.ones(1)}),
+    ],
+)
+def test_merge_errors(error, message, changed):
+    args = {"rows": torch.ones(3, 2, 16), "into": torch.ones(2, 16)} | changed
+    args = {name: tensor.double() for name, tensor in args.items() if name in ("rows", "into")}
+    args = {"kinds": torch.zeros(2).long(), "active": None} | changed | args
+    with pytest.raises(error, match=r"\[merge_rows\] expected " + message):
+        _C.merge_rows(**args)
 
 
 @pytest.mark.parametrize(

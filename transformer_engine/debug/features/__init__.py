@@ -12,10 +12,7 @@ from transformer_engine.debug.features import (
     per_tensor_scaling,
 )
 
-from transformer_engine.debug.features import _test_dummy_feature  # isort: skip  # errors list it last
-
 __all__ = [
-    "_test_dummy_feature",
     "api",
     "disable_fp8_gemm",
     "disable_fp8_layer",

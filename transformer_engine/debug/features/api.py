@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+Config: TypeAlias = dict[str, Any]
+Enabled: TypeAlias = bool | tuple[bool, int | None]
 
 required_kwargs = {
     "fp8_gemm_enabled": ["gemm"],
@@ -62,51 +65,42 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         return found is not None, found
 
 
-class TEDefaultFeatures:
-    """The calls, and what happens where no feature answers.
+class TEDefaultFeatures(Protocol):
+    """The calls that a feature may have, and their results where no feature has them.
 
     A feature is any class registered with `Registry.register_feature("transformer_engine")`; the
-    methods it has of these, marked with `api_method`, take any subset of the arguments. `config` is
-    what the configuration says for the tensor and gemm.
+    methods it has of these, marked with `api_method`, take any subset of the arguments.
+
+    Routing calls, whose names end in `enabled`, return the answer for this iteration; or it and the
+    next iteration at which it may change (None: never).
+
+    Their arguments:
+
+    - `config`: what the configuration says for the feature, tensor and gemm.
+    - `layer_name`: of the layer.
+    - `gemm`: fprop, dgrad or wgrad.
+    - `tensor_name`: activation, weight, gradient, output, wgrad or dgrad.
+    - `tensor`: in high precision; after a cast, what the GEMM takes.
+    - `iteration`: how often `debug_api.step()` was called.
+    - `default_quantizer`: casts the tensor where no feature does; None without FP8.
+    - `tp_group`: tensor parallel group of the layer (not the reduction group), of `tp_size` ranks.
     """
 
     def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> bool | tuple[bool, int | None]:
-        """Whether a GEMM runs in FP8 where the recipe says so.
-
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            gemm: fprop, dgrad or wgrad.
-            iteration: how often `debug_api.step()` was called.
-
-        Returns:
-            The answer for this iteration; or it and the next iteration at which it may change
-            (None: never). FP8 only if all features say True.
-        """
+        self, config: Config, layer_name: str, gemm: str, iteration: int
+    ) -> Enabled:
+        """Whether a GEMM runs in FP8 where the recipe says so: only if all features say True."""
         return True, None
 
     def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
-    ) -> bool | tuple[bool, int | None]:
-        """Whether `modify_tensor` replaces the cast of a tensor for a GEMM.
-
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            gemm: fprop, dgrad or wgrad.
-            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
-            iteration: how often `debug_api.step()` was called.
-
-        Returns:
-            As `fp8_gemm_enabled`. It stands above the answer of that call.
-        """
+        self, config: Config, layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> Enabled:
+        """Whether `modify_tensor` replaces the cast, whatever `fp8_gemm_enabled` says."""
         return False, None
 
     def modify_tensor(
         self,
-        config: dict[str, Any],
+        config: Config,
         layer_name: str,
         gemm: str,
         tensor_name: str,
@@ -116,44 +110,23 @@ class TEDefaultFeatures:
         out: torch.Tensor | QuantizedTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | QuantizedTensor | None:
-        """Make what a GEMM takes, or what becomes of its result.
+        """Return a tensor of the same shape, which the GEMM takes or which replaces its result.
 
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            gemm: fprop, dgrad or wgrad.
-            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
-            tensor: in high precision.
-            default_quantizer: what would cast the tensor; None without FP8.
-            iteration: how often `debug_api.step()` was called.
-            out: what an earlier call made of a cached weight, to be written anew.
-            dtype: that a plain operand must have.
-
-        Returns:
-            A tensor of the same shape; None where `out` is given. Both operands of a GEMM must be
-            plain, or both `Float8Tensor`.
+        With `out`, what an earlier call returned for a cached weight, write to it and return None.
+        A plain operand must have the `dtype`. Both operands of a GEMM must be plain, or both
+        `Float8Tensor`.
         """
         raise NotImplementedError("[modify_tensor] expected a feature that defines it, got none")
 
     def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> bool | tuple[bool, int | None]:
-        """Whether `inspect_tensor` is called.
-
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
-            iteration: how often `debug_api.step()` was called.
-
-        Returns:
-            As `fp8_gemm_enabled`.
-        """
+        self, config: Config, layer_name: str, tensor_name: str, iteration: int
+    ) -> Enabled:
+        """Whether `inspect_tensor` is called."""
         return False, None
 
     def inspect_tensor(
         self,
-        config: dict[str, Any],
+        config: Config,
         layer_name: str,
         tensor_name: str,
         tensor: torch.Tensor,
@@ -164,41 +137,17 @@ class TEDefaultFeatures:
         columnwise_quantized_tensor: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        """Look at a tensor in high precision, and at what was made of it.
-
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            tensor_name: activation, weight, gradient, output, wgrad or dgrad.
-            tensor: in high precision.
-            iteration: how often `debug_api.step()` was called.
-            tp_group: tensor parallel group of the layer (not the reduction group).
-            tp_size: its size.
-            rowwise_quantized_tensor: what the first of its GEMMs takes.
-            columnwise_quantized_tensor: what the second takes.
-            quantizer: what casts the tensor; None without FP8.
-        """
+        """Look at a tensor, and at what the first and the second of its GEMMs take."""
 
     def inspect_tensor_postquantize_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
-    ) -> bool | tuple[bool, int | None]:
-        """Whether `inspect_tensor_postquantize` is called.
-
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            gemm: fprop, dgrad or wgrad.
-            tensor_name: activation, weight or gradient.
-            iteration: how often `debug_api.step()` was called.
-
-        Returns:
-            As `fp8_gemm_enabled`.
-        """
+        self, config: Config, layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> Enabled:
+        """Whether `inspect_tensor_postquantize` is called."""
         return False, None
 
     def inspect_tensor_postquantize(
         self,
-        config: dict[str, Any],
+        config: Config,
         layer_name: str,
         tensor_name: str,
         gemm: str,
@@ -210,16 +159,7 @@ class TEDefaultFeatures:
     ) -> None:
         """Look at a tensor after its cast or `modify_tensor`; not called where there was neither.
 
-        Args:
-            config: of the feature.
-            layer_name: of the layer.
-            tensor_name: activation, weight or gradient.
-            gemm: that takes the tensor.
-            tensor: as the GEMM takes it.
-            iteration: how often `debug_api.step()` was called.
-            tp_group: tensor parallel group of the layer.
-            tp_size: its size.
-            rowwise: the GEMM takes its rows (else its columns).
+        `rowwise`: the GEMM takes its rows, else its columns.
         """
 
 

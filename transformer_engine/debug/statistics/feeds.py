@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from transformer_engine.debug.mx import cast_to_mx, seen_along
+from transformer_engine.debug.statistics.rows import WIDTH, Kind
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
-from transformer_engine.pytorch.kernels.moments import cast_moments
+from transformer_engine.pytorch.kernels.moments import (
+    CAST_MOMENTS_FIELDS,
+    cast_moments,
+    merge_rows,
+)
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
@@ -41,9 +47,8 @@ def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Ten
     ranges = [_largest_range(magnitudes, source)]
     if source.both:
         ranges.append(_largest_range(magnitudes.t().contiguous(), source))
-    found = torch.stack([torch.full_like(ranges[0], x.numel()), torch.stack(ranges).amax()])
-    merged = torch.stack([row[0] + found[0], torch.maximum(row[1], found[1])])
-    row[:2].copy_(merged if active is None else torch.where(active != 0, merged, row[:2]))
+    found = [torch.full_like(ranges[0], x.numel()), torch.stack(ranges).amax()]
+    _merge(Kind.BLOCKS, found, row, active)
 
 
 def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
@@ -80,7 +85,8 @@ class Cast:
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
         """Merge what the cast did into a casts row; errors where somebody asks for them."""
-        cast_moments(self.x, self.codes, self.scales, self.format, row, active, squared_error)
+        fields = row[:CAST_MOMENTS_FIELDS]
+        cast_moments(self.x, self.codes, self.scales, self.format, fields, active, squared_error)
 
     @property
     def numel(self) -> int:
@@ -99,7 +105,7 @@ class Scales:
         matrix = self.matrix
         inverses = matrix.layout.spread(matrix.scales, *_matrix_shape(matrix.codes)).double()
         found = [inverses.new_full((), float(self.numel)), *inverses.new_zeros(3)]
-        _merge(row, torch.stack([*found, *_range(inverses)]), active)
+        _merge(Kind.CASTS, [*found, *_range(inverses)], row, active)
 
     @property
     def numel(self) -> int:
@@ -127,7 +133,7 @@ class BlockCast:
             (x.abs() > largest.clamp(max=torch.finfo(torch.float32).max)).sum(dtype=torch.float64),
             (x.double() - (values * self.inverses).double()).square().sum(),
         ]
-        _merge(row, torch.stack([*found, *_range(self.inverses.double())]), active)
+        _merge(Kind.CASTS, [*found, *_range(self.inverses.double())], row, active)
 
     @property
     def numel(self) -> int:
@@ -146,11 +152,13 @@ def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(inverses == 0, torch.inf, inverses).amin(), inverses.amax()
 
 
-def _merge(row: torch.Tensor, found: torch.Tensor, active: torch.Tensor | None) -> None:
-    """Merge the six fields of a casts row."""
-    least, most = torch.minimum(row[4], found[4]), torch.maximum(row[5], found[5])
-    merged = torch.cat([row[:4] + found[:4], torch.stack([least, most])])
-    row[:6].copy_(merged if active is None else torch.where(active != 0, merged, row[:6]))
+def _merge(
+    kind: Kind, fields: Sequence[torch.Tensor], row: torch.Tensor, active: torch.Tensor | None
+) -> None:
+    """Merge the first fields of a row, float64 scalars, into a slot's row."""
+    found = torch.nn.functional.pad(torch.stack([*fields]), (0, WIDTH - len(fields)))
+    kinds = row.new_full((1,), kind, dtype=torch.int64)
+    merge_rows(found.view(1, 1, WIDTH), kinds, row.view(1, WIDTH), active)
 
 
 def cast(

@@ -1,7 +1,7 @@
 """What a row of statistics holds, how rows of several ranks merge, and what can be read off one.
 
 A slot is sixteen float64 values on the device that the tensor lives on. Kernels merge every tensor
-that they see into it (csrc/core/moments.h defines both layouts):
+that they see into it (csrc/core/moments.h defines the layouts, and how they merge):
 
     moments  the fields of `kernels.moments.MOMENTS`
     casts    the fields of `kernels.moments.CAST_MOMENTS`
@@ -23,6 +23,7 @@ from transformer_engine.pytorch.kernels.moments import (
     EMPTY_CAST_MOMENTS,
     EMPTY_MOMENTS,
     cast_statistics,
+    merge_rows,
     statistics,
 )
 
@@ -31,7 +32,7 @@ BLOCKWISE = "max_blockwise_dynamic_range"
 
 
 class Kind(IntEnum):
-    """What a slot holds."""
+    """What a slot holds; the numbers are those of `RowKind` in csrc/core/moments.h."""
 
     MOMENTS = 0
     CASTS = 1
@@ -43,16 +44,6 @@ _EMPTY: dict[Kind, tuple[float, ...]] = {
     Kind.CASTS: EMPTY_CAST_MOMENTS,
     Kind.BLOCKS: (0.0, 0.0),
 }
-
-
-# How fields merge; means and m2 have a formula of their own.
-_SUM, _LEAST, _MOST = 0, 1, 2
-_RULES = torch.zeros(len(Kind), WIDTH, dtype=torch.int8)
-_RULES[Kind.MOMENTS, [5, 8]] = _LEAST
-_RULES[Kind.MOMENTS, [6, 7]] = _MOST
-_RULES[Kind.CASTS, 4] = _LEAST
-_RULES[Kind.CASTS, 5] = _MOST
-_RULES[Kind.BLOCKS, 1] = _MOST
 
 
 def empty_row(kind: Kind) -> list[float]:
@@ -108,27 +99,6 @@ def merge_ranks(rows: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     >>> merge_ranks(row.expand(2, 1, 16), torch.zeros(1, dtype=torch.int64))[0, :2].tolist()
     [0.0, 0.0]
     """
-    merged = rows[0].clone()
-    for row in rows[1:]:
-        _merge(merged, row, kinds)
+    merged = rows[0].contiguous().clone()
+    merge_rows(rows[1:].contiguous(), kinds, merged)
     return merged
-
-
-def _merge(into: torch.Tensor, row: torch.Tensor, kinds: torch.Tensor) -> None:
-    rules = _RULES[kinds]
-    both = torch.where(rules == _LEAST, torch.minimum(into, row), torch.maximum(into, row))
-    both = torch.where(rules == _SUM, into + row, both)
-    moments = (kinds == Kind.MOMENTS)[:, None]
-    both[:, 1:3] = torch.where(moments, _merged_means(into, row), both[:, 1:3])
-    into.copy_(both)
-
-
-def _merged_means(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Mean and m2 by Chan's formula; a side without elements adds nothing."""
-    count = (a[:, 0] + b[:, 0]).clamp(min=1)
-    share, from_share = a[:, 0] / count, b[:, 0] / count
-    apart = b[:, 1] - a[:, 1]
-    mean = a[:, 1] * share + b[:, 1] * from_share
-    m2 = a[:, 2] + b[:, 2] + apart * apart * a[:, 0] * from_share
-    merged = torch.where((b[:, 0] == 0)[:, None], a[:, 1:3], torch.stack([mean, m2], dim=1))
-    return torch.where((a[:, 0] == 0)[:, None], b[:, 1:3], merged)

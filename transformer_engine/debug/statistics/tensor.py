@@ -15,7 +15,7 @@ from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.subscription import MOMENTS, Reading, Source, Subscription
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.kernels.dequantize import dequantize
-from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, moments
+from transformer_engine.pytorch.kernels.moments import moments
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 _NO_ROWS: Rows = (None, None)
@@ -180,7 +180,7 @@ class TensorStatistics:
                 slot.always_scales |= captured
             row, active = self._rows(slot, found.numel, captured)
             if row is not None:
-                found.into(row[:CAST_MOMENTS_FIELDS], active, source in self._with_errors)
+                found.into(row, active, source in self._with_errors)
 
     def feed(
         self,

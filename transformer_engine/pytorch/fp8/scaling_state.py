@@ -163,7 +163,7 @@ class ScalingMembers:
             return None
         if dist.get_world_size(self.process_group) == 1:
             return None
-        amaxes = gather_amax(self.table(states), self.columns)
+        amaxes = gather_amax(self.table(states), self.columns, None, "most_recent")
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.process_group)
         return amaxes
 

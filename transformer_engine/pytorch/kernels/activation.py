@@ -69,12 +69,7 @@ def _outputs(
     )
 
 
-@library_op(
-    "activation_forward(Tensor x, int kind, bool plain=True, int format=5,"
-    " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
-    " bool current=False, bool power_of_2=False, float epsilon=0, Tensor? moments=None,"
-    " Tensor? active=None) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def activation_forward(
     x: torch.Tensor,
     kind: int,
@@ -139,13 +134,7 @@ def activation_forward(
     return results if plain else (None, *results[1:])
 
 
-@library_op(
-    "activation_backward(Tensor dy, Tensor x, int kind, bool plain=True, int format=5,"
-    " Tensor? scale=None, Tensor? amax=None, bool rowwise=False, bool columnwise=False,"
-    " bool current=False, bool power_of_2=False, float epsilon=0, ScalarType? dbias=None,"
-    " Tensor? moments=None, Tensor? active=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def activation_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -10,7 +10,7 @@ from transformer_engine.pytorch.kernels.library import library_op
 _ANY_FORMAT = 5  # where no scale is computed, the format plays no part
 
 
-@library_op("amax(Tensor x) -> Tensor")
+@library_op()
 def amax(x: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     """`max |x|` as fp32 `[1]`, NaN ignored; 0 for an empty tensor.
 
@@ -23,7 +23,7 @@ def amax(x: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     return result
 
 
-@library_op("current_scales(Tensor x, int format, bool power_of_2, float epsilon) -> Tensor")
+@library_op()
 def current_scales(
     x: torch.Tensor, format: int, power_of_2: bool, epsilon: float, *, launch: bool = True
 ) -> torch.Tensor:
@@ -41,7 +41,7 @@ def current_scales(
     return scales
 
 
-@library_op("scales_from_amax(Tensor amax, int format, bool power_of_2, float epsilon) -> Tensor")
+@library_op()
 def scales_from_amax(
     amax: torch.Tensor, format: int, power_of_2: bool, epsilon: float, *, launch: bool = True
 ) -> torch.Tensor:

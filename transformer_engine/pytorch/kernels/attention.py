@@ -25,6 +25,14 @@ NO_SEQUENCES = (None, None, None, None)
 # of each part are together, or the parts of each head.
 APART, AS_INPUTS, PACKED, PACKED_BY_HEAD = range(4)
 
+AttentionGradients = tuple[
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]
+
 
 def settings_of(
     format: int,
@@ -47,11 +55,7 @@ def settings_of(
     return (format, *window, int(bottom_right), int(alibi), int(deterministic), *longest)
 
 
-@library_op(
-    "attention_forward(Tensor query, Tensor key, Tensor value, int[] settings, float scale,"
-    " float dropout, Tensor?[] sequences, Tensor? bias, Tensor? sink, Tensor? seed,"
-    " bool statistics) -> (Tensor, Tensor)"
-)
+@library_op()
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -120,12 +124,7 @@ def empty_statistics(query: torch.Tensor, format: int) -> torch.Tensor:
     return new_empty(query, shape, torch.float32)
 
 
-@library_op(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out,"
-    " Tensor statistics, int[] settings, float scale, float dropout, Tensor?[] sequences,"
-    " Tensor? bias, Tensor? sink, Tensor? seed, bool needs_bias, bool needs_sink, int together)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -145,7 +144,7 @@ def attention_backward(
     together: int,
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor | None, ...]:
+) -> AttentionGradients:
     """Gradients of query, key, value, bias and sink; arguments not listed are the forward's.
 
     Args:
@@ -183,12 +182,12 @@ def attention_backward(
     return *results, of_bias, of_sink
 
 
-_Gradients = tuple[torch.Tensor | None, ...]
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _gradients_of(
     inputs: tuple[torch.Tensor, ...], together: int, launch: bool
-) -> tuple[_Gradients, _Gradients]:
+) -> tuple[_Gradients, tuple[torch.Tensor, ...]]:
     """Memory of gradients: what is returned, and what is written."""
     if together >= PACKED:
         whole, parts = empty_whole(inputs, together == PACKED_BY_HEAD, launch)
@@ -197,7 +196,8 @@ def _gradients_of(
         parts = empty_like_parts(*inputs)
     else:
         parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-    return parts, parts
+    query, key, value = parts
+    return (query, key, value), parts
 
 
 def attention_refusal(

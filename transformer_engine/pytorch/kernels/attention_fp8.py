@@ -18,10 +18,7 @@ from transformer_engine.pytorch.kernels.attention import empty_statistics
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op(
-    "fp8_attention_forward(Tensor query, Tensor key, Tensor value, Tensor scales, int[] settings,"
-    " float scale, bool statistics, Tensor?[] amaxes) -> (Tensor, Tensor)"
-)
+@library_op()
 def fp8_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,11 +64,7 @@ def fp8_attention_forward(
     return out, kept
 
 
-@library_op(
-    "fp8_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out,"
-    " Tensor statistics, Tensor scales, int[] settings, float scale, int format,"
-    " Tensor?[] amaxes, bool[] needs) -> (Tensor, Tensor, Tensor)"
-)
+@library_op()
 def fp8_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -87,7 +80,7 @@ def fp8_attention_backward(
     needs: Sequence[bool],
     *,
     launch: bool = True,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of the gradients of query, key and value; arguments not listed are the forward's.
 
     Args:
@@ -104,7 +97,7 @@ def fp8_attention_backward(
         needs: of query, key and value: whether the amax of its gradient counts.
         launch: False gives the shapes alone.
     """
-    gradients = tuple(torch.empty_like(x) for x in (query, key, value))
+    gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     if launch:
         found = scales.new_zeros(4)
         _C.fp8_attention_backward(

@@ -25,16 +25,21 @@ def entry(scale: torch.Tensor, amax_history: torch.Tensor) -> list[int]:
     return [*addresses, *amax_history.shape, amax_history.stride(1), scale.stride(0)]
 
 
-@library_op(
-    "delayed_scaling_update(Tensor(a!) table, Tensor? reduced, str algorithm, float fp8_max,"
-    " int margin) -> ()"
-)
+def _is_most_recent(op: str, algorithm: str) -> bool:
+    if algorithm not in _MOST_RECENT:
+        raise ValueError(f"[{op}] expected 'max' or 'most_recent' for algorithm, got {algorithm!r}")
+    return _MOST_RECENT[algorithm]
+
+
+@library_op(writes=("table",))
 def delayed_scaling_update(
     table: torch.Tensor,
     reduced: torch.Tensor | None,
     algorithm: str,
     fp8_max: float,
     margin: int,
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> None:
@@ -50,26 +55,35 @@ def delayed_scaling_update(
         algorithm: `"max"` over the history or `"most_recent"`.
         fp8_max: largest finite value of the format.
         margin: scales are divided by `2**margin`.
+        amax: fp32 `[columns]`, what a recipe's own function has found instead of `algorithm`.
+        scale: fp32 `[columns]`, likewise instead of `fp8_max / amax / 2**margin`.
     """
-    if algorithm not in _MOST_RECENT:
-        raise ValueError(
-            "[delayed_scaling_update] expected 'max' or 'most_recent' for algorithm,"
-            f" got {algorithm!r}"
-        )
+    most_recent = _is_most_recent("delayed_scaling_update", algorithm)
     if launch:
-        _C.delayed_scaling_update(table, reduced, _MOST_RECENT[algorithm], fp8_max, margin)
+        _C.delayed_scaling_update(table, reduced, most_recent, fp8_max, margin, amax, scale)
 
 
-@library_op("gather_amax(Tensor table, int columns) -> Tensor")
-def gather_amax(table: torch.Tensor, columns: int, *, launch: bool = True) -> torch.Tensor:
-    """Row 0 of every history of the table, as fp32 `[columns]`, in table order."""
+@library_op()
+def gather_amax(
+    table: torch.Tensor,
+    columns: int,
+    reduced: torch.Tensor | None = None,
+    algorithm: str = "most_recent",
+    *,
+    launch: bool = True,
+) -> torch.Tensor:
+    """The amaxes that `delayed_scaling_update` goes by, as fp32 `[columns]`, in table order.
+
+    By default those of row 0, which ranks reduce; the other arguments are those of the update.
+    """
+    most_recent = _is_most_recent("gather_amax", algorithm)
     out = table.new_empty(columns, dtype=torch.float32)
     if launch:
-        _C.gather_amax(table, out)
+        _C.gather_amax(table, reduced, most_recent, out)
     return out
 
 
-@library_op("spread(Tensor x, int multiple) -> Tensor")
+@library_op()
 def spread(x: torch.Tensor, multiple: int, *, launch: bool = True) -> torch.Tensor:
     """Memory of a new state: `x` with each column, or each value of a vector, in a row of its own.
 

@@ -8,7 +8,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op("dequantize(Tensor codes, int format, Tensor scales, ScalarType dtype) -> Tensor")
+@library_op()
 def dequantize(
     codes: torch.Tensor,
     format: int,

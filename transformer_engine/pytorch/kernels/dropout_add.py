@@ -9,9 +9,7 @@ from transformer_engine.pytorch.chain.memory import new_empty
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op(
-    "dropout_add_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor? seed, float p) -> Tensor"
-)
+@library_op()
 def dropout_add_forward(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -37,10 +35,7 @@ def dropout_add_forward(
     return out
 
 
-@library_op(
-    "dropout_add_backward(Tensor dout, Tensor? seed, float p, ScalarType? dx, ScalarType? dbias)"
-    " -> (Tensor, Tensor)"
-)
+@library_op()
 def dropout_add_backward(
     dout: torch.Tensor,
     seed: torch.Tensor | None,

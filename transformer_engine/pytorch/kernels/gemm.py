@@ -10,9 +10,9 @@ Operands, row-major (their last axis is a row, all others count together):
 An FP8 operand is one-byte codes, a format (5 = E4M3, 6 = E5M2) and scales whose element 0 is
 1/scale. It is never transposed by the product: hand in the transpose that the cast has stored.
 Where blocks have scales (`kernels.quantize_blocks`), those of both operands do, and one of them has
-blocks of 1 x 128; codes are E4M3, sums fp32 sums, and there is neither an activation nor an FP8
-result. Where such a product has less than a block of columns or of terms, torch multiplies the
-dequantised operands on a GPU too.
+blocks of 1 x 128; codes are E4M3, sums fp32 sums, and there is no activation.
+Where such a product has less than a block of columns or of terms, torch multiplies the dequantised
+operands on a GPU too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
 
 
-@library_op(
-    "gemm(Tensor a, Tensor b, ScalarType dtype, Tensor? a_scales=None, Tensor? b_scales=None,"
-    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
-    " bool fast_accumulation=False, Tensor? bias=None, int activation=0, Tensor? aux=None,"
-    " ScalarType? bias_grad=None, bool allow_tf32=True) -> (Tensor, Tensor, Tensor)"
-)
+@library_op()
 def gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -127,12 +122,7 @@ def gemm(
     return d, aux if activation == GELU else None, grad
 
 
-@library_op(
-    "gemm_into(Tensor(a!) d, Tensor a, Tensor b, Tensor? a_scales=None, Tensor? b_scales=None,"
-    " int a_format=-1, int b_format=-1, bool a_transposed=False, bool b_transposed=False,"
-    " bool accumulate=True, bool fast_accumulation=False, Tensor(b!)? bias_grad=None,"
-    " bool allow_tf32=True) -> ()"
-)
+@library_op(writes=("d", "bias_grad"))
 def gemm_into(
     d: torch.Tensor,
     a: torch.Tensor,
@@ -180,79 +170,6 @@ def gemm_into(
             _define(*arguments)
         if bias_grad is not None and grad is not None and grad is not bias_grad:
             _C.cast(grad, bias_grad)
-
-
-@library_op(
-    "gemm_quantized(Tensor a, Tensor b, int format, Tensor scales, Tensor(a!)? amax,"
-    " Tensor a_scales, Tensor b_scales, int a_format, int b_format, bool fast_accumulation=False,"
-    " Tensor? bias=None, int activation=0) -> (Tensor, Tensor)"
-)
-def gemm_quantized(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    format: int,
-    scales: torch.Tensor,
-    amax: torch.Tensor | None,
-    a_scales: torch.Tensor,
-    b_scales: torch.Tensor,
-    a_format: int,
-    b_format: int,
-    fast_accumulation: bool = False,
-    bias: torch.Tensor | None = None,
-    activation: int = NO_ACTIVATION,
-    *,
-    launch: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes of `a b^T`, rounded once from fp32; arguments not listed here are those of `gemm`.
-
-    Args:
-        a: FP8 codes `[..., k]`.
-        b: FP8 codes `[n, k]`.
-        format: FP8 format of the result.
-        scales: fp32 `[2]` = {1/scale, scale} of the result, read.
-        amax: fp32 `[1]`, raised to the largest magnitude of the result; None where nobody asks.
-        a_scales: fp32, element 0 = 1/scale.
-        b_scales: the same for `b`.
-        a_format: FP8 format of `a`.
-        b_format: FP8 format of `b`.
-        fast_accumulation: as in `gemm`.
-        bias: as in `gemm`.
-        activation: 0 or `GELU`.
-        launch: False gives the shapes alone.
-
-    Returns:
-        `(codes, aux)`: `aux` is the bf16 pre-activation of `GELU`, else None.
-    """
-    codes = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=torch.uint8)
-    aux = torch.empty_like(codes, dtype=torch.bfloat16) if activation == GELU else None
-    if bias is not None:
-        bias = bias_for(torch.bfloat16, bias, a_format)
-    if launch:
-        # cuBLASLt overwrites an amax; the contract of every op here is to raise it.
-        own_amax = None if amax is None else torch.zeros_like(amax)
-        done = _C.gemm_quantized(
-            codes,
-            format,
-            scales,
-            own_amax,
-            a,
-            b,
-            a_scales,
-            b_scales,
-            a_format,
-            b_format,
-            fast_accumulation,
-            bias,
-            activation,
-            aux,
-        )
-        if not done:
-            value = _value(a, b, a_scales, b_scales, a_format, b_format, False, False)
-            value = _activate(value, bias, activation, aux)
-            _C.quantize(value, codes, None, scales, None, own_amax, format, None)
-        if amax is not None and own_amax is not None:
-            torch.maximum(amax, own_amax, out=amax)
-    return codes, aux
 
 
 def bias_for(dtype: torch.dtype, bias: torch.Tensor, a_format: int) -> torch.Tensor:

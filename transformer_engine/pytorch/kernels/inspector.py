@@ -8,11 +8,7 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op(
-    "show_to_inspector(Tensor? x, Tensor? row_codes, Tensor? row_scales, int row_format,"
-    " Tensor? column_codes, Tensor? column_scales, int column_format, str feed) -> ()",
-    writes_unseen=True,
-)
+@library_op(writes_unseen=True)
 def show_to_inspector(
     x: torch.Tensor | None,
     row_codes: torch.Tensor | None,

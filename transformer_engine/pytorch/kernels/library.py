@@ -8,20 +8,21 @@ that calls the body directly in eager mode (the dispatcher costs 3 us a call) an
 Results may be None, in the body and in the operator: torch takes that as an undefined tensor, as
 its own operators return where nobody wants a gradient.
 
-A schema's defaults are those of the function alone. The operator has none, so that compiled code
-calls it without keywords: each costs 0.4 us. Modules give every argument, so that nothing of a
-graph depends on defaults, which Dynamo would check at each call.
+Defaults are those of the function alone. The operator has none, so that compiled code calls it
+without keywords: each costs 0.4 us. Modules give every argument, so that nothing of a graph depends
+on defaults, which Dynamo would check at each call.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,20 +31,12 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 _LIBRARY = torch.library.Library("te", "DEF")
 
 
-def _arguments(schema: str) -> tuple[str, ...]:
-    """`type name[=default]` of each argument."""
-    listed = schema[schema.index("(") + 1 : schema.index(") ->")]
-    return tuple(argument.strip() for argument in listed.split(",") if listed)
-
-
 def _completed(
-    arguments: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    arguments: tuple[Argument, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
     """All arguments of a call, those with a default that were left out included."""
     full = list(args)
-    for argument in arguments[len(args) :]:
-        kind, described = argument.rsplit(" ", 1)
-        name, _, default = described.partition("=")
+    for kind, name, default in arguments[len(args) :]:
         full.append(kwargs[name] if name in kwargs else _constant(kind, default))
     return full
 
@@ -87,27 +80,28 @@ def _has_no_memory(first: Any) -> bool:
 
 
 def library_op(
-    schema: str, *, writes_unseen: bool = False
+    *, writes: Collection[str] = (), writes_unseen: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as `torch.ops.te.<name>` with this schema.
+    """Register the decorated function as `torch.ops.te.<its name>`.
+
+    Its annotations are the operator's schema. It also takes `launch: bool = True`, by name.
 
     Args:
-        schema: `name(Tensor x, ...) -> (...)`, with `(a!)` on every tensor that is written to,
-            except amaxes (docs/adr/0003): raising a maximum is idempotent and no graph reads it,
-            while a declared write of forward state in backward cannot be compiled. The function
-            takes the same arguments in the same order, and `launch: bool = True`.
+        writes: the tensors that are written to, except amaxes (docs/adr/0003): raising a maximum
+            is idempotent and no graph reads it, while a declared write of forward state in
+            backward cannot be compiled.
         writes_unseen: what it is called for shows in no tensor that a graph knows: compilers must
             keep its calls, though nobody takes a result.
     """
-    name = schema[: schema.index("(")]
 
     def register(body: Callable[P, R]) -> Callable[P, R]:
-        arguments = _arguments(schema)
+        schema = schema_of(body, writes)
+        name, arguments = schema.name, schema.arguments
 
         def fake(*args: Any) -> Any:
             return body(*args, launch=False)  # type: ignore[arg-type]
 
-        _LIBRARY.define(re.sub(r"=[^,)]*", "", schema))
+        _LIBRARY.define(str(schema))
         _LIBRARY.impl(name, body, "CPU")
         _LIBRARY.impl(name, body, "CUDA")
         torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)

@@ -53,7 +53,7 @@ def empty_cast_moments(device: torch.device | str | None = None) -> torch.Tensor
     return torch.tensor(EMPTY_CAST_MOMENTS, dtype=torch.float64, device=device)
 
 
-@library_op("moments(Tensor x, Tensor row, Tensor? active=None) -> ()", writes_unseen=True)
+@library_op(writes_unseen=True)
 def moments(
     x: torch.Tensor, row: torch.Tensor, active: torch.Tensor | None = None, *, launch: bool = True
 ) -> None:
@@ -81,11 +81,7 @@ def merge_moments(
         _C.moments(x, row, active)
 
 
-@library_op(
-    "cast_moments(Tensor x, Tensor codes, Tensor scales, int format, Tensor row,"
-    " Tensor? active=None, bool squared_error=True) -> ()",
-    writes_unseen=True,
-)
+@library_op(writes_unseen=True)
 def cast_moments(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -111,6 +107,28 @@ def cast_moments(
     """
     if launch:
         _C.cast_moments(x, codes, scales, format, row, active, squared_error)
+
+
+@library_op(writes=("into",))
+def merge_rows(
+    rows: torch.Tensor,
+    kinds: torch.Tensor,
+    into: torch.Tensor,
+    active: torch.Tensor | None = None,
+    *,
+    launch: bool = True,
+) -> None:
+    """Merge rows of several micro-batches or ranks, in this order.
+
+    Args:
+        rows: float64 `[n, slots, 16]`, contiguous; see `csrc/core/moments.h`.
+        kinds: int64 `[slots]`: 0 for rows of `moments`, 1 of `cast_moments`, 2 of blocks (their
+            count, and the largest dynamic range of one).
+        into: float64 `[slots, 16]`, contiguous; written to.
+        active: as in `moments`.
+    """
+    if launch:
+        _C.merge_rows(rows, kinds, into, active)
 
 
 def statistics(row: Sequence[float]) -> dict[str, float]:

@@ -24,13 +24,7 @@ def _fp8_outputs(
     )
 
 
-@library_op(
-    "norm_forward(Tensor x, Tensor gamma, Tensor? beta, int kind, float epsilon,"
-    " bool zero_centered, ScalarType? out_dtype, int format=5, Tensor? scale=None,"
-    " Tensor? amax=None, bool rowwise=False, bool columnwise=False, bool current=False,"
-    " bool power_of_2=False, float amax_epsilon=0, Tensor? moments=None, Tensor? active=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def norm_forward(
     x: torch.Tensor,
     gamma: torch.Tensor,
@@ -118,10 +112,7 @@ def norm_forward(
     return None if out_dtype is None else y, codes, transposed, scales, mean, rstd
 
 
-@library_op(
-    "norm_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? mean, Tensor rstd, int kind,"
-    " bool zero_centered, Tensor? residual_grad=None) -> (Tensor, Tensor, Tensor)"
-)
+@library_op()
 def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -9,11 +9,7 @@ from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
-@library_op(
-    "quantize(Tensor x, int format, Tensor? scale, Tensor? amax, Tensor? scales,"
-    " bool rowwise, bool columnwise, ScalarType? dbias, Tensor? moments=None,"
-    " Tensor? active=None) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def quantize(
     x: torch.Tensor,
     format: int,

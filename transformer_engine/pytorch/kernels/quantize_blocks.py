@@ -11,11 +11,7 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.scale_layout import layout_of
 
 
-@library_op(
-    "quantize_blocks(Tensor x, int format, bool power_of_2, float epsilon, bool rowwise,"
-    " bool columnwise, ScalarType? dbias, Tensor? moments=None, Tensor? active=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+@library_op()
 def quantize_blocks(
     x: torch.Tensor,
     format: int,

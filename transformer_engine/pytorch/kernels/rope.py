@@ -8,10 +8,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op(
-    "rope(Tensor x, Tensor freqs, Tensor? starts, Tensor? cu_seqlens, bool batch_first,"
-    " bool interleaved, bool backward) -> Tensor"
-)
+@library_op()
 def rope(
     x: torch.Tensor,
     freqs: torch.Tensor,

@@ -14,10 +14,7 @@ def _expanded(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return mask.expand(x.shape)
 
 
-@library_op(
-    "softmax_forward(Tensor x, Tensor? mask, float scale, int left=-1, int right=-1,"
-    " int diagonal=0) -> Tensor"
-)
+@library_op()
 def softmax_forward(
     x: torch.Tensor,
     mask: torch.Tensor | None,
@@ -48,7 +45,7 @@ def softmax_forward(
     return y
 
 
-@library_op("softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor")
+@library_op()
 def softmax_backward(
     dy: torch.Tensor, y: torch.Tensor, scale: float, *, launch: bool = True
 ) -> torch.Tensor:

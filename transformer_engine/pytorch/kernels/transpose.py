@@ -10,7 +10,7 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.scale_layout import SQUARES
 
 
-@library_op("transpose(Tensor codes) -> Tensor")
+@library_op()
 def transpose(codes: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     """Codes `[..., cols]`, read as `[rows, cols]`, written as `[cols, rows]`."""
     out = codes.new_empty((codes.shape[-1], rows_of(codes)))
@@ -19,7 +19,7 @@ def transpose(codes: torch.Tensor, *, launch: bool = True) -> torch.Tensor:
     return out
 
 
-@library_op("transpose_blocks(Tensor codes, Tensor scales) -> (Tensor, Tensor)")
+@library_op()
 def transpose_blocks(
     codes: torch.Tensor, scales: torch.Tensor, *, launch: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.recompute.regions import graph_task
 
 
-@library_op("scales_of_call(Tensor[] scales, bool settles, bool recorded, int rows) -> Tensor")
+@library_op()
 def scales_of_call(
     scales: list[torch.Tensor], settles: bool, recorded: bool, rows: int, *, launch: bool = True
 ) -> torch.Tensor:
@@ -48,7 +48,7 @@ def scales_of_call(
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
-@library_op("count_amaxes(Tensor after, Tensor values, Tensor[] amaxes) -> ()", writes_unseen=True)
+@library_op(writes_unseen=True)
 def count_amaxes(
     after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True
 ) -> None:

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8.quantizers import (
     Tensors,
 )
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
-from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update
+from transformer_engine.pytorch.kernels.delayed_scaling import delayed_scaling_update, gather_amax
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 if TYPE_CHECKING:
@@ -109,14 +109,14 @@ class DelayedRules(RecipeRules):
     def update_scales(
         self, members: ScalingMembers, states: list[ScalingState], amaxes: torch.Tensor | None
     ) -> None:
-        """One launch for all states, or state by state with the recipe's own functions."""
+        """One launch for all states; the recipe's own functions are called state by state."""
         recipe: DelayedScaling = members.recipe
-        algorithm = recipe.amax_compute_algo
+        algorithm, table = recipe.amax_compute_algo, members.table(states)
+        own: _Values = (None, None)
         if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
-            _update_with_callables(states, recipe, members.fp8_max, amaxes)
-        else:
-            table = members.table(states)
-            delayed_scaling_update(table, amaxes, algorithm, members.fp8_max, recipe.margin)
+            own = _call_functions(members, states, amaxes)
+        named = "most_recent" if callable(algorithm) else algorithm
+        delayed_scaling_update(table, amaxes, named, members.fp8_max, recipe.margin, *own)
 
     def weight_layout(self, recipe: DelayedScaling) -> ScaleLayout:
         """One scale."""
@@ -127,30 +127,29 @@ class DelayedRules(RecipeRules):
         return {"family": self.weight_family, "margin": recipe.margin}
 
 
-def _update_with_callables(
-    states: list[ScalingState],
-    recipe: DelayedScaling,
-    fp8_max: float,
-    reduced: torch.Tensor | None,
-) -> None:
-    """The same update with the recipe's own functions, state by state, in torch."""
+_Values = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _call_functions(
+    members: ScalingMembers, states: list[ScalingState], reduced: torch.Tensor | None
+) -> _Values:
+    """What the recipe's functions of amax and scale return, each fp32 `[columns]` of all states.
+
+    They see what counts: in row 0 the amaxes of all ranks, and no NaN.
+    """
+    recipe: DelayedScaling = members.recipe
+    find_amax, find_scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    named = "most_recent" if callable(find_amax) else find_amax
+    amaxes = gather_amax(members.table(states), members.columns, reduced, named)
+    scales = torch.empty_like(amaxes) if find_scale is not None else None
     start = 0
     for state in states:
-        history, count = state.amax_history, state.scale.numel()
-        if reduced is not None:
-            history[0] = reduced[start : start + count]
-        start += count
-        algorithm = recipe.amax_compute_algo
-        if callable(algorithm):
-            amax = algorithm(history)
-        else:
-            amax = history.amax(dim=0) if algorithm == "max" else history[0]
-        if recipe.scaling_factor_compute_algo is not None:
-            scale = recipe.scaling_factor_compute_algo(amax, state.scale, fp8_max, recipe)
-        else:
-            scale = (fp8_max / amax) / 2.0**recipe.margin
-            scale = torch.where((amax > 0) & amax.isfinite(), scale, state.scale)
-            scale = scale.clamp(max=torch.finfo(torch.float32).max)
-        state.scale.copy_(scale)
-        history.copy_(history.roll(-1, 0))
-        history[0].zero_()
+        columns = slice(start, start + state.scale.numel())
+        start = columns.stop
+        if callable(find_amax):
+            history = state.amax_history.masked_fill(state.amax_history.isnan(), 0.0)
+            history[0] = amaxes[columns]
+            amaxes[columns] = find_amax(history)
+        if scales is not None and find_scale is not None:
+            scales[columns] = find_scale(amaxes[columns], state.scale, members.fp8_max, recipe)
+    return amaxes, scales
