@@ -268,7 +268,7 @@ def _may_fuse(x: torch.Tensor) -> bool:
         or _torch_private.has_global_module_hooks()
         or _torch_private.saved_tensors_hooks_active()
         or _torch_private.in_distributed_data_parallel()
-        or may_recompute()
+        or may_recompute(autocast_stack())
         or autocast_dtype(x) is not None
         or exporting()
     )

@@ -66,14 +66,14 @@ def forward(
     chain = plan.chain
     values = [*inputs, *chain.results]
     tensors: Sequence[torch.Tensor | None] = ()
-    traces: list[Trace] = []
+    traces: tuple[Trace, ...] = ()
     for segment in _segments_of(plan, inputs):
         trace, own = segment.forward(plan, values)
-        traces.append(trace)
+        traces = (*traces, trace)
         tensors = (*tensors, *own) if tensors else own
     if not traces:
         trace, tensors = _traced(None, run_forward(plan, values, 0, len(chain.steps)))
-        traces.append(trace)
+        traces = (trace,)
     if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
         plan.recorded = trace.stages is None and len(traces) == 1
     return [values[v] for v in chain.outputs], tensors, traces
@@ -98,10 +98,12 @@ def backward(
     chain = plan.chain
     grads: list[Any] = [None] * len(chain.names)
     for v, grad in zip(chain.outputs, grad_outputs, strict=True):
-        grads[v] = add_grads(grads[v], grad)
+        grads[v] = grad if grads[v] is None else add_grads(grads[v], grad)
     for trace in reversed(traces):
-        own = tensors[len(tensors) - trace.tensors :]
-        del tensors[len(tensors) - trace.tensors :]
+        own = tensors
+        if len(traces) > 1:
+            own = tensors[len(tensors) - trace.tensors :]
+            del tensors[len(tensors) - trace.tensors :]
         segment = trace.segment
         if segment is not None and trace.stages is None:
             segment.backward(plan, grads, own, targets)
@@ -111,6 +113,8 @@ def backward(
         record = _record_of(own, trace.stages, first, targets)
         own.clear()
         run_backward(plan, grads, record, first, last)
+    if False not in plan.needs:
+        return grads[: len(plan.needs)]
     return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
 
 
@@ -203,6 +207,7 @@ class Segment:
         self.parameters = slice(steps[0].parameters.start, steps[-1].parameters.stop)
         numbers = [*self.reads, *range(self.parameters.start, self.parameters.stop)]
         self._read_inputs = reader(numbers)
+        self._read_made = reader(self.makes)
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
         self._trace = Trace(self, 0, None)
@@ -237,11 +242,12 @@ class Segment:
                 return None
         if self.recorded is None and not self._record(plan, inputs, values):
             return None
-        assert self.recorded is not None
-        buffers = self.recorded.run(tuple(inputs))
+        recorded = self.recorded
+        assert recorded is not None
+        buffers = recorded.run(tuple(inputs))
         if buffers is None:
             return None
-        count_group(self.recorded.gemms)
+        count_group(recorded.gemms)
         for v in self.last_reads:
             values[v] = None
         for v, result in zip(self.makes, self._results(buffers), strict=True):
@@ -321,16 +327,21 @@ class Segment:
             buffers: what the forward left.
             targets: of weight gradients.
         """
-        mine = {i: t for i, t in targets.items() if self.start <= i < self.stop} if targets else {}
-        inputs = [*[grads[v] for v in self.makes], *buffers, *[t.main_grad for t in mine.values()]]
-        key = (*[grads[v] is None for v in self.makes], *[t.how for t in mine.values()])
+        made = self._read_made(grads)
+        inputs = (*made, *buffers)
+        key: tuple[Any, ...] = tuple([grad is None for grad in made])
+        mine: Targets = {}
+        if targets:
+            mine = {i: t for i, t in targets.items() if self.start <= i < self.stop}
+            inputs = (*inputs, *[t.main_grad for t in mine.values()])
+            key = (*key, *[t.how for t in mine.values()])
         found = self._backwards.get(key)
         if found is None:
             found = self._backwards[key] = self._record_backward(plan, inputs, mine)
-        memory = None if isinstance(found, str) else found[0].run(tuple(inputs))
+        memory = None if isinstance(found, str) else found[0].run(inputs)
         if isinstance(found, str) or memory is None:
             record = self._views(buffers, mine)
-            inputs.clear()
+            del inputs, made
             buffers.clear()
             return run_backward(plan, grads, record, self.start, self.stop)
         count_group(found[0].gemms)
@@ -338,7 +349,7 @@ class Segment:
         for v in self.makes:
             grads[v] = None
         for v, grad in zip(self.reads, results, strict=False):
-            grads[v] = add_grads(grads[v], grad)
+            grads[v] = grad if grads[v] is None else add_grads(grads[v], grad)
         grads[self.parameters] = results[len(self.reads) :]
 
     def _views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
@@ -353,7 +364,7 @@ class Segment:
         ]
 
     def _record_backward(
-        self, plan: CallPlan, inputs: list[torch.Tensor | None], targets: Targets
+        self, plan: CallPlan, inputs: Tensors, targets: Targets
     ) -> tuple[Recorded, _Reader] | str:
         ours = recording.stand_ins(inputs)
         first, last = len(self.makes), len(ours) - len(targets)

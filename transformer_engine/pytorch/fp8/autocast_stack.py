@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
 from typing import Any
 
 import torch
@@ -156,7 +155,8 @@ class AutocastStack:
 
     def copied(self) -> AutocastStack:
         """A stack that is the same so far."""
-        own = copy(self)
+        own = AutocastStack.__new__(AutocastStack)
+        own.__dict__.update(self.__dict__)
         own.outer = list(self.outer)
         return own
 
@@ -181,7 +181,7 @@ class AutocastStack:
         return self.step
 
     @contextmanager
-    def resumed(self, scope: Scope) -> Iterator[None]:
+    def resumed(self, scope: Scope) -> Iterator[AutocastStack]:
         """Inside, a scope that has ended is open again. This starts and ends no step."""
         own = self.copied()
         own.step = Step()
@@ -189,7 +189,7 @@ class AutocastStack:
         before = _CONTEXT.get()
         _use(own)
         try:
-            yield
+            yield own
         finally:
             _use(before)
 
@@ -204,12 +204,15 @@ class _ThreadStacks(threading.local):
 _THREAD = _ThreadStacks()
 _CONTEXT: ContextVar[AutocastStack | None] = ContextVar("transformer_engine_autocast", default=None)
 
+# Found once: this is on the hot path of every module.
+_find, _is_compiling = _CONTEXT.get, torch.compiler.is_compiling
+
 
 def autocast_stack() -> AutocastStack:
     """The stack of this thread or asyncio task."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _THREAD.current
-    return _CONTEXT.get() or _THREAD.outside
+    return _find() or _THREAD.outside
 
 
 def _use(stack: AutocastStack | None) -> None:

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
-from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
@@ -166,12 +166,14 @@ class TransformerEngineBaseModule(ScaledModule):
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
         check_features(self, x, features)
-        if not _is_compiling() and may_recompute():
+        stack = autocast_stack()
+        if not _is_compiling() and may_recompute(stack):
             plan, step = plan_in_region(self, x, parameters, first_microbatch)
         else:
             needs = needs_of(x.requires_grad, parameters) if _is_grad_enabled() else ()
-            plan = self.plan_for(x, parameters, needs, first_microbatch)
-            step = self.take_backward_end() if plan.requires_grad else None
+            plan, step = self.plan_for(x, parameters, needs, first_microbatch, stack), None
+            if stack.step.first_pending and plan.requires_grad:
+                step = self.take_backward_end()
         out = call_chain(plan, step, x.contiguous(), *parameters)
         tapped = len(self.chain.outputs) > 1
         if not (self.return_bias or tapped):
@@ -191,7 +193,8 @@ class TransformerEngineBaseModule(ScaledModule):
             return None
         parameters, _ = self.chain_parameters()
         needs = values.with_parameters(parameters) if values.records else ()
-        return self.plan_for(values.like, parameters, needs, is_first_microbatch), parameters
+        stack = autocast_stack()
+        return self.plan_for(values.like, parameters, needs, is_first_microbatch, stack), parameters
 
     def plan_for(
         self,
@@ -199,6 +202,7 @@ class TransformerEngineBaseModule(ScaledModule):
         parameters: Parameters,
         needs: tuple[bool, ...],
         first_microbatch: bool | None,
+        stack: AutocastStack,
         in_first_forward: bool = False,
     ) -> CallPlan:
         """The plan of a call in the scope that is open. Plans are cached by what they depend on.
@@ -208,15 +212,15 @@ class TransformerEngineBaseModule(ScaledModule):
             parameters: of the chain.
             needs: see `CallPlan`; empty where autograd does not record.
             first_microbatch: what the caller said.
+            stack: of this thread.
             in_first_forward: see `CallPlan`.
         """
         autocast = autocast_dtype(x)
         if _is_compiling():
             self._note_compiled()
             return self._make_plan(x, parameters, needs, autocast, first_microbatch)
-        stack = autocast_stack()
-        number = stack.scope.number
-        key = (number, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
+        scope = stack.scope
+        key = (scope.number, x.dtype, autocast, needs, x.device, first_microbatch, in_first_forward)
         found = self._plans.get(key)
         if found is None:
             found = self._make_plan(x, parameters, needs, autocast, first_microbatch)
@@ -226,7 +230,7 @@ class TransformerEngineBaseModule(ScaledModule):
             if len(self._plans) >= _MOST_PLANS:  # a recipe per step would pile them up
                 self.drop_plans()
             self._plans[key] = found
-        if stack.scope.key >= 0:
+        if scope.key >= 0:
             stack.join(self.scaling)
         inspector = process_state().inspector
         if inspector is not None and inspector.tick >= found.inspect_at:

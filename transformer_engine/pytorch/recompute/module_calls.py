@@ -11,7 +11,7 @@ import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
-from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, Step, autocast_stack
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
@@ -30,14 +30,18 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
-def may_recompute() -> bool:
-    """Whether a call may be the first or the second of a region."""
-    stack = autocast_stack()
-    if (stack.scope.number or process_state().inspector is not None) and (
+def may_recompute(stack: AutocastStack) -> bool:
+    """Whether a call may be the first or the second of a region.
+
+    Args:
+        stack: of this thread.
+    """
+    state = process_state()
+    if (stack.scope.number or state.inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
     ):
         return True
-    return process_state().noted and graph_task() != -1
+    return state.noted and graph_task() != -1
 
 
 def plan_in_region(
@@ -66,16 +70,22 @@ def plan_in_region(
     if where.rehearses or torch.is_grad_enabled():
         needs = needs_of(where.rehearses or x.requires_grad, parameters)
     if graph_task() == -1 or not repeats(module, where.repeats):
-        plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+        plan = module.plan_for(
+            x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+        )
         return _first_plan(module, plan, where, stack.scope)
     assert where.repeats is not None
     if not where.repeats.knows(module):  # it ran in high precision
         with stack.resumed(OUTSIDE):
-            plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+            plan = module.plan_for(
+                x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+            )
             return plan, None
     call = where.repeats.again(module)
     with stack.resumed(call.scope):
-        plan = module.plan_for(x, parameters, needs, first_microbatch, where.rehearses)
+        plan = module.plan_for(
+            x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+        )
     counts = plan.requires_grad or plan.in_first_forward
     step = step_again(where.repeats, call, counts)
     again = _recompute_plan(module, plan, call)
