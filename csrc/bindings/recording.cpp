@@ -22,6 +22,9 @@ bool same(const TensorView& a, const TensorView& b) {
          a.is_contiguous() == b.is_contiguous();
 }
 
+// Python copies what attention could not read 16 bytes at a time; a recording has no such copy.
+bool aligned(const TensorView& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
+
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
 using Allocation = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
 
@@ -67,7 +70,7 @@ class Recording {
       const py::object tensor = inputs[i];
       TensorView view;
       if (!tensor.is_none() && !bridge::view_of(tensor, view)) return std::nullopt;
-      if (!same(view, inputs_[i])) return std::nullopt;
+      if (!same(view, inputs_[i]) || !aligned(view)) return std::nullopt;
       memory.put(i, tensor, view);
     }
     for (size_t i = 0; i < allocations_.size(); ++i) {

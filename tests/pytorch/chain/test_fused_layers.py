@@ -77,6 +77,12 @@ pairs = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def _repeatable(monkeypatch):
+    """Sums of gradients have one order."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
 @pytest.fixture
 def by_parts(monkeypatch):
     """A switch: every layer runs part by part."""

@@ -215,6 +215,7 @@ def test_children_that_are_exchanged(device):
     assert_bitwise(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 def test_torch_autocast_and_fp8_attention(device):
     layer = build(device, params_dtype=torch.float32)
     with torch.autocast(device, torch.bfloat16):

@@ -274,3 +274,18 @@ def test_large_inputs_run_by_stages(monkeypatch):
         module(torch.ones(rows, 32, dtype=torch.bfloat16))
         found += [len(one) for p in module._plans.values() for one in p.recordings.values()]
     assert found == [1, 1, 0]
+
+
+def test_inputs_that_begin_elsewhere_run_by_stages(device):
+    """Memory that is not aligned is copied by Python where a kernel cannot read it."""
+    module = te.LayerNormLinear(32, 32, device=device, params_dtype=torch.bfloat16)
+    memory = torch.randn(16 * 32 + 1, device=device).bfloat16()
+    plain, shifted = memory[: 16 * 32].view(16, 32).clone(), memory[1:].view(16, 32)
+    module(plain)
+    expected = module(shifted.clone())
+    assert_bitwise(module(shifted), expected)
+    other = te.LayerNormLinear(32, 32, device=device, params_dtype=torch.bfloat16)
+    other.load_state_dict(module.state_dict())
+    assert_bitwise(other(shifted), expected)
+    (one,) = segments_of(other)
+    assert one.recorded is None and "16 bytes" in one.refused

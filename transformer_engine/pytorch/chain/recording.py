@@ -127,7 +127,11 @@ def stand_ins(inputs: Tensors) -> Buffers:
 def is_plain(t: torch.Tensor | None) -> bool:
     """Whether a recording can take this as an input."""
     return t is None or (
-        type(t) in _PLAIN_TYPES and t.is_contiguous() and t.numel() > 0 and not t.is_meta
+        type(t) in _PLAIN_TYPES
+        and t.is_contiguous()
+        and t.numel() > 0
+        and not t.is_meta
+        and t.data_ptr() % 16 == 0
     )
 
 
@@ -152,7 +156,7 @@ def record(
         What was recorded; why it cannot be.
     """
     if not all(is_plain(t) for t in (*inputs, *direct)):
-        return "an input is no contiguous tensor"
+        return "an input is no contiguous tensor that begins at 16 bytes"
     recorder, watch = _C.Recorder(), _Watch()
     recorder.start()
     try:
