@@ -1,6 +1,7 @@
 """Layers as one node of autograd's graph: the same bits as part by part, in every arrangement."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -295,3 +296,12 @@ def test_the_data_flow_is_printed():
     lines = str(fused.chain).splitlines()
     assert [line.split()[0] for line in lines].count("attention") == 2
     assert lines[-1] == "returns hidden_states"
+
+
+@pytest.mark.parametrize("kind", ["encoder", "attention alone"])
+def test_layers_that_ran_are_pickled(device, kind):
+    layer = make_of(kind, device)
+    y = layer(batch(device))
+    assert is_fused(y)
+    again = pickle.loads(pickle.dumps(layer))
+    assert_bitwise(again(batch(device)), y)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norm
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
-from transformer_engine.pytorch.chain.flow import Flow, joins_chains, run_layer
+from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments, check_sizes
 from transformer_engine.pytorch.module.inputs import given, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -23,7 +22,7 @@ from transformer_engine.pytorch.module.parameters import InitMethod, default_dev
 
 
 @joins_chains
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(FlowModule):
     """Multi-head attention with its projections, and optionally a norm before them.
 
     Args:
@@ -205,13 +204,7 @@ class MultiheadAttention(nn.Module):
             name=f"{self.name}.proj",
             **linear,
         )
-        self._rotation = Rotation(
-            self.layout, self.layer_number, qkv_format, rotary_pos_interleaved
-        )
-        self._split_qkv = Heads(("query", "key", "value"), self.layout)
-        self._split_query = Heads(("query",), self.layout)
-        self._split_kv = Heads(("key", "value"), self.layout)
-        self._fused: dict[Any, Any] = {}
+        self._add_parts(qkv_format, rotary_pos_interleaved)
         self.q_norm, self.k_norm = (
             head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
             for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
@@ -228,6 +221,12 @@ class MultiheadAttention(nn.Module):
                 f" {self.hidden_size} is not divisible by {heads} (layer {self.name})"
             )
         return HeadLayout(heads, groups, size or self.hidden_size // heads, interleaved)
+
+    def _add_parts(self, qkv_format: str, interleaved: bool) -> None:
+        self._rotation = Rotation(self.layout, self.layer_number, qkv_format, interleaved)
+        self._split_qkv = Heads(("query", "key", "value"), self.layout)
+        self._split_query = Heads(("query",), self.layout)
+        self._split_kv = Heads(("key", "value"), self.layout)
 
     def _add_input_projections(
         self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]

@@ -21,7 +21,7 @@ It computes the same either way, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,26 @@ def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
     """Let modules of this very class run without being called, as a part of a larger chain."""
     _FORWARDS[module] = module.forward
     return module
+
+
+class FlowModule(nn.Module):
+    """Base of layers, which say in `data_flow` what they do.
+
+    Attributes:
+        data_flow: `(flow, values, *groups)`: what the layer does, from the values that come in and
+            groups of arguments to what it returns.
+        flow_key: `()`: what that depends on beside its arguments.
+    """
+
+    data_flow: Callable[..., Any]
+    flow_key: Callable[[], Hashable]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fused: dict[Hashable, _FusedLayer] = {}  # by what `data_flow` depends on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fused": {}}
 
 
 class Flow:
@@ -275,12 +295,12 @@ def _may_fuse(x: torch.Tensor) -> bool:
 
 
 def run_layer(
-    layer: Any, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
+    layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
 ) -> Any:
     """What a layer's `data_flow` says, as one node of autograd's graph or part by part.
 
     Args:
-        layer: it has `data_flow(flow, values, *groups)`, `flow_key()`, and `_fused`, a dict.
+        layer: that was called.
         names: of the values.
         values: that come in.
         groups: arguments that were given, by name.

@@ -204,7 +204,7 @@ class SplitLinearParameters:
         self.sizes = sizes or {"": features}
         self.weight_names = [_suffixed(part, "weight") for part in self.sizes]
         self.bias_names = [_suffixed(part, "bias") for part in self.sizes] if bias else []
-        self._names: Names = (*self.weight_names, *(self.bias_names or [None]))
+        self._names: Names = (*self.weight_names, *(self.bias_names or (None,)))
 
     def specs(
         self, in_features: int, init: InitMethod, weight_attributes: dict[str, Any]

@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.chain.flow import Flow, run_layer
+from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.module.drop_path import DropPath
 from transformer_engine.pytorch.module.dropout_add import Residual
@@ -38,7 +37,7 @@ from transformer_engine.pytorch.module.parameters import InitMethod
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(FlowModule):
     """One layer of a transformer: self-attention, cross-attention in a decoder, and an MLP.
 
     Args:
@@ -237,7 +236,6 @@ class TransformerLayer(nn.Module):
             **shared,
         )
         self._residual, self._dropout = Residual(), Residual(with_residual=False)
-        self._fused: dict[Any, Any] = {}
         self.drop_path = DropPath(drop_path_rate, BATCH_DIM[attn_input_format])
         if output_layernorm:
             norm = RMSNorm if normalization == "RMSNorm" else LayerNorm

@@ -57,7 +57,8 @@ class Attention(Stage):
         """Which gradients are wanted."""
         needs = NO_BACKWARD
         if call.requires_grad:
-            needs = Needs(*call.needs[:3], call.needs[first + _BIAS], call.needs[first + _SINK])
+            query, key, value = call.needs[:3]
+            needs = Needs(query, key, value, call.needs[first + _BIAS], call.needs[first + _SINK])
         return _Plan(call.options, needs, call.compiling)
 
     def recordable(self, plan: _Plan) -> bool:
@@ -85,7 +86,8 @@ class Attention(Stage):
         if same_starts:
             tensors = tensors._replace(cu_seqlens_kv_padded=tensors.cu_seqlens_q_padded)
         call = call.with_tensors(tensors, parameters[-1])
-        out, saved = run_forward(backend, *inputs, call, plan.needs)
+        query, key, value = inputs
+        out, saved = run_forward(backend, query, key, value, call, plan.needs)
         if not plan.compiling and out._is_view():
             out = out.detach()  # autograd refuses to change views in place that a function made
         if saved is None:

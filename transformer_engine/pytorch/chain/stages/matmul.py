@@ -10,13 +10,7 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import (
-    Parameters,
-    Results,
-    Saved,
-    Stage,
-    Values,
-)
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers

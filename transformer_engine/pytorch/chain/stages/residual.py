@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import (
-    Parameters,
-    Results,
-    Saved,
-    Stage,
-    Values,
-)
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.fp8.operands import Demand
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
