@@ -336,8 +336,8 @@ def wgrad_targets(plan: CallPlan, inputs: Sequence[Any]) -> Targets:
     return targets
 
 
-def reader(numbers: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
+def reader(numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that takes these elements out of a sequence."""
     if len(numbers) > 1:
         return itemgetter(*numbers)
-    return lambda sequence: [sequence[number] for number in numbers]
+    return lambda sequence: tuple([sequence[number] for number in numbers])

@@ -52,7 +52,7 @@ class Trace(NamedTuple):
 
 
 def forward(
-    plan: CallPlan, inputs: Sequence[Any]
+    plan: CallPlan, inputs: tuple[Any, ...]
 ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
     """Run the forward of a plan.
 
@@ -63,19 +63,28 @@ def forward(
     Returns:
         What the chain returns, the tensors to save for the backward, and the traces of the call.
     """
+    found = _segments_of(plan, inputs)
+    if len(found) == 1:
+        results, saved, trace = found[0].forward(plan, inputs)
+        plan.recorded = trace.stages is None
+        return results, saved, (trace,)
     chain = plan.chain
     values = [*inputs, *chain.results]
-    tensors: Sequence[torch.Tensor | None] = ()
-    traces: tuple[Trace, ...] = ()
-    for segment in _segments_of(plan, inputs):
-        trace, own = segment.forward(plan, values)
-        traces = (*traces, trace)
-        tensors = (*tensors, *own) if tensors else own
-    if not traces:
+    if not found:
         trace, tensors = _traced(None, run_forward(plan, values, 0, len(chain.steps)))
-        traces = (trace,)
-    if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
-        plan.recorded = trace.stages is None and len(traces) == 1
+        if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
+            plan.recorded = False
+        return [values[v] for v in chain.outputs], tensors, (trace,)
+    tensors, traces = [], []
+    for segment in found:
+        results, saved, trace = segment.forward(plan, segment.read_inputs(values))
+        for v in segment.last_reads:
+            values[v] = None
+        for v, result in zip(segment.makes, results, strict=True):
+            values[v] = result
+        traces.append(trace)
+        tensors += saved
+    plan.recorded = False
     return [values[v] for v in chain.outputs], tensors, traces
 
 
@@ -96,26 +105,40 @@ def backward(
         targets: of weight gradients.
     """
     chain = plan.chain
-    grads: list[Any] = [None] * len(chain.names)
-    for v, grad in zip(chain.outputs, grad_outputs, strict=True):
-        grads[v] = grad if grads[v] is None else add_grads(grads[v], grad)
-    for trace in reversed(traces):
-        own = tensors
-        if len(traces) > 1:
+    if len(traces) == 1 and traces[0].stages is None:
+        assert traces[0].segment is not None
+        grads = traces[0].segment.backward(plan, grad_outputs, tensors, targets)
+    else:
+        grads = [None] * len(chain.names)
+        for v, grad in zip(chain.outputs, grad_outputs, strict=True):
+            grads[v] = add_grads(grads[v], grad)
+        for trace in reversed(traces):
             own = tensors[len(tensors) - trace.tensors :]
             del tensors[len(tensors) - trace.tensors :]
-        segment = trace.segment
-        if segment is not None and trace.stages is None:
-            segment.backward(plan, grads, own, targets)
-            continue
-        assert trace.stages is not None
-        first, last = (0, len(chain.steps)) if segment is None else (segment.start, segment.stop)
-        record = _record_of(own, trace.stages, first, targets)
-        own.clear()
-        run_backward(plan, grads, record, first, last)
+            _run_backward(plan, grads, own, trace, targets)
     if False not in plan.needs:
         return grads[: len(plan.needs)]
     return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
+
+
+def _run_backward(
+    plan: CallPlan, grads: list[Any], tensors: list[Any], trace: Trace, targets: Targets
+) -> None:
+    """The backward of one trace; `grads` are those of `run_backward`."""
+    segment = trace.segment
+    if trace.stages is not None:
+        steps = (0, len(plan.chain.steps)) if segment is None else (segment.start, segment.stop)
+        record = _record_of(tensors, trace.stages, steps[0], targets)
+        tensors.clear()
+        return run_backward(plan, grads, record, *steps)
+    assert segment is not None
+    made = [grads[v] for v in segment.makes]
+    for v in segment.makes:
+        grads[v] = None
+    results = segment.backward(plan, made, tensors, targets)
+    for v, grad in zip(segment.reads, results, strict=False):
+        grads[v] = add_grads(grads[v], grad)
+    grads[segment.parameters] = results[len(segment.reads) :]
 
 
 def _traced(
@@ -188,8 +211,11 @@ class Segment:
         recordable: none of its stages does more than call `_C`.
 
     Attributes:
-        reads: the values that come from outside.
-        makes: the values that are read outside.
+        reads: the values that come from outside; all that come in, if it is all of the chain.
+        makes: the values that are read outside; what the chain returns, if it is all of it.
+        parameters: the numbers of its parameters.
+        last_reads: the values that no later segment reads.
+        read_inputs: takes out of all values what `forward` reads.
         refused: why there is no recording, and will be none; `""` where there may be one.
     """
 
@@ -203,11 +229,12 @@ class Segment:
         self.reads = tuple([v for v in read if v not in made])
         self.makes = tuple([v for v in sorted(made) if v in later or v in chain.outputs])
         self.last_reads = [v for step in steps for v in step.last_reads if v in self.reads]
-        self.draws = [i for i, step in enumerate(steps, start) if step.stage.draws]
+        if len(steps) == len(chain.steps):
+            self.reads, self.makes = tuple(range(chain.inputs)), chain.outputs
         self.parameters = slice(steps[0].parameters.start, steps[-1].parameters.stop)
         numbers = [*self.reads, *range(self.parameters.start, self.parameters.stop)]
-        self._read_inputs = reader(numbers)
-        self._read_made = reader(self.makes)
+        self.read_inputs = reader(numbers)
+        self._draws = [(i, step.stage) for i, step in enumerate(steps, start) if step.stage.draws]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
         self._trace = Trace(self, 0, None)
@@ -217,47 +244,50 @@ class Segment:
         self._backwards: dict[Any, tuple[Recorded, _Reader] | str] = {}
 
     def forward(
-        self, plan: CallPlan, values: list[Any]
-    ) -> tuple[Trace, Sequence[torch.Tensor | None]]:
-        """Run it; `values` are those of `run_forward`.
+        self, plan: CallPlan, inputs: tuple[Any, ...]
+    ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Trace]:
+        """Run it.
+
+        Args:
+            plan: of the call.
+            inputs: the values that it reads, and its parameters.
 
         Returns:
-            The trace, and the tensors to save.
+            The values that it makes, the tensors to save, and the trace.
         """
-        buffers = None if self.refused else self._repeat(plan, values)
-        if buffers is not None:
-            return self._trace, buffers
-        return _traced(self, run_forward(plan, values, self.start, self.stop))
+        if not self.refused:
+            if self._draws:
+                inputs = self._with_seeds(plan, inputs)
+            brought = inputs
+            if plan.fp8_weights or plan.caching:
+                brought = self._with_weights(plan, inputs)
+            recorded = self.recorded or self._record(plan, brought, inputs)
+            buffers = None if recorded is None else recorded.run(brought)
+            if buffers is not None:
+                count_group(recorded.gemms)  # type: ignore[union-attr]
+                return self._results(buffers), self._saved(buffers), self._trace
+        values: list[Any] = [None] * len(plan.chain.names)
+        for v, x in zip(self.reads, inputs, strict=False):
+            values[v] = x
+        values[self.parameters] = inputs[len(self.reads) :]
+        del inputs
+        trace, tensors = _traced(self, run_forward(plan, values, self.start, self.stop))
+        return [values[v] for v in self.makes], tensors, trace
 
-    def _repeat(self, plan: CallPlan, values: list[Any]) -> Any:
-        """Run the recording; None, with nothing run, where that cannot be."""
-        inputs: Any = self._read_inputs(values)
-        if self.draws:
-            for i in self.draws:
-                plan.chain.steps[i].draw_seed(plan.stage_plans[i], values, inputs[0].device)
-            inputs = self._read_inputs(values)
-        if plan.fp8_weights or plan.caching:
-            inputs = self._with_weights(plan, inputs)
-            if inputs is None:
-                return None
-        if self.recorded is None and not self._record(plan, inputs, values):
-            return None
-        recorded = self.recorded
-        assert recorded is not None
-        buffers = recorded.run(tuple(inputs))
-        if buffers is None:
-            return None
-        count_group(recorded.gemms)
-        for v in self.last_reads:
-            values[v] = None
-        for v, result in zip(self.makes, self._results(buffers), strict=True):
-            values[v] = result
-        return self._saved(buffers)
+    def _with_seeds(self, plan: CallPlan, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs, with new seeds where there are none."""
+        found, device = list(inputs), inputs[0].device
+        shift = len(self.reads) - self.parameters.start
+        for i, stage in self._draws:
+            seed = plan.chain.steps[i].parameters.stop - 1 + shift
+            if found[seed] is None:
+                found[seed] = stage.draw(plan.stage_plans[i], device)
+        return tuple(found)
 
-    def _with_weights(self, plan: CallPlan, inputs: Any) -> list[Any] | None:
+    def _with_weights(self, plan: CallPlan, inputs: Any) -> tuple[Any, ...]:
         """The inputs; what weights in FP8 consist of, and what is cached of others, stands behind.
 
-        None where something is yet to be cached.
+        Nothing at all where something is yet to be cached.
         """
         found = list(inputs)
         shift = len(self.reads) - self.parameters.start
@@ -270,9 +300,9 @@ class Segment:
             if stage in own:
                 cached = stage.cached(stage_plan)
                 if cached is None:
-                    return None
+                    return ()
                 found += cached
-        return found
+        return tuple(found)
 
     def _persistent(self, plan: CallPlan) -> list[torch.Tensor]:
         steps, plans = plan.chain.steps, plan.stage_plans
@@ -282,26 +312,31 @@ class Segment:
             for tensor in steps[i].stage.persistent_tensors(plans[i])
         ]
 
-    def _record(self, plan: CallPlan, inputs: Sequence[Any], values: Sequence[Any]) -> bool:
-        count = len(self.reads) + self.parameters.stop - self.parameters.start
-        ours = recording.stand_ins(inputs[:count])
+    def _record(
+        self, plan: CallPlan, brought: Sequence[Any], inputs: Sequence[Any]
+    ) -> Recorded | None:
+        if not brought:
+            return None
+        count = len(inputs)
+        ours = recording.stand_ins(brought[:count])
         watched: list[Saved] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            mine = [*values]
+            mine: list[Any] = [None] * len(plan.chain.names)
             for v, x in zip(self.reads, ours, strict=False):
                 mine[v] = x
             mine[self.parameters] = ours[len(self.reads) :]
             for i in plan.fp8_weights:  # their codes and scales are brought directly
-                mine[i] = values[i]
+                if self.parameters.start <= i < self.parameters.stop:
+                    mine[i] = inputs[i + len(self.reads) - self.parameters.start]
             watched.extend(run_forward(plan, mine, self.start, self.stop))
             return [mine[v] for v in self.makes], [t for s in watched for t in s.tensors]
 
-        direct, persistent = inputs[count:], self._persistent(plan)
-        recorded = recording.record(inputs[:count], ours, direct, persistent, python)
+        direct, persistent = brought[count:], self._persistent(plan)
+        recorded = recording.record(brought[:count], ours, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes > _MOST_BYTES:
             self.refused = recorded if isinstance(recorded, str) else "it needs too much memory"
-            return False
+            return None
         self.recorded = recorded
         self._results = _reader_of(recorded.results)
         slots = sorted({place.slot for place in recorded.saved if place is not None})
@@ -310,24 +345,26 @@ class Segment:
         index = {slot: i for i, slot in enumerate(slots)}
         places = iter([p if p is None else p._replace(slot=index[p.slot]) for p in recorded.saved])
         self._stages = [([next(places) for _ in saved.tensors], saved.facts) for saved in watched]
-        return True
+        return recorded
 
     def backward(
         self,
         plan: CallPlan,
-        grads: list[Any],
+        made: Sequence[torch.Tensor | None],
         buffers: list[torch.Tensor | None],
         targets: Targets,
-    ) -> None:
+    ) -> list[Any]:
         """Run the backward of the recording, recorded in its turn where that can be.
 
         Args:
             plan: of the forward.
-            grads: see `run_backward`.
-            buffers: what the forward left.
+            made: gradients of the values that it made.
+            buffers: what the forward left. The list is emptied.
             targets: of weight gradients.
+
+        Returns:
+            Gradients of the values that it reads, and of its parameters.
         """
-        made = self._read_made(grads)
         inputs = (*made, *buffers)
         key: tuple[Any, ...] = tuple([grad is None for grad in made])
         mine: Targets = {}
@@ -338,19 +375,20 @@ class Segment:
         found = self._backwards.get(key)
         if found is None:
             found = self._backwards[key] = self._record_backward(plan, inputs, mine)
-        memory = None if isinstance(found, str) else found[0].run(inputs)
-        if isinstance(found, str) or memory is None:
-            record = self._views(buffers, mine)
-            del inputs, made
-            buffers.clear()
-            return run_backward(plan, grads, record, self.start, self.stop)
-        count_group(found[0].gemms)
-        results = found[1](memory)
-        for v in self.makes:
-            grads[v] = None
-        for v, grad in zip(self.reads, results, strict=False):
-            grads[v] = grad if grads[v] is None else add_grads(grads[v], grad)
-        grads[self.parameters] = results[len(self.reads) :]
+        if not isinstance(found, str):
+            recorded, results_of = found
+            memory = recorded.run(inputs)
+            if memory is not None:
+                count_group(recorded.gemms)
+                return list(results_of(memory))
+        record = self._views(buffers, mine)
+        grads: list[Any] = [None] * len(plan.chain.names)
+        for v, grad in zip(self.makes, made, strict=True):
+            grads[v] = grad
+        del inputs, made
+        buffers.clear()
+        run_backward(plan, grads, record, self.start, self.stop)
+        return [*[grads[v] for v in self.reads], *grads[self.parameters]]
 
     def _views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
         """What each stage saved, as views into the buffers."""
