@@ -73,9 +73,10 @@ class Recording {
       if (!same(view, inputs_[i]) || !aligned(view)) return std::nullopt;
       memory.put(i, tensor, view);
     }
+    const RecordingScratch scratch(device_, scratch_bytes_);
     for (size_t i = 0; i < allocations_.size(); ++i) {
-      if (const TensorView own = i == 0 ? own_scratch() : TensorView{})
-        memory.put(count, py::none(), own);
+      if (i == 0 && scratch.view())
+        memory.put(count, py::none(), scratch.view());
       else
         make(allocations_[i], memory, count + i);
     }
@@ -113,11 +114,6 @@ class Recording {
       if (view.device == device_) return memory.put(slot, tensor, view);
     }
     fail(Kind::Internal, kOp, "expected an allocator of ", device_, ", got none");
-  }
-
-  TensorView own_scratch() const {
-    if (scratch_bytes_ == 0 || scratch_bytes_ > kLargestScratch) return {};
-    return recording_scratch(device_, bridge::current_stream(device_), scratch_bytes_);
   }
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;

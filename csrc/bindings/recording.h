@@ -60,12 +60,13 @@ void each_view(T& argument, const Use& use) {
   }
 }
 
-// Calls an op. One of the CPU releases Python's lock meanwhile, so that other threads go on.
+// Calls an op. Where all tensors are on the CPU, Python's lock is released meanwhile, so that other
+// threads go on; ops on CUDA may ask Python for workspaces.
 template <auto op, class... Args>
 auto call_op(const Args&... args) {
-  bool on_cpu = false;
+  bool on_cpu = true;
   const auto look = [&](const TensorView& view) {
-    if (view) on_cpu = view.device.type == DeviceType::CPU;
+    if (view) on_cpu = on_cpu && view.device.type == DeviceType::CPU;
   };
   (each_view(args, look), ...);
   std::optional<pybind11::gil_scoped_release> unlocked;

@@ -20,6 +20,7 @@ constexpr int64_t kGemmBytes = 32 * 1024 * 1024;  // what cuBLASLt's Hopper algo
 struct Buffer {
   py::object tensor;
   TensorView view;
+  bool leased = false;
 };
 
 // Guarded by Python's lock, as every binding is; never destroyed, because Python ends first.
@@ -35,14 +36,19 @@ Table& table() {
   return *kept;
 }
 
-TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) {
+Buffer& grown(Purpose purpose, Device device, Stream stream, int64_t bytes) {
   Buffer& found = table().buffers[{purpose, device.index, stream.handle}];
   if (!found.view || found.view.bytes() < bytes) {
+    py::object tensor = table().zeros(bytes, device.index);
     if (found.view) table().outgrown.push_back(found);
-    found.tensor = table().zeros(bytes, device.index);
-    found.view = py::cast<TensorView>(found.tensor);
+    found.view = py::cast<TensorView>(tensor);
+    found.tensor = std::move(tensor);
   }
-  return found.view;
+  return found;
+}
+
+TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) {
+  return grown(purpose, device, stream, bytes).view;
 }
 
 }  // namespace
@@ -72,9 +78,17 @@ TensorView attention_workspace(Device device, Stream stream, int64_t bytes) {
   return buffer(Purpose::Attention, device, stream, bytes);
 }
 
-TensorView recording_scratch(Device device, Stream stream, int64_t bytes) {
-  if (device.type == DeviceType::CPU) return {};
-  return buffer(Purpose::Recording, device, stream, bytes);
+RecordingScratch::RecordingScratch(Device device, int64_t bytes) {
+  if (device.type == DeviceType::CPU || bytes == 0 || bytes > kLargestScratch) return;
+  Buffer& found = grown(Purpose::Recording, device, bridge::current_stream(device), bytes);
+  if (found.leased) return;
+  view_ = found.view;
+  leased_ = &found.leased;
+  *leased_ = true;
+}
+
+RecordingScratch::~RecordingScratch() {
+  if (leased_ != nullptr) *leased_ = false;
 }
 
 py::object large_scratch(Device device, int64_t bytes) {

@@ -33,9 +33,22 @@ constexpr int64_t kLargestScratch = 32 * 1024 * 1024;
 // What cuDNN's attention asks for, on CUDA.
 TensorView attention_workspace(Device device, Stream stream, int64_t bytes);
 
-// What ops of one recorded call leave for each other. They have workspaces of their own beside it.
-// Absent on the CPU, where several threads may run recordings at a time.
-TensorView recording_scratch(Device device, Stream stream, int64_t bytes);
+// What ops of one recorded call leave for each other, until it has launched all of them. Where
+// Python runs meanwhile, another thread may start a call on the same stream: it finds no memory
+// here. Nor does a call on the CPU, or one that needs more than kLargestScratch.
+class RecordingScratch {
+ public:
+  RecordingScratch(Device device, int64_t bytes);
+  ~RecordingScratch();
+  RecordingScratch(const RecordingScratch&) = delete;
+  RecordingScratch& operator=(const RecordingScratch&) = delete;
+
+  const TensorView& view() const { return view_; }
+
+ private:
+  TensorView view_;
+  bool* leased_ = nullptr;
+};
 
 // A tensor of that many bytes, for one call that needs more.
 pybind11::object large_scratch(Device device, int64_t bytes);
