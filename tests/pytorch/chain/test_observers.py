@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from fused_layers import batch, build, is_fused
 from precisions import scope
 from rulers import assert_bitwise
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import transformer_engine.pytorch as te
@@ -224,3 +228,29 @@ def test_torch_autocast_and_fp8_attention(device):
     with te.fp8_autocast(fp8_recipe=DelayedScaling(fp8_dpa=True)):
         assert not is_fused(layer(batch(device)))
     assert is_fused(layer(batch(device)))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_data_parallel_trainers_see_every_part(way, one_rank):
+    """Each part is a node, so that buckets and shards leave while the backward goes on."""
+    layer = build()
+    expected = run(layer, "cpu")
+    layer.zero_grad()
+    if way == "ddp":
+        trained = DistributedDataParallel(layer)
+    else:
+        for part in (layer.self_attention, layer.layernorm_mlp, layer):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        trained = layer
+    y = run(trained, "cpu")
+    assert not is_fused(y)
+    assert_bitwise(y, expected)
+    assert all(p.grad is not None for p in trained.parameters())
