@@ -69,12 +69,12 @@ class Step:
 
     def update(self, direction: str) -> None:
         """Update the scales of all groups in a direction; one that fails does not stop others."""
-        errors = []
-        groups = dict.fromkeys(self.groups.values())
+        groups = [*self.groups.values()]
         if compiled := process_state().compiled_groups:
             found = [compiled.get((scope.recipe, scope.group)) for scope in self.scopes]
-            groups.update(dict.fromkeys(filter(None, found)))
-        for group in groups:
+            groups += filter(None, found)
+        errors = []
+        for group in dict.fromkeys(groups):
             try:
                 group.update(direction)
             except Exception as error:
