@@ -20,6 +20,7 @@ from transformer_engine.debug.plans import (
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
@@ -119,7 +120,7 @@ class Inspector:
             call.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return call
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             return found.first
         return found.repeated or call  # inside a backward: a recomputed forward
 

@@ -9,8 +9,8 @@ from transformer_engine.pytorch.chain import memory
 
 
 def torch_lacks_the_short_way(monkeypatch):
-    monkeypatch.setattr(memory, "_GUARDS", None)
-    monkeypatch.setattr(memory, "_on_gpu", None)
+    monkeypatch.setattr(memory, "empty_on_cpu", None)
+    monkeypatch.setattr(memory, "empty_on_gpu", None)
 
 
 @pytest.mark.parametrize("short", [True, False])

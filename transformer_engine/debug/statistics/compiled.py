@@ -15,6 +15,7 @@ import torch
 
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
@@ -26,7 +27,6 @@ from transformer_engine.pytorch.fp8.quantizers import (
     WrappingQuantizer,
 )
 from transformer_engine.pytorch.kernels.inspector import show_to_inspector
-from transformer_engine.pytorch.recompute.regions import graph_task
 
 Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes, scales, format
 _OF_FORWARD = ("activation", "weight", "output")

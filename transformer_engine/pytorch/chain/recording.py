@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _C
+from transformer_engine.pytorch._torch_private import TorchDispatchMode
 from transformer_engine.pytorch.chain.gemm import counting_apart
 from transformer_engine.pytorch.chain.memory import allocators, strides_of
 from transformer_engine.pytorch.fp8.process_state import GemmGroup
