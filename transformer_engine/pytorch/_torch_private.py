@@ -85,6 +85,8 @@ sdpa_order: Callable[[], list[int]] = found("torch:_C._get_sdp_priority_order", 
 set_sdpa_order: Callable[[list[int]], None] = found(
     "torch:_C._set_sdp_priority_order", lambda order: None
 )
+# Which of them torch would run. Without: torch's own function runs, and keeps its own graph.
+choose_sdpa: Any = found("torch:_fused_sdp_choice", None)
 # Without: fake tensors that come where nothing is compiled are taken for real ones.
 FakeTensor: type = found("torch._subclasses.fake_tensor:FakeTensor", type("FakeTensor", (), {}))
 no_torch_function: Any = found(

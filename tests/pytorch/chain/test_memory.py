@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import memory
+from transformer_engine.pytorch.kernels import memory
 
 
 def torch_lacks_the_short_way(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import keep_address
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 

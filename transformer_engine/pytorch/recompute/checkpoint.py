@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine.pytorch._torch_private import graph_task, tree_flatten, tree_unflatten
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
