@@ -53,15 +53,15 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 known[alias.asname or plain.rpartition(".")[2]] = plain
                 yield from _private(node.lineno, name)
     for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and (name := _name(node, known)):
+        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.expr) and (name := _name(node, known)):
             yield from _private(node.lineno, name)
 
 
 def _name(node: ast.expr, known: dict[str, str]) -> str:
     """What an expression names; "" where it is nothing of torch."""
     if isinstance(node, ast.Attribute):
-        if node.attr in ATTRIBUTES:
-            return f"torch._.{node.attr}"
         return (node.attr.startswith("_") and _dotted(node, known)) or ""
     if isinstance(node, ast.Constant):
         text = str(node.value)
