@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from nvdlfw_inspect.logging import MetricLogger
+from nvdlfw_inspect.logging import FileLogger, MetricLogger
 from nvdlfw_inspect.registry import Registry
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ def subscribe(listener: Listener) -> None:
 
     Listeners survive `end_debug()`. What they raise surfaces where the session is steered.
     """
-    from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
-
     _listeners.append(listener)
-    if api.DEBUG_MANAGER is not None:
-        listener.initialized(api.DEBUG_MANAGER)
+    if DebugManager.running is not None:
+        listener.initialized(DebugManager.running)
 
 
 def unsubscribe(listener: Listener) -> None:
@@ -63,6 +61,8 @@ class DebugManager:
         config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
     """
+
+    running: ClassVar[DebugManager | None] = None
 
     def __init__(
         self,
@@ -228,9 +228,14 @@ class DebugManager:
                 rest.callback(listener.stepped, self)
 
     def begin(self) -> None:
-        """Tell the listeners."""
+        """Run: tell the listeners."""
+        self._run(self, FileLogger(self.root_log_dir, self._session))
         for listener in list(_listeners):
             listener.initialized(self)
+
+    @staticmethod
+    def _run(manager: DebugManager | None, log: FileLogger | None) -> None:
+        DebugManager.running, FileLogger.running = manager, log
 
     def flush(self) -> None:
         """Write all there is to the log files, waiting for statistics that are under way."""
@@ -248,6 +253,7 @@ class DebugManager:
     def end(self) -> None:
         """End the session: drain, tell the listeners, write the logs, drop the features."""
         with ExitStack() as rest:
+            rest.callback(self._run, None, None)
             rest.callback(self._session.release)
             rest.callback(Registry.reset)
             rest.callback(MetricLogger.enabled_loggers.clear)

@@ -114,6 +114,8 @@ class MetricLogger:
 class FileLogger:
     """The debug log of the running session."""
 
+    running: ClassVar[FileLogger | None] = None
+
     def __init__(self, root_log_dir: str, session: Session) -> None:
         self.root_log_dir = root_log_dir
         self._session = session
@@ -133,12 +135,9 @@ def get_logger() -> FileLogger:
     Raises:
         RuntimeError: No session is running.
     """
-    from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
-
-    manager = api.DEBUG_MANAGER
-    if manager is None:
+    if FileLogger.running is None:
         raise RuntimeError("[get_logger] expected a running session: call initialize() first")
-    return FileLogger(manager.root_log_dir, manager._session)
+    return FileLogger.running
 
 
 def custom_assert(condition: bool, message: str, level: int = logging.ERROR) -> None:

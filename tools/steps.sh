@@ -40,7 +40,7 @@ step_types() {
 
 step_budget() { "$py" tools/check_budget.py; }
 
-step_layering() { "$py" tools/check_layering.py; }
+step_layering() { "$py" tools/check_layering.py && "$py" tools/check_imports.py; }
 
 # The core under AddressSanitizer (with leak detection) and UndefinedBehaviorSanitizer, with no Python in the process.
 step_cpp_tests() {

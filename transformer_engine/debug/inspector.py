@@ -20,8 +20,9 @@ from transformer_engine.debug.plans import (
 )
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
+from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
 
@@ -119,7 +120,7 @@ class Inspector:
             call.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return call
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             return found.first
         return found.repeated or call  # inside a backward: a recomputed forward
 
@@ -311,7 +312,7 @@ class Inspector:
     def shown(
         self, feed: str, x: torch.Tensor | None, rowwise: compiled.Parts, columnwise: compiled.Parts
     ) -> None:
-        """A compiled graph runs; arguments as of `kernels.inspector.show_to_inspector`."""
+        """A compiled graph runs; arguments as of `fp8.inspector.show_to_inspector`."""
         if feed in self.feeds:
             self.feeds[feed].take(x, rowwise, columnwise)
 

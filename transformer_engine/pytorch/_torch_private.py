@@ -1,45 +1,128 @@
-"""What torch does around every call of an autograd function, without what ours never need of it."""
+"""All private names of torch that we use, and what is done where torch lacks one.
+
+Each is looked for once, when this file is imported; `MISSING` lists those that are not there, and
+what is done without stands beside each. All were seen in torch 2.8 and 2.13, and in 2.4 unless it
+says otherwise. A name stays what torch has, so that a call costs what torch takes for it.
+
+The base class of modes, the functions of nested values (`_pytree`) and `graph_task` have no
+substitute: without them this import fails, and says which is missing. Not private for us are, and
+stand where they are used: `torch._foreach_*` and `Tensor._make_wrapper_subclass`, which torch
+documents, and attributes that subclasses of torch's classes have always relied on: `_version`,
+`_base`, `_is_view`, `_schema`, `_parameters`, `_buffers`, `_modules` and the hooks of modules and
+parameters. `tools/check_layering.py` refuses private names anywhere else.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel as _DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch, _pytree
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+TreeSpec = _pytree.TreeSpec
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+View = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
+
+MISSING: list[str] = []
+
+
+def found(path: str, without: Any) -> Any:
+    """What is at `path` ("module:name.name"); where there is nothing, `without`."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        MISSING.append(path)
+        return without
+
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-
-has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+graph_task = torch._C._current_graph_task_id  # of the backward that is running; -1: none
+# Not in 2.4. Without: there may always be hooks, that nobody knows; layers run part by part, and
+# in FP8 refuse non-reentrant checkpoints of torch, as where their records are not found (below).
+top_hooks: Callable[[bool], Any] = found(
+    "torch:_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: (None, None)
+)
+# Off within the forward of a function. Without: it may be off everywhere, which is slower.
+forward_grad_enabled: Callable[[], bool] = found("torch:_C._is_fwd_grad_enabled", lambda: False)
+# The node whose backward runs. Without: reentrant checkpoints of torch are not known again.
+running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambda: None)
+# Without: calls take the longer way that they take where transforms, hooks, modes, DDP, forward
+# differentiation or autocast are at work.
+transforms_active: Callable[[], bool] = found(
+    "torch:_C._are_functorch_transforms_active", lambda: True
+)
+has_global_module_hooks: Callable[[], bool] = found(  # not in 2.4
+    "torch.nn.modules.module:_has_any_global_hook", lambda: True
+)
+dispatch_modes: Callable[[], int] = found("torch:_C._len_torch_dispatch_stack", lambda: 1)
+any_autocast_enabled: Callable[[], bool] = found("torch:_C._is_any_autocast_enabled", lambda: True)
+_ddp: Any = DistributedDataParallel
+if found("torch.nn.parallel:DistributedDataParallel._active_ddp_module", MISSING) is MISSING:
+    _ddp = SimpleNamespace(_active_ddp_module=MISSING)
+_forward_ad: Any = forward_ad
+if found("torch.autograd.forward_ad:_current_level", None) is None:
+    _forward_ad = SimpleNamespace(_current_level=0)
+# Without: memory and views come from torch's public functions, which is slower.
+current_gpu: Callable[[], int] = found("torch:_C._cuda_getDevice", lambda: -1)  # in CUDA builds
+empty_on_cpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cpu", None)
+empty_on_gpu: Allocator | None = found("torch:_C._dynamo.guards._empty_strided_cuda", None)
+# `as_strided` in half of its time; autograd does not learn whose view it is.
+part_of: View = found("torch:_C._dynamo.guards._reinterpret_tensor", torch.as_strided)
+# Kernels of attention by priority; not in 2.4. Without: torch's own order stays.
+sdpa_order: Callable[[], list[int]] = found("torch:_C._get_sdp_priority_order", list)
+set_sdpa_order: Callable[[list[int]], None] = found(
+    "torch:_C._set_sdp_priority_order", lambda order: None
+)
+# Which of them torch would run. Without: torch's own function runs, and keeps its own graph.
+choose_sdpa: Any = found("torch:_fused_sdp_choice", None)
+# Without: fake tensors that come where nothing is compiled are taken for real ones.
+FakeTensor: type = found("torch._subclasses.fake_tensor:FakeTensor", type("FakeTensor", (), {}))
+no_torch_function: Any = found(
+    "torch:_C._disabled_torch_function_impl", torch.nn.Parameter.__torch_function__
+)
+# Graphs keep calls of such an operator. Without: those whose results nobody takes may be dropped.
+keep_calls: Callable[[Any], Any] = found("torch.fx.node:has_side_effect", lambda operator: operator)
+# Without: a second backward is refused in torch's own words.
+_delayed_error: Any = found("torch:_C._functions.DelayedError", None)
+# Without: `torch.device("cpu")` is not told from no device.
+_DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
+_function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
 
 def saved_tensors_hooks_active() -> bool:
     """Whether what autograd saves now passes through hooks."""
-    return _top_hooks(True) is not None
+    return top_hooks(True) is not None
 
 
 def in_distributed_data_parallel() -> bool:
     """Whether the forward of a DistributedDataParallel is running."""
-    return _DistributedDataParallel._active_ddp_module is not None
+    return _ddp._active_ddp_module is not None
 
 
 def other_autodiff_active() -> bool:
     """Whether functorch transforms this call, or forward mode differentiates it."""
-    return transforms_active() or forward_ad._current_level >= 0
+    return transforms_active() or _forward_ad._current_level >= 0
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` calls where functorch transforms nothing.
+    """What `function.apply` calls where functorch transforms nothing; else that itself.
 
     To look for transforms, and for tensors that one has left behind, costs up to 3 us a call.
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    bare = super(torch.autograd.Function, function)
+    apply: Callable[..., Any] = getattr(bare, "apply", function.apply)
     return apply
 
 
@@ -59,7 +142,7 @@ def release_saved_tensors(ctx: Any) -> None:
     """Let go of the tensors that a node has saved, once its backward has taken them.
 
     Each is then freed as soon as the backward drops it, not when it ends. A graph that is retained
-    keeps them. Seen in torch 2.5 to 2.13; where it is missing, they are freed at the end.
+    keeps them. Where torch has no `maybe_clear_saved_tensors`, they are freed at the end.
     """
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
     if release is not None:
@@ -78,7 +161,9 @@ def not_differentiable(gradients: Sequence[Any], layer: str) -> tuple[Any, ...]:
         "[backward] expected one backward of layers of transformer_engine, got a second one through"
         f" their gradients: gradients of gradients are not supported{where}"
     )
-    error: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
+    if _delayed_error is None:
+        return tuple(g if g is None else g.detach() for g in gradients)
+    error = _delayed_error(message.encode(), len(gradients))
     return tuple(error(*[g if g is None else g.detach().requires_grad_() for g in gradients]))
 
 
@@ -91,3 +176,81 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return (guarded if _is_grad_enabled() else backward)(ctx, *gradients)
 
     return once
+
+
+def without_side_effect_checks(function: Callable[[], Any]) -> Any:
+    """`function()`; Dynamo, when it traces a checkpoint, lets that have effects on Python's state.
+
+    Dynamo is slow to import, and is there when this is traced. Not in 2.4; without: it refuses.
+    """
+    name = "_disable_side_effect_safety_checks_for_current_subtracer"
+    unchecked = getattr(torch._dynamo.utils, name, None)
+    return function() if unchecked is None else unchecked(function)
+
+
+def keep_address(x: torch.Tensor) -> None:
+    """Let CUDA graphs of a compiler read and write the tensor itself, where they know the mark.
+
+    As `torch._dynamo.mark_static_address`, which is slow to import.
+    """
+    x._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether they are views of one memory; without `_cdata`: whether that begins alike."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    if not hasattr(one, "_cdata"):
+        return one.data_ptr() == other.data_ptr()
+    return bool(one._cdata == other._cdata)
+
+
+def default_device_is_set() -> bool:
+    """Whether a `torch.device` is entered or set as default."""
+    if _DeviceContext is None or _function_modes is None:
+        return torch.get_default_device().type != "cpu"
+    return any(isinstance(mode, _DeviceContext) for mode in _function_modes())
+
+
+# What torch calls its records of a checkpoint in the closures of its hooks on saved tensors.
+# Without: layers that ran in FP8 refuse to run again, and name `te.checkpoint` (see `regions`).
+_RECORDS = {"_checkpoint_hook": "frame", "_recomputation_hook": "target_frame_ref"}
+for _hook, _record in _RECORDS.items():
+    _code = found(f"torch.utils.checkpoint:{_hook}.__init__.__code__", None)
+    if _record not in getattr(_code, "co_cellvars", ()):
+        MISSING.append(f"torch.utils.checkpoint:{_hook}.{_record}")
+
+
+def checkpoint_of_hooks() -> tuple[Any, Any]:
+    """Torch's record of its innermost non-reentrant checkpoint: in its first run, in another."""
+    hooks: Any = top_hooks(True)
+    if hooks is None:
+        return None, None
+    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
+    first, again = _RECORDS.values()
+    if first in cells:
+        return cells[first].cell_contents, None
+    if again in cells:
+        return None, cells[again].cell_contents()
+    return None, None
+
+
+def functions_in_forward() -> Iterator[Any]:
+    """Contexts of the autograd functions whose forward is running, innermost first.
+
+    Only those that will have a backward; torch has no other way to ask for them.
+    """
+    if forward_grad_enabled() or torch.is_inference_mode_enabled():
+        return  # within the forward of a function it is off
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_name in ("forward", "backward"):
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                if code.co_name == "backward":
+                    return  # what is outside has been found by its first forward
+                if context.next_functions:
+                    yield context
+        frame = frame.f_back  # type: ignore[assignment]

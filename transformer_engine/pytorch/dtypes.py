@@ -6,6 +6,8 @@ from enum import IntEnum
 
 import torch
 
+from transformer_engine.pytorch._torch_private import any_autocast_enabled
+
 
 class DType(IntEnum):
     """Element types of native tensors; FP8 payloads travel as uint8 beside their `DType`.
@@ -49,12 +51,9 @@ TORCH_FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
-_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype of `torch.autocast` on the tensor's device; None where it is off."""
-    if not _is_any_autocast_enabled() or x.is_meta:
+    if not any_autocast_enabled() or x.is_meta:
         return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.core.packed import empty_like_parts
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_qkv
+from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
 LAYOUTS = [
     HeadLayout(4, 4, 8, True),

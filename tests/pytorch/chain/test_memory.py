@@ -5,12 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import memory
+from transformer_engine.pytorch.kernels import memory
 
 
 def torch_lacks_the_short_way(monkeypatch):
-    monkeypatch.setattr(memory, "_GUARDS", None)
-    monkeypatch.setattr(memory, "_on_gpu", None)
+    monkeypatch.setattr(memory, "empty_on_cpu", None)
+    monkeypatch.setattr(memory, "empty_on_gpu", None)
 
 
 @pytest.mark.parametrize("short", [True, False])

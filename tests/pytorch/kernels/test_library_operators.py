@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
+from transformer_engine.pytorch.fp8.inspector import show_to_inspector  # noqa: F401
 from transformer_engine.pytorch.kernels.delayed_scaling import entry
-from transformer_engine.pytorch.kernels.inspector import show_to_inspector  # noqa: F401
 from transformer_engine.pytorch.kernels.moments import EMPTY_CAST_MOMENTS, EMPTY_MOMENTS
 from transformer_engine.pytorch.scale_layout import block_layout
 

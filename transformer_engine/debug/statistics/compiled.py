@@ -15,7 +15,9 @@ import torch
 
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.fp8.inspector import show_to_inspector
 from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import (
@@ -25,8 +27,6 @@ from transformer_engine.pytorch.fp8.quantizers import (
     Quantizer,
     WrappingQuantizer,
 )
-from transformer_engine.pytorch.kernels.inspector import show_to_inspector
-from transformer_engine.pytorch.recompute.regions import graph_task
 
 Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes, scales, format
 _OF_FORWARD = ("activation", "weight", "output")
@@ -56,7 +56,7 @@ class Feed:
         self._of_forward = statistics.tensor in _OF_FORWARD
 
     def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
-        """The statistics that are due; arguments as of `kernels.inspector.show_to_inspector`."""
+        """The statistics that are due; arguments as of `fp8.inspector.show_to_inspector`."""
         if self._of_forward and graph_task() != -1:
             return  # in a backward: this forward is computed again
         statistics, captured = self._statistics, capturing()

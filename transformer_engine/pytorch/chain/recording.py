@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _C
+from transformer_engine.pytorch._torch_private import TorchDispatchMode
 from transformer_engine.pytorch.chain.gemm import counting_apart
-from transformer_engine.pytorch.chain.memory import allocators, strides_of
 from transformer_engine.pytorch.fp8.process_state import GemmGroup
+from transformer_engine.pytorch.kernels.memory import allocators, strides_of
 
 _ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch._torch_private import tree_leaves
 from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
 from transformer_engine.pytorch.fp8.autocast import one_of, scope_of
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state

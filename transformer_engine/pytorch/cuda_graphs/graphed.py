@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from transformer_engine.pytorch._torch_private import (
+    TreeSpec,
+    graph_task,
+    tree_flatten,
+    tree_unflatten,
+)
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.recompute.regions import graph_task
 
 Tensors = tuple[torch.Tensor, ...]
 Maybe = tuple[torch.Tensor | None, ...]

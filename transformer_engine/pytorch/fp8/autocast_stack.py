@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.fp8.process_state import (
     OUTSIDE,
     Scope,
@@ -33,7 +34,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     ScalingGroup,
     ScalingState,
 )
-from transformer_engine.pytorch.recompute.regions import Region, graph_task, rehearsing
+from transformer_engine.pytorch.recompute.regions import Region, rehearsing
 
 
 class Step:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch._torch_private import keep_address
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 
@@ -45,10 +46,8 @@ class ScalingState:
         self.scales = [self.scale[i : i + 1] for i in range(count)]
         self.amaxes: list[torch.Tensor] = [column[:1] for column in self.amax_history.t()]
         if not torch.compiler.is_compiling():
-            # As `torch._dynamo.mark_static_address`, which is slow to import: CUDA graphs of a
-            # compiler read and write these, not copies that they make of their inputs.
             for view in (*self.scales, *self.amaxes):
-                view._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+                keep_address(view)
 
     def __deepcopy__(self, memo: object) -> ScalingState:
         # Attribute by attribute, the views would become tensors of their own.

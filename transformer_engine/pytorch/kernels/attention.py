@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.attention.core.packed import empty_like_parts, empty_whole
-from transformer_engine.pytorch.chain.memory import new_empty
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
+from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_whole
 
 SBHD, BSHD, THD = 0, 1, 2
 NO_SEQUENCES = (None, None, None, None)

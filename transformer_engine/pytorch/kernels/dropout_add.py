@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.chain.memory import new_empty
 from transformer_engine.pytorch.kernels.library import library_op
+from transformer_engine.pytorch.kernels.memory import new_empty
 
 
 @library_op()

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from transformer_engine.pytorch._torch_private import FakeTensor, keep_calls
 from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 
 P = ParamSpec("P")
@@ -107,7 +107,7 @@ def library_op(
         torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.te, name)
         if writes_unseen:
-            torch.fx.node.has_side_effect(operator.default)
+            keep_calls(operator.default)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             # Fake tensors also come where nothing is compiling yet, or ever, as those on meta do.

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
 
+from transformer_engine.pytorch._torch_private import default_device_is_set
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -29,9 +29,7 @@ def default_device(device: torch.device | str | None) -> torch.device:
     """None: a `torch.device` context if one is active, else cuda where there is one, else cpu."""
     if device is not None:
         return torch.device(device)
-    modes = torch.overrides._get_current_function_mode_stack()
-    chosen = any(isinstance(mode, DeviceContext) for mode in modes)  # torch.device("cpu") is one
-    if chosen or not torch.cuda.is_available():
+    if default_device_is_set() or not torch.cuda.is_available():
         return torch.get_default_device()
     return torch.device("cuda", torch.cuda.current_device())
 

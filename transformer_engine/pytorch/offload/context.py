@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.offload.groups import LEAST_ELEMENTS, Copies, Group, View
-from transformer_engine.pytorch.recompute.regions import graph_task
 
 Sync = Callable[..., Any]
 

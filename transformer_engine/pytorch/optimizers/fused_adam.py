@@ -9,7 +9,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 

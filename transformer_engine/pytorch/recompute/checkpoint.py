@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch._torch_private import graph_task, tree_flatten, tree_unflatten
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.recompute.regions import Region, announce, graph_task, place
+from transformer_engine.pytorch.recompute.regions import Region, announce, place
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 

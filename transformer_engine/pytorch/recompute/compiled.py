@@ -10,6 +10,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch._torch_private import without_side_effect_checks
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.library import is_exporting
@@ -47,11 +48,12 @@ def checkpoint_in_graph(
     if stack.runs_again or _exports() or not torch.is_grad_enabled():
         return function()
     _read_numbers(stack.scope.recipe)
-    unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
     stack.runs_again = True
     try:
         return torch_checkpoint.checkpoint(
-            lambda: unchecked(function), use_reentrant=False, context_fn=context_fn or _contexts
+            lambda: without_side_effect_checks(function),
+            use_reentrant=False,
+            context_fn=context_fn or _contexts,
         )
     finally:
         stack.runs_again = False

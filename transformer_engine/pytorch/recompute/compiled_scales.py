@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import library_op
-from transformer_engine.pytorch.recompute.regions import graph_task
 
 
 @library_op()

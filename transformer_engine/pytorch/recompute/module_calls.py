@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, Step, autocast_stack
@@ -19,10 +20,7 @@ from transformer_engine.pytorch.recompute.regions import (
     Call,
     Place,
     Region,
-    forward_grad_enabled,
-    graph_task,
     place,
-    top_hooks,
 )
 
 if TYPE_CHECKING:

@@ -10,11 +10,17 @@ where autograd keeps the region's own record, and goes with it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from transformer_engine.pytorch._torch_private import (
+    checkpoint_of_hooks,
+    functions_in_forward,
+    graph_task,
+    running_node,
+    top_hooks,
+)
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.plan import CallPlan
@@ -22,10 +28,6 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.process_state import Scope
 
 _KEY = "_te_region"
-
-graph_task = torch._C._current_graph_task_id  # of the backward that is running; -1: none
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
 class Call(NamedTuple):
@@ -131,15 +133,15 @@ def place(repeated: Region | None, opened: tuple[Region, ...]) -> Place:
         opened: that were announced.
     """
     records = list(opened)
-    owner, recomputes = _of_hooks()
-    functions = () if torch.is_grad_enabled() else tuple(_functions_in_forward())
+    owner, recomputes = checkpoint_of_hooks()
+    functions = () if torch.is_grad_enabled() else tuple(functions_in_forward())
     for one in (owner, *functions):
         if one is not None:
             region = region_of(one)
             if region not in records:
                 records.append(region)
     if repeated is None and graph_task() != -1:
-        source = recomputes or torch._C._current_autograd_node()
+        source = recomputes or running_node()
         repeated = getattr(source, _KEY, None)
     hooks: Any = top_hooks(True)
     apart = hooks is not None and getattr(hooks[0], "tensors_apart", False)
@@ -157,47 +159,12 @@ def region_of(owner: Any) -> Region:
 
 def announce(region: Region) -> None:
     """The innermost checkpoint that is running its first forward is this region's."""
-    functions = () if torch.is_grad_enabled() else tuple(_functions_in_forward())
-    owner = functions[0] if functions else _of_hooks()[0]
+    functions = () if torch.is_grad_enabled() else tuple(functions_in_forward())
+    owner = functions[0] if functions else checkpoint_of_hooks()[0]
     if owner is not None:
         setattr(owner, _KEY, region)
 
 
 def rehearsing() -> bool:
     """Whether a forward runs without autograd that will run again with it."""
-    return not torch.is_grad_enabled() and any(True for _ in _functions_in_forward())
-
-
-def _of_hooks() -> tuple[Any, Any]:
-    """Torch's record of its innermost non-reentrant checkpoint: in its first run, in another."""
-    hooks: Any = top_hooks(True)
-    if hooks is None:
-        return None, None
-    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
-    if "frame" in cells:
-        return cells["frame"].cell_contents, None
-    if "target_frame_ref" in cells:
-        return None, cells["target_frame_ref"].cell_contents()
-    return None, None
-
-
-def _functions_in_forward() -> Iterator[Any]:
-    """Contexts of the autograd functions whose forward is running, innermost first.
-
-    Only those that will have a backward; torch has no other way to ask for them.
-    """
-    if forward_grad_enabled() or torch.is_inference_mode_enabled():
-        return  # within the forward of a function it is off
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and code.co_name in ("forward", "backward"):
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, torch.autograd.function.BackwardCFunction):
-                if code.co_name == "backward":
-                    return  # what is outside has been found by its first forward
-                if context.next_functions:
-                    yield context
-        frame = frame.f_back  # type: ignore[assignment]
+    return not torch.is_grad_enabled() and any(True for _ in functions_in_forward())

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from transformer_engine.pytorch._torch_private import no_torch_function, tree_leaves, tree_map
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
@@ -223,7 +223,7 @@ class QuantizedTensor(torch.Tensor):
         needs_grad = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (type(self), self.shape, self.parts, facts, needs_grad)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

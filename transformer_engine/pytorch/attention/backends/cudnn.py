@@ -33,9 +33,8 @@ from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.attention.core.packed import places_of
 from transformer_engine.pytorch.attention.core.projections import layout_of, views
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
@@ -50,6 +49,7 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
+from transformer_engine.pytorch.kernels.packed import places_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)

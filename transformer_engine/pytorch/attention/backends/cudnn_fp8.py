@@ -34,7 +34,7 @@ from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, quest
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.kernels.attention import (
     APART,

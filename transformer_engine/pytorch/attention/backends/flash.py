@@ -34,7 +34,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.varlen import Side, VarlenKernel, varlen
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.packed import empty_like_parts
+from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
 # What a private function reads and writes; `_arguments` has its names for them.
 _TENSORS = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")

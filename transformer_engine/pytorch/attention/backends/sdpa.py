@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
+from transformer_engine.pytorch._torch_private import sdpa_order, set_sdpa_order
 from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
     HIGH_PRECISION,
@@ -41,7 +42,7 @@ from transformer_engine.pytorch.attention.masks.masks import Mask
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-_TORCH_ORDER: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
+_TORCH_ORDER: list[int] = sdpa_order()
 _OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
 _CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
 
@@ -176,7 +177,7 @@ def _order(
         query.device.type != "cuda"
         or torch.compiler.is_compiling()
         or not _has_fast_cudnn(query.device.index)
-        or torch._C._get_sdp_priority_order() != _TORCH_ORDER
+        or sdpa_order() != _TORCH_ORDER
     ):
         return None
     fewer_queries = query.shape[2] < key.shape[2]
@@ -188,11 +189,11 @@ def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
     """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
     if order is None:
         return run()
-    torch._C._set_sdp_priority_order(order)
+    set_sdpa_order(order)
     try:
         return run()
     finally:
-        torch._C._set_sdp_priority_order(_TORCH_ORDER)
+        set_sdpa_order(_TORCH_ORDER)
 
 
 forward, backward = dense(Kernel(_forward, _backward))

@@ -21,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
+from transformer_engine.pytorch._torch_private import choose_sdpa
 from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
 from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
 
@@ -63,7 +64,6 @@ class SdpaKernel(NamedTuple):
     backward: Callable[[torch.Tensor, Saved, Arguments, Needs], Gradients]
 
 
-_choose: Any = getattr(torch, "_fused_sdp_choice", None)
 _KERNELS: dict[tuple[int, str], SdpaKernel] = {}
 
 
@@ -72,9 +72,9 @@ def kernel_of(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
 
     The choice depends on `requires_grad` of the inputs, and on whether gradients are switched on.
     """
-    if _choose is None:
+    if choose_sdpa is None:
         return None
-    choice = _choose(*inputs, *arguments[:3], **arguments.keywords)
+    choice = choose_sdpa(*inputs, *arguments[:3], **arguments.keywords)
     return _KERNELS.get((choice, inputs[0].device.type))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from transformer_engine.pytorch.attention.core.call import Sequences
 from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 
 
 class FixedStep(NamedTuple):

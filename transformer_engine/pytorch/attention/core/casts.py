@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
@@ -35,10 +36,7 @@ from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.recompute.module_calls import first_call, repeats, step_again
 from transformer_engine.pytorch.recompute.regions import (
-    forward_grad_enabled,
-    graph_task,
     place,
-    top_hooks,
 )
 
 GEMMS = 3

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch._torch_private import same_storage
 from transformer_engine.pytorch.attention.core.formats import check_format
 
 
@@ -85,7 +86,7 @@ def _same_but_offset(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.dtype is b.dtype
         and a.shape == b.shape
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and same_storage(a, b)
         and a.stride() == b.stride()
     )
 

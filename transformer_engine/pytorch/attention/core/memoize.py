@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.capture import capturing
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
-from transformer_engine.pytorch.attention.core.packed import whole_of
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
@@ -22,6 +21,7 @@ from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Sa
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.operands import Demand
 from transformer_engine.pytorch.kernels.library import composite_op
+from transformer_engine.pytorch.kernels.packed import whole_of
 
 
 class HeadLayout(NamedTuple):

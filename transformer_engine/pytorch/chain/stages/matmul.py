@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
+from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
@@ -19,7 +20,6 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.recompute.regions import top_hooks
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 

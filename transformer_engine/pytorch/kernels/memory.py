@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+from transformer_engine.pytorch._torch_private import (
+    Allocator,
+    current_gpu,
+    dispatch_modes,
+    empty_on_cpu,
+    empty_on_gpu,
+)
 
-_GUARDS: Any = getattr(torch._C._dynamo, "guards", None)
-_on_gpu: Allocator | None = getattr(_GUARDS, "_empty_strided_cuda", None)
-_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _Tensor = torch.Tensor
-_View = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
-# `as_strided` in half of its time; autograd does not learn whose view it is.
-part_of: _View = getattr(_GUARDS, "_reinterpret_tensor", torch.as_strided)
 
 
 def allocators(device: torch.device) -> list[Allocator]:
@@ -37,8 +34,8 @@ def allocators(device: torch.device) -> list[Allocator]:
     ) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
-    here = device.type == "cpu" or device.index == _current_gpu()
-    shortest: Allocator | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
+    here = device.type == "cpu" or device.index == current_gpu()
+    shortest = {"cpu": empty_on_cpu, "cuda": empty_on_gpu}.get(device.type)
     return [allocate] if shortest is None or not here else [shortest, allocate]
 
 
@@ -49,11 +46,11 @@ def new_empty(
     if (
         type(like) is _Tensor  # no fake one
         and like.is_cuda
-        and _on_gpu is not None
-        and like.get_device() == _current_gpu()
-        and not _modes()
+        and empty_on_gpu is not None
+        and like.get_device() == current_gpu()
+        and not dispatch_modes()
     ):
-        return _on_gpu(tuple(shape), strides_of(shape), dtype or like.dtype)
+        return empty_on_gpu(tuple(shape), strides_of(shape), dtype or like.dtype)
     return like.new_empty(shape, dtype=dtype)
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.chain.memory import new_empty, part_of
+from transformer_engine.pytorch._torch_private import part_of
+from transformer_engine.pytorch.kernels.memory import new_empty
 
 Sizes = tuple[int, ...]
 
