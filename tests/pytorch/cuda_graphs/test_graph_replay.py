@@ -81,7 +81,7 @@ def graphs(functions, samples, recipe=None, order=None, cached: bool = False) ->
         for one in made:
             one.warm_up()
         for subject in subjects:
-            subject.note_states()
+            subject.record_states()
             if cached:
                 subject.capture_weights(settings)
                 subject.weights.body = lambda subject=subject: _cast(subject, wanted)

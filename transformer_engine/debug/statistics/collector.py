@@ -140,7 +140,7 @@ class Collector:
         found: list[Subscription] = []
         for routed in self.manager.route(NAMESPACE, layer, "inspect_tensor", tensor):
             if getattr(routed.feature, "built_in_statistics", False):
-                found += routed.feature.statistics_demand(routed.config, tensor, routed.schedule)
+                found += routed.feature.requested_statistics(routed.config, tensor, routed.schedule)
         return found
 
     def moved(self) -> None:

@@ -195,7 +195,7 @@ class TensorStatistics:
         self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
 
-    def feed_kept(
+    def feed_fp8_weight(
         self, weight: Fp8Matrix, dtype: torch.dtype, quantizer: Any, captured: bool = False
     ) -> None:
         """Everything that is due about a weight that exists in FP8 alone.

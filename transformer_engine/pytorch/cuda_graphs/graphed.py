@@ -56,7 +56,7 @@ class Subject:
         self.kept: list[Any] = []
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
-    def note_states(self) -> None:
+    def record_states(self) -> None:
         """Remember the FP8 state whose addresses graphs hold."""
         self.states = [
             (module, direction, state, state.version)

@@ -136,7 +136,9 @@ def cast_there_and_back(
     return _quantize_dequantize(x, quantizer.exported_scale(x).reciprocal(), quantizer.format)
 
 
-def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
+def dequantized_weight(
+    weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str
+) -> torch.Tensor:
     """The values of a weight that is kept in FP8.
 
     Args:

@@ -83,7 +83,7 @@ class Operands:
         self.bias_grad = bias_grad
 
 
-class Demand:
+class OperandRequest:
     """What the next GEMMs want of a tensor: by which quantizer, which sides, a bias gradient.
 
     Who looks at the tensor may also want its `moments` merged into a row, where the flag `active`
@@ -144,13 +144,13 @@ class PendingCast(NamedTuple):
 
     plain: torch.Tensor
     scales: torch.Tensor | None
-    request: Demand
+    request: OperandRequest
     bias_grad: torch.Tensor | None
 
     def cast(self) -> Operands:
         """The operands; the column sums have been taken already."""
         request, quantizer = self.request, self.request.quantizer
-        sides = Demand(
+        sides = OperandRequest(
             quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
         )
         operands = quantizer.cast(self.plain, self.scales, sides)

@@ -58,14 +58,14 @@ class Columns(NamedTuple):
     values: torch.Tensor | None = None
     counted: Sequence[torch.Tensor] = ()
 
-    def note_amaxes(self, after: torch.Tensor) -> None:
+    def record_amaxes(self, after: torch.Tensor) -> None:
         """Count the amaxes of a call, of which `after` is a result."""
         if self.values is not None:
             count_amaxes(after, self.values, [*self.counted])
 
 
 def columns_of(
-    state: ScalingState, indices: Sequence[int], recording: bool, runs_again: bool
+    state: ScalingState, indices: Sequence[int], recording: bool, in_compiled_checkpoint: bool
 ) -> Columns:
     """These columns of a module's forward state, in the scope that is open.
 
@@ -73,7 +73,7 @@ def columns_of(
         state: of the module.
         indices: of the columns.
         recording: amaxes are taken down.
-        runs_again: compiled code that may compute this call again in its backward.
+        in_compiled_checkpoint: compiled code that may compute this call again in its backward.
     """
     scales = [state.scales[i] for i in indices]
     amaxes = [state.amaxes[i] for i in indices]
@@ -81,7 +81,7 @@ def columns_of(
     unsettled = autocast_stack().entered_in_graph
     if not (unsettled or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
-    rows = 2 if recording and runs_again else 1
+    rows = 2 if recording and in_compiled_checkpoint else 1
     values = scales_of_call(scales, unsettled, recording, rows)
     own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
     if rows == 1:
@@ -126,7 +126,7 @@ def build_quantizers(
     if not scope.enabled:
         return Built([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
-    columns = columns_of(forward, cast, recording, autocast_stack().runs_again)
+    columns = columns_of(forward, cast, recording, autocast_stack().in_compiled_checkpoint)
     gemms = [rules.gemm_quantizers(recipe, _columns(columns, backward, i)) for i in indices]
     return Built(gemms, moved, columns)
 

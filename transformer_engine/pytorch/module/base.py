@@ -43,7 +43,7 @@ from transformer_engine.pytorch.module.inputs import (
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
-from transformer_engine.pytorch.recompute.compiled_scales import note_scope
+from transformer_engine.pytorch.recompute.compiled_scales import record_scope
 from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -242,7 +242,7 @@ class TransformerEngineBaseModule(ScaledModule):
         if not exporting():
             # Names would be conditions of the graph: layers that are alike share one.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
-            note_scope(kind, weights, autocast_stack().scope.enabled)
+            record_scope(kind, weights, autocast_stack().scope.enabled)
 
     def _make_plan(
         self,

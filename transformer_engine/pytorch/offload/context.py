@@ -187,7 +187,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         group = self._group()
         return group.save(x) if self._sends(group.index) and self._takes(x) else Kept(group, x)
 
-    pack.tensors_apart = True  # type: ignore[attr-defined]  # weights not among activations
+    pack.separate_tensors = True  # type: ignore[attr-defined]  # weights not among activations
 
     def _takes(self, x: torch.Tensor) -> bool:
         wanted = self.weights if getattr(x, "weight_offloading", False) else self.activations

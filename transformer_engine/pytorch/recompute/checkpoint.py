@@ -1,4 +1,4 @@
-"""`checkpoint`: activations of a part of a model are computed again instead of kept."""
+"""`checkpoint`: activations of a part of a model are computed again instead of saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.recompute.regions import Region, announce, graph_task, place
+from transformer_engine.pytorch.recompute.regions import (
+    RecomputeRegion,
+    attach_region,
+    graph_task,
+    recompute_context,
+)
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 
@@ -155,7 +160,7 @@ def _is_positional(args: tuple[Any, ...]) -> bool:
 
 
 class _Function:
-    """A function with modules of ours: the first call is noted, further ones repeat it."""
+    """A function with modules of ours: the first call is recorded, later ones recompute it."""
 
     def __init__(self, function: Callable[..., Any], tracker: Any) -> None:
         stack = autocast_stack()
@@ -163,8 +168,8 @@ class _Function:
         self.tracker = tracker
         self.states = None if tracker is None else snapshot(tracker.get_states())
         self.scope = stack.scope
-        self.around = place(stack.repeated, stack.regions)
-        self.region: Region | None = None
+        self.around = recompute_context(stack.recomputed, stack.regions)
+        self.region: RecomputeRegion | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._first() if self.region is None else self._again(self.region):
@@ -173,21 +178,24 @@ class _Function:
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
         stack = autocast_stack()
-        self.region = Region()
-        before = stack.repeated, stack.regions
-        announce(self.region)
-        # A region within another one that is being run again repeats a part of that.
-        stack.repeated, stack.regions = self.around.repeats, (*self.around.records, self.region)
+        self.region = RecomputeRegion()
+        before = stack.recomputed, stack.regions
+        attach_region(self.region)
+        # A region within a recomputed one recomputes a part of it.
+        stack.recomputed, stack.regions = (
+            self.around.recomputed,
+            (*self.around.open_regions, self.region),
+        )
         try:
             yield
         finally:
-            stack.repeated, stack.regions = before
+            stack.recomputed, stack.regions = before
 
     @contextlib.contextmanager
-    def _again(self, region: Region) -> Iterator[None]:
+    def _again(self, region: RecomputeRegion) -> Iterator[None]:
         stack = autocast_stack()
-        before = stack.repeated, stack.regions
-        stack.repeated, stack.regions = region, ()
+        before = stack.recomputed, stack.regions
+        stack.recomputed, stack.regions = region, ()
         region.restart()
         states = StatesOf(self.tracker, self.states) if self.tracker else contextlib.nullcontext()
         try:
@@ -200,7 +208,7 @@ class _Function:
                 if graph_task() != -1:
                     region.finish()
         finally:
-            stack.repeated, stack.regions = before
+            stack.recomputed, stack.regions = before
 
 
 @contextlib.contextmanager

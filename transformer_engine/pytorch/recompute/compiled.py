@@ -44,17 +44,17 @@ def checkpoint_in_graph(
     """
     stack = autocast_stack()
     # All of an outer one is computed again.
-    if stack.runs_again or _exports() or not torch.is_grad_enabled():
+    if stack.in_compiled_checkpoint or _exports() or not torch.is_grad_enabled():
         return function()
     _read_numbers(stack.scope.recipe)
     unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-    stack.runs_again = True
+    stack.in_compiled_checkpoint = True
     try:
         return torch_checkpoint.checkpoint(
             lambda: unchecked(function), use_reentrant=False, context_fn=context_fn or _contexts
         )
     finally:
-        stack.runs_again = False
+        stack.in_compiled_checkpoint = False
 
 
 def _read_numbers(recipe: Recipe | None) -> None:

@@ -65,7 +65,7 @@ def count_amaxes(
 
 
 @torch.compiler.assume_constant_result
-def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
+def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
     """A layer is being compiled.
 
     Args:
@@ -79,7 +79,7 @@ def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> No
     known = process_state().compiled_in_fp8
     if fp8:
         known.add((kind, weights))
-    elif (kind, weights) in known and graph_task() != -1 and autocast_stack().repeated is None:
+    elif (kind, weights) in known and graph_task() != -1 and autocast_stack().recomputed is None:
         raise RuntimeError(
             "[checkpoint] expected the autocast of a compiled layer to be open when a checkpoint"
             f" runs its forward again, got none for {kind} of weights {[*weights]}: enter the"

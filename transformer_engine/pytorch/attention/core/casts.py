@@ -33,11 +33,15 @@ from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
-from transformer_engine.pytorch.recompute.module_calls import first_call, repeats, step_again
+from transformer_engine.pytorch.recompute.module_calls import (
+    is_recompute,
+    recompute_step,
+    record_first_call,
+)
 from transformer_engine.pytorch.recompute.regions import (
     forward_grad_enabled,
     graph_task,
-    place,
+    recompute_context,
     top_hooks,
 )
 
@@ -109,13 +113,13 @@ class Casts(NamedTuple):
         """Nothing is cast."""
         return self.qkv.format is None
 
-    def repeatable(self) -> Casts:
-        """The same for a call that keeps nothing and runs again in the backward."""
+    def with_copied_scales(self) -> Casts:
+        """The same, with copies of the scales: for a call whose forward is computed again."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
 
-    def again(self) -> Casts:
-        """What repeats a call, and leaves no amax of its forward."""
+    def for_recompute(self) -> Casts:
+        """The same for the second forward, which records no amaxes."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(amax=None) for s in forward])
 
@@ -139,7 +143,7 @@ def casts_of(
     """
     stack = autocast_stack()
     compiling = torch.compiler.is_compiling()
-    in_backward = not compiling and process_state().noted and graph_task() != -1
+    in_backward = not compiling and process_state().has_regions and graph_task() != -1
     if not (in_backward or asks(stack.scope, module.name)):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -148,7 +152,12 @@ def casts_of(
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
     ):
         return _in_region(module, recording, device)
-    casts = _casts(module, recording, device, runs_again=checkpointed or stack.runs_again)
+    casts = _casts(
+        module,
+        recording,
+        device,
+        in_compiled_checkpoint=checkpointed or stack.in_compiled_checkpoint,
+    )
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
@@ -179,24 +188,24 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
     """The casts of a call that may be the first or the second of a region, or neither."""
     stack = autocast_stack()
-    where = place(stack.repeated, stack.regions)
-    counts = recording or where.rehearses
-    region = where.repeats
-    if graph_task() == -1 or not repeats(module, region):
+    where = recompute_context(stack.recomputed, stack.regions)
+    counts = recording or where.in_first_forward
+    region = where.recomputed
+    if graph_task() == -1 or not is_recompute(module, region):
         if not asks(stack.scope, module.name):
             return None
         casts = _casts(module, counts, device)
-        call = first_call(module, where, counts)
+        call = record_first_call(module, where, counts)
     else:
         assert region is not None
-        if not region.knows(module):  # it ran in high precision
+        if not region.has_calls_of(module):  # it ran in high precision
             return None
-        call = region.again(module)
+        call = region.next_call(module)
         with stack.resumed(call.scope):
-            casts = _casts(module, counts, device, call.scales).again()
-        call = call._replace(step=step_again(region, call, counts))
-    for record in where.records:
-        record.note(module, call)
+            casts = _casts(module, counts, device, call.scales).for_recompute()
+        call = call._replace(step=recompute_step(region, call, counts))
+    for record in where.open_regions:
+        record.record_call(module, call)
     return casts._replace(step=call.step if recording else None)
 
 
@@ -205,16 +214,16 @@ def _casts(
     counts: bool,
     device: torch.device,
     scales: torch.Tensor | None = None,
-    runs_again: bool = False,
+    in_compiled_checkpoint: bool = False,
 ) -> Casts:
     """Slots of a call in the scope that is open.
 
     Args:
         module: whose state they point into.
-        counts: amaxes are taken down.
+        counts: amaxes are recorded.
         device: of the tensors.
         scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
-        runs_again: see `columns_of`.
+        in_compiled_checkpoint: see `columns_of`.
     """
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
@@ -230,7 +239,7 @@ def _casts(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
     elif scope.enabled:
-        columns = columns_of(forward, indices, counts, runs_again)
+        columns = columns_of(forward, indices, counts, in_compiled_checkpoint)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.library import composite_op
 
 
@@ -186,13 +186,13 @@ class SplitHeads(Stage):
         return (x.view(*x.shape[:-1], layout.heads, layout.size),)
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """The parts."""
         return self.split(inputs[0]), Saved(())
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient of the projection."""
         if len(self.results) == 3:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
@@ -101,16 +101,16 @@ class Stage:
         """Where the weight gradient of this call goes; None for a fresh tensor."""
         return None
 
-    def request(self, plan: Any, x: torch.Tensor) -> Demand | None:
+    def request(self, plan: Any, x: torch.Tensor) -> OperandRequest | None:
         """What this stage wants its input to become; `x` is a tensor with as many tokens."""
         return None
 
-    def grad_request(self, plan: Any, grad: torch.Tensor) -> Demand | None:
+    def grad_request(self, plan: Any, grad: torch.Tensor) -> OperandRequest | None:
         """What this stage wants the gradient of its result to become."""
         return None
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: Any, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """The results, and what backward needs.
 
@@ -130,7 +130,7 @@ class Stage:
         raise NotImplementedError
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: Any, request: Demand | None
+        self, grads: Values, saved: Saved, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradients of the values that it read, and what `backward_params` carries on with.
 
@@ -147,6 +147,6 @@ class Stage:
         return ()
 
 
-def quantizer_of(request: Demand | None) -> Quantizer:
+def quantizer_of(request: OperandRequest | None) -> Quantizer:
     """The quantizer of a request; the identity where nothing is requested."""
     return IDENTITY if request is None else request.quantizer
