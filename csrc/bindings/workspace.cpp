@@ -31,8 +31,8 @@ struct Table {
 };
 
 Table& table() {
-  static auto* kept = new Table;
-  return *kept;
+  static auto* table = new Table;
+  return *table;
 }
 
 TensorView buffer(Purpose purpose, Device device, Stream stream, int64_t bytes) {
