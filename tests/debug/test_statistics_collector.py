@@ -251,7 +251,7 @@ def test_the_account_of_a_session(device: str) -> None:
     for _ in range(4):
         session.feed("layer", "activation", torch.ones(2, device=device))
         session.step()
-    account = session.collector.account
-    assert account.steps == 2
-    assert account.bytes == (2 * 16 * 8 if device == "cuda" else 0)
-    assert "2 steps" in str(account)
+    cost = session.collector.cost
+    assert cost.steps == 2
+    assert cost.bytes == (2 * 16 * 8 if device == "cuda" else 0)
+    assert "2 steps" in str(cost)

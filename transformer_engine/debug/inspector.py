@@ -21,7 +21,7 @@ from transformer_engine.debug.plans import (
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.cuda_graphs.capture import is_capturing
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
 
@@ -111,7 +111,7 @@ class Inspector:
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         """The plan to use for this call; called when `tick >= call.inspect_at`."""
         found: Inspection | None = call.inspection
-        if capturing():
+        if is_capturing():
             found = self._captured(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
             found = call.inspection = self._inspect(module, call)

@@ -113,7 +113,7 @@ class InspectedQuantizer(WrappingQuantizer):
         if inner.columnwise:
             columnwise = transposed(weight)
         cast = Operands(weight if inner.rowwise else None, columnwise)
-        return self._finish(x, cast, request, 0, kept=weight)
+        return self._finish(x, cast, request, 0, fp8_weight=weight)
 
     def _cast(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
         inner = self.inner_request(request)
@@ -133,7 +133,7 @@ class InspectedQuantizer(WrappingQuantizer):
         request: OperandRequest,
         padding: int,
         outs: dict[str, torch.Tensor] | None = None,
-        kept: Fp8Matrix | None = None,
+        fp8_weight: Fp8Matrix | None = None,
     ) -> Operands:
         plan, bias_grad = self.plan, cast.bias_grad
         if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
@@ -152,8 +152,8 @@ class InspectedQuantizer(WrappingQuantizer):
         if request.rowwise:
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
         self._show(x, [quantized if s is None else s for s in seen], request)
-        if self.statistics is not None and kept is not None:
-            self.statistics.feed_fp8_weight(kept, self.dtype, self.inner)
+        if self.statistics is not None and fp8_weight is not None:
+            self.statistics.feed_fp8_weight(fp8_weight, self.dtype, self.inner)
         elif self.statistics is not None:
             self.statistics.feed(x, result.rowwise, result.columnwise, self.inner)
         return result

@@ -15,7 +15,7 @@ import torch
 
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.cuda_graphs.capture import is_capturing
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import (
@@ -59,7 +59,7 @@ class Feed:
         """The statistics that are due; arguments as of `kernels.inspector.show_to_inspector`."""
         if self._of_forward and graph_task() != -1:
             return  # in a backward: this forward is computed again
-        statistics, captured = self._statistics, capturing()
+        statistics, captured = self._statistics, is_capturing()
         if not (statistics.due or captured):
             return
         if self._silent:

@@ -98,7 +98,7 @@ class GroupRows:
         self._outgrown = False
 
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of all ranks merged, `[slots, 16]`, from a payload that has landed.
+        """The rows of all ranks merged, `[slots, 16]`, from a payload that has arrived.
 
         Slots beyond the capacity come out empty, and the next step makes room for them.
 

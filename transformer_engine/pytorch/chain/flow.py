@@ -303,7 +303,7 @@ def run_layer(
         layer: that was called.
         names: of the values.
         values: that come in.
-        groups: arguments that were given, by name.
+        groups: arguments that differ from their defaults, by name.
     """
     if _may_fuse(values[0]):
         key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])

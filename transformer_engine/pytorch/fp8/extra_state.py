@@ -94,8 +94,8 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 
     Weights kept in FP8 replace a scale that cannot be theirs, so that they take any value.
     """
-    kept = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    lengths = {sum(weight.scales.numel() for weight in kept)}
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    lengths = {sum(weight.scales.numel() for weight in quantized)}
     for layout in (one for one in LAYOUTS.values() if one.transposes):
         sums = {0}
         for weight in weights:  # one of sizes that FP8 cannot take has no scales
@@ -104,7 +104,9 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
         lengths |= sums
     count = scales.numel()
     sound = (
-        bool(kept) or not count or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
+        bool(quantized)
+        or not count
+        or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
     )
     if count not in lengths or not sound:
         raise ValueError(

@@ -65,24 +65,24 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    state: ScalingState, indices: Sequence[int], recording: bool, in_compiled_checkpoint: bool
+    state: ScalingState, indices: Sequence[int], recording: bool, recomputed: bool
 ) -> Columns:
     """These columns of a module's forward state, in the scope that is open.
 
     Args:
         state: of the module.
         indices: of the columns.
-        recording: amaxes are taken down.
-        in_compiled_checkpoint: compiled code that may compute this call again in its backward.
+        recording: amaxes are recorded.
+        recomputed: the backward of a compiled graph may compute this call again.
     """
     scales = [state.scales[i] for i in indices]
     amaxes = [state.amaxes[i] for i in indices]
     untraced: list[torch.Tensor | None] = [None] * len(indices)
-    unsettled = autocast_stack().entered_in_graph
-    if not (unsettled or (recording and torch.compiler.is_compiling())):
+    flush = autocast_stack().entered_in_graph
+    if not (flush or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
-    rows = 2 if recording and in_compiled_checkpoint else 1
-    values = scales_of_call(scales, unsettled, recording, rows)
+    rows = 2 if recording and recomputed else 1
+    values = scales_of_call(scales, flush, recording, rows)
     own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
     if rows == 1:
         return Columns(own[0], amaxes if recording else untraced)

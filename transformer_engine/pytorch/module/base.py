@@ -267,7 +267,7 @@ class TransformerEngineBaseModule(ScaledModule):
         plan.columns = columns
         in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
         plan.fp8_weights = tuple(in_fp8)
-        fp8_weights.check(self, scope.recipe, scope.enabled)
+        fp8_weights.validate(self, scope.recipe, scope.enabled)
         return self.chain.prepare(plan)
 
     def _quantizers_in(
@@ -310,7 +310,7 @@ class TransformerEngineBaseModule(ScaledModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.drop_plans()
         apply = super()._apply
-        fp8_weights.apply(self, fn, lambda: apply(fn, recurse))
+        fp8_weights.apply_fn(self, fn, lambda: apply(fn, recurse))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

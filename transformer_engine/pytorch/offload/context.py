@@ -107,7 +107,7 @@ def _same(output: Any = None) -> Any:
     return output
 
 
-class Kept(NamedTuple):
+class OnDevice(NamedTuple):
     """A tensor that stays, and whose layer is known."""
 
     group: Group
@@ -185,7 +185,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         if graph_task() != -1:  # a forward that is run again, for tensors that are needed at once
             return x
         group = self._group()
-        return group.save(x) if self._sends(group.index) and self._takes(x) else Kept(group, x)
+        return group.save(x) if self._sends(group.index) and self._takes(x) else OnDevice(group, x)
 
     pack.separate_tensors = True  # type: ignore[attr-defined]  # weights not among activations
 
@@ -201,11 +201,11 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             and self.copies.takes(x)
         )
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        view: View | Kept = kept
+        if isinstance(saved, torch.Tensor):
+            return saved
+        view: View | OnDevice = saved
         if not view.group.entered:
             self._enter(view.group)
         return view.tensor()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.cuda_graphs.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
@@ -96,7 +96,7 @@ def checkpoint(
             _check_compiled(distributes, get_rng_state_tracker is not None)
         own, torchs = _split(kwargs, use_reentrant)
         return checkpoint_in_graph(lambda: function(*args, **own), torchs.get("context_fn"))
-    if preserve_rng_state and capturing():
+    if preserve_rng_state and is_capturing():
         raise RuntimeError(
             "[checkpoint] expected preserve_rng_state=False inside a CUDA graph capture, got True: "
             "a graph cannot go back to earlier random numbers; this is for functions that draw none"
@@ -182,10 +182,8 @@ class _Function:
         before = stack.recomputed, stack.regions
         attach_region(self.region)
         # A region within a recomputed one recomputes a part of it.
-        stack.recomputed, stack.regions = (
-            self.around.recomputed,
-            (*self.around.open_regions, self.region),
-        )
+        stack.recomputed = self.around.recomputed
+        stack.regions = (*self.around.open_regions, self.region)
         try:
             yield
         finally:
@@ -233,10 +231,10 @@ def _distributed(group: Any) -> Iterator[None]:
         own[: mine.numel()].copy_(mine)
         return own, x.shape
 
-    def unpack(kept: Any) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        own, shape = kept
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        own, shape = saved
         whole = own.new_empty(ranks * own.numel())
         dist.all_gather_into_tensor(whole, own, group=group)
         return whole[: shape.numel()].view(shape)

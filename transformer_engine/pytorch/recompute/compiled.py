@@ -19,8 +19,8 @@ _Policy = torch_checkpoint.CheckpointPolicy
 
 def _policy(context: object, operator: object, *args: object, **kwargs: object) -> Any:
     """Everything is computed again, but for scales, which by then have moved on, and new states."""
-    kept = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
-    return _Policy.MUST_SAVE if operator in kept else _Policy.PREFER_RECOMPUTE
+    must_save = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
+    return _Policy.MUST_SAVE if operator in must_save else _Policy.PREFER_RECOMPUTE
 
 
 _contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, _policy)

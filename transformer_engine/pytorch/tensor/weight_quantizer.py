@@ -179,12 +179,12 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         matrix: Any = self.operands(values, OperandRequest(self, True, False)).rowwise
         if scales is None or scales.numel() != matrix.scales.numel():
             return matrix
-        given = scales.to(values.device).view(matrix.scales.shape)
+        old_scales = scales.to(values.device).view(matrix.scales.shape)
         rows, cols = values.shape
-        scale = given.reciprocal()
-        largest = _largest_of_blocks(values, given.shape, self.layout.run)
-        holds = (given > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
-        chosen = torch.where(holds, given, matrix.scales)
+        scale = old_scales.reciprocal()
+        largest = _largest_of_blocks(values, old_scales.shape, self.layout.run)
+        holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
+        chosen = torch.where(holds, old_scales, matrix.scales)
         each = self.layout.spread(chosen.reciprocal(), rows, cols)
         one = torch.ones(2, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.core.call import Sequences
-from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.cuda_graphs.capture import capturing
+from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.cuda_graphs.capture import is_capturing
 
 
 class FixedStep(NamedTuple):
@@ -22,14 +22,14 @@ class FixedStep(NamedTuple):
         starts: int32 `[batch]`, tokens of each sequence before this step.
         rows: int64 `[new tokens]`, the row of each in a cache of `[max_sequence_length *
             max_batch_size, heads, size]`; the tokens are in the order of their format.
-        of_query: where queries are.
-        of_key: where keys and values are, the new ones included.
+        query_sequences: where queries are.
+        key_sequences: where keys and values are, the new ones included.
     """
 
     starts: torch.Tensor
     rows: torch.Tensor
-    of_query: Sequences
-    of_key: Sequences
+    query_sequences: Sequences
+    key_sequences: Sequences
 
 
 class Geometry(NamedTuple):
@@ -69,7 +69,7 @@ class FixedSteps:
             TypeError: an offset that is not of integers.
         """
         version = None if offset.is_inference() else offset._version
-        key = (offset.data_ptr(), version, geometry, capturing())
+        key = (offset.data_ptr(), version, geometry, is_capturing())
         if self._step is None or key != self._key or who in self._served:
             _check(offset, geometry)
             self._step, self._key = _step(offset, geometry), key
@@ -115,7 +115,7 @@ def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
     )
 
 
-@remembered
+@memoize
 def _at_the_beginning(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,9 +101,9 @@ def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def _refuse_inputs(**inputs: Any) -> None:
-    for name, given in inputs.items():
-        if not isinstance(given, _Tensor) or given.layout is not _dense:
-            refuse_input("DotProductAttention", name, given, None)
+    for name, x in inputs.items():
+        if not isinstance(x, _Tensor) or x.layout is not _dense:
+            refuse_input("DotProductAttention", name, x, None)
 
 
 def arguments_of(

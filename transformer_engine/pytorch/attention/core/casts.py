@@ -152,12 +152,8 @@ def casts_of(
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
     ):
         return _in_region(module, recording, device)
-    casts = _casts(
-        module,
-        recording,
-        device,
-        in_compiled_checkpoint=checkpointed or stack.in_compiled_checkpoint,
-    )
+    recomputed = checkpointed or stack.in_compiled_checkpoint
+    casts = _casts(module, recording, device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
@@ -214,7 +210,7 @@ def _casts(
     counts: bool,
     device: torch.device,
     scales: torch.Tensor | None = None,
-    in_compiled_checkpoint: bool = False,
+    recomputed: bool = False,
 ) -> Casts:
     """Slots of a call in the scope that is open.
 
@@ -223,7 +219,7 @@ def _casts(
         counts: amaxes are recorded.
         device: of the tensors.
         scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
-        in_compiled_checkpoint: see `columns_of`.
+        recomputed: see `columns_of`.
     """
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
@@ -239,7 +235,7 @@ def _casts(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
     elif scope.enabled:
-        columns = columns_of(forward, indices, counts, in_compiled_checkpoint)
+        columns = columns_of(forward, indices, counts, recomputed)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]

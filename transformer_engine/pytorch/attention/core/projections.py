@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import apply_of, once_differentiable
-from transformer_engine.pytorch.attention.core.packed import whole_of
+from transformer_engine.pytorch.attention.core.packed import packed_base
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
@@ -63,7 +63,7 @@ class _Split(torch.autograd.Function):
 
 
 def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
-    """`whole_of` while a graph is made: tensors have no memory, and sizes may be symbols."""
+    """`packed_base` while a graph is made: tensors have no memory, and sizes may be symbols."""
     whole: Any = gradients[0]._base
     if whole is None or any([x._base is not whole for x in gradients]):
         return None
@@ -71,11 +71,11 @@ def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch
     if layout is None or layout.interleaved is not by_head or whole.dim() != gradients[0].dim() - 1:
         return None
     parts = views(whole, layout)
-    lie = all(
+    is_match = all(
         x.stride() == part.stride() and x.storage_offset() == part.storage_offset()
         for x, part in zip(gradients, parts, strict=True)
     )
-    return whole if lie and whole.is_contiguous() else None
+    return whole if is_match and whole.is_contiguous() else None
 
 
 _apply = apply_of(_Split)
@@ -87,7 +87,7 @@ def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tens
         query, key, value = gradients
         query = query.unflatten(-2, (layout.groups, -1))
         return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).flatten(-3)
-    find = whole_of if type(gradients[0]) is torch.Tensor else _whole_in_graph
+    find = packed_base if type(gradients[0]) is torch.Tensor else _whole_in_graph
     whole = find(gradients, by_head=layout.interleaved)
     if whole is not None:
         return whole

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.notices import warn
 
@@ -96,14 +96,14 @@ class MaskRule(NamedTuple):
     bottom_right: bool
 
 
-@remembered
+@memoize
 def mask_rule(
     name: str,
     window: Window | None = None,
     bottom_right: bool | None = None,
     parameter: str = "attn_mask_type",
 ) -> MaskRule:
-    """Combine a mask type and a window; remembered, so a warning comes once per combination.
+    """Combine a mask type and a window; memoised, so a warning comes once per combination.
 
     Args:
         name: a mask type.

@@ -65,7 +65,7 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
 def _matrix(weight: torch.Tensor) -> Fp8Matrix:
     assert isinstance(weight, QuantizedTensor)
     matrix = rowwise_of(weight)
-    assert matrix is not None  # see `fp8_weights.check`
+    assert matrix is not None  # see `fp8_weights.validate`
     return matrix
 
 
@@ -90,7 +90,7 @@ def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
 
 
 class _Plan:
-    """What a Matmul decides once for all calls of a run."""
+    """What a Matmul decides once for all calls of a plan."""
 
     __slots__ = (
         "compiling",
@@ -128,9 +128,7 @@ class _Plan:
         self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], needs[first + 1]
-        self.input_in_backward: OperandRequest | None = (
-            None  # the columns of the input are cast there
-        )
+        self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
         bias_grad = call.dtype if self.needs_bias else None
@@ -145,7 +143,7 @@ class Matmul(Stage):
     """Two parameters: weight `[out, in]` and bias `[out]` (or None).
 
     Args:
-        index: which of the chain's Matmuls this is (the quantizers of a run are in that order).
+        index: which of the chain's Matmuls this is (the quantizers of a plan are in that order).
         layer: name of the module, for errors and reports.
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
@@ -159,7 +157,7 @@ class Matmul(Stage):
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
-        self.save_original_input = False  # keep it for backward as it came, instead of in FP8
+        self.save_original_input = False  # save it for backward unquantised
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
@@ -266,7 +264,7 @@ class Matmul(Stage):
         return (linear(x, weight, bias).to(plan.dtype),)
 
     def detach_cache(self) -> None:
-        """A weight that stays in the graph would hold all that the first micro-batch has saved."""
+        """Free what the first micro-batch saved: a cached weight would keep its graph alive."""
         if self.cached_weight is not None:
             key, cached = self.cached_weight
             self._cache(key, Operands(_detached(cached.rowwise), _detached(cached.columnwise)))
@@ -360,11 +358,7 @@ class Matmul(Stage):
         bias_grad = grad.bias_grad
         missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
         dense = grad.columnwise if plan.needs_weight else grad.rowwise
-        if (
-            missing_bias is not None
-            and isinstance(dense, torch.Tensor)
-            and _sums_apart(dense, plan)
-        ):
+        if missing_bias and isinstance(dense, torch.Tensor) and _sums_apart(dense, plan):
             bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
             missing_bias = None
         if not plan.needs_weight:
@@ -387,7 +381,7 @@ class Matmul(Stage):
             dw = quantizer.process_gemm_output(dw)
         if apart and quantizer.replaces:
             dw = _delivered(dw, wanted)
-        elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
+        elif apart:  # adding within the GEMM may round otherwise: repeat it as without inspection
             dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
         return dw, summed if bias_grad is None else bias_grad
 
