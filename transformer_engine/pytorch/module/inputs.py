@@ -15,6 +15,8 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 _is_compiling = torch.compiler.is_compiling
 _Tensor, _strided = torch.Tensor, torch.strided
 
+# The leading sizes of a tensor, by format.
+LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -30,6 +32,30 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     if isinstance(value, torch.Tensor):
         wanted, got = "a dense torch.Tensor", f"one of layout {value.layout}"
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
+
+
+def check_hidden(
+    module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
+) -> None:
+    """Hidden states, or the output of an encoder, in a format like `sbhd`.
+
+    Raises:
+        TypeError: `x` is no dense tensor, or of another dtype than those of GEMMs.
+        ValueError: another shape.
+    """
+    kind = type(module).__name__
+    if not isinstance(x, _Tensor) or x.layout is not _strided:
+        refuse_input(kind, parameter, x, module.name)  # type: ignore[arg-type]
+    shape = x.shape
+    if not shape or shape[-1] != features or len(shape) != (2 if format == "thd" else 3):
+        raise ValueError(
+            f"[{kind}] expected {parameter} of shape ({LEADING[format]}, {features}), got"
+            f" {tuple(shape)}"
+        )
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"[{kind}] expected {parameter} of float32, float16 or bfloat16, got {x.dtype}"
+        )
 
 
 def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
@@ -113,16 +139,16 @@ def names_layer(forward: Forward) -> Forward:
     return named  # type: ignore[return-value]
 
 
-def given(
+def explicit_arguments(
     *, checkpoint_core_attention: bool, core_attention_bias_type: str, **others: Any
 ) -> dict[str, Any]:
-    """Arguments of attention, less those that are as they would be without being given.
+    """The arguments of attention that differ from their defaults.
 
     Each keyword costs half a microsecond on its way through `nn.Module.__call__`.
     """
-    said = {name: x for name, x in others.items() if x is not None}
+    explicit = {name: x for name, x in others.items() if x is not None}
     if checkpoint_core_attention:
-        said["checkpoint_core_attention"] = checkpoint_core_attention
+        explicit["checkpoint_core_attention"] = checkpoint_core_attention
     if core_attention_bias_type not in ("no_bias", None):
-        said["core_attention_bias_type"] = core_attention_bias_type
-    return said
+        explicit["core_attention_bias_type"] = core_attention_bias_type
+    return explicit
