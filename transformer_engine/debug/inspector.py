@@ -68,8 +68,8 @@ class Inspection:
     begin: int
     end: int
     first: CallPlan | None  # None: the plan stays as it is
-    repeated: CallPlan | None  # the same for a forward that is computed again in a backward
-    awaited: bool  # graphs must hear of statistics, or of a feature, that are due at another time
+    recompute: CallPlan | None  # the same for a recomputed forward
+    due_later: bool  # in another iteration, which a CUDA graph captured now must include
 
 
 class Inspector:
@@ -115,13 +115,13 @@ class Inspector:
             found = self._captured(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
             found = call.inspection = self._inspect(module, call)
-            stays = found.first is None and not found.awaited
+            stays = found.first is None and not found.due_later
             call.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return call
         if torch._C._current_graph_task_id() == -1:
             return found.first
-        return found.repeated or call  # inside a backward: a recomputed forward
+        return found.recompute or call
 
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features of every layer of the module."""
@@ -143,14 +143,14 @@ class Inspector:
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(call.quantizers):
-            awaited = statistics or (bool(following) and self.refusal(names, "", True) is not None)
-            return Inspection(self.tick, end, None, None, awaited)
+            due_later = bool(following) and self.refusal(names, "", True) is not None
+            return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
-        first, repeated = (
-            self._wrapped(module, call, plans, attached, again) for again in (False, True)
+        first, recompute = (
+            self._wrapped(module, call, plans, attached, second) for second in (False, True)
         )
-        return Inspection(self.tick, end, first, repeated, statistics)
+        return Inspection(self.tick, end, first, recompute, statistics)
 
     def _attach(
         self,
@@ -182,18 +182,18 @@ class Inspector:
         call: CallPlan,
         plans: list[LayerPlan],
         attached: list[GemmQuantizers],
-        repeated: bool,
+        is_recompute: bool,
     ) -> CallPlan:
-        """The plan with inspected quantizers; one that is repeated shows nothing a second time."""
+        """The plan with inspected quantizers; that of a recompute shows nothing a second time."""
         quantizers = []
         for plan, normal, seen in zip(plans, call.quantizers, attached, strict=True):
             changed: dict[str, Quantizer] = {}
             modifies = False
             for tensor in plan.tensors.values():
                 about = tensor.tensor
-                again = repeated and about.name in ("activation", "weight", "output")
-                inner = getattr(normal if again else seen, about.quantizer)
-                calls = self._calls(module, plan, tensor, again)
+                recomputed = is_recompute and about.name in ("activation", "weight", "output")
+                inner = getattr(normal if recomputed else seen, about.quantizer)
+                calls = self._calls(module, plan, tensor, recomputed)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = normal.replaced(changed)
@@ -210,7 +210,7 @@ class Inspector:
         module: TransformerEngineBaseModule,
         plan: LayerPlan,
         tensor: TensorPlan,
-        repeated: bool = False,
+        is_recompute: bool = False,
     ) -> FeatureCalls:
         return FeatureCalls(
             self.manager,
@@ -219,7 +219,7 @@ class Inspector:
             self.iteration,
             module.tp_group,
             module.tp_size,
-            repeated,
+            is_recompute,
             next(module.parameters()).device,
         )
 

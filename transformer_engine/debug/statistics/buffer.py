@@ -52,7 +52,7 @@ class Slot:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that nobody waits for."""
+    """An asynchronous copy."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)

@@ -75,15 +75,7 @@ class Collector:
         tp_group: Any = None,
         tp_size: int = 1,
     ) -> TensorStatistics | None:
-        """The statistics of one tensor; None where no statistic looks at it.
-
-        Args:
-            layer: its name.
-            tensor: activation, weight, gradient, output, dgrad or wgrad.
-            device: that the tensor lives on.
-            tp_group: tensor parallel group of the layer.
-            tp_size: its size.
-        """
+        """The statistics of one tensor of a layer; None where none is configured."""
         key = (layer, tensor, device)
         if key in self._tensors:
             found = self._tensors[key]

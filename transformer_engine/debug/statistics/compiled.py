@@ -137,12 +137,12 @@ class TracedStatistics(WrappingQuantizer):
         return operands
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast."""
+        """Also of the wrapped quantizer."""
         self.inner.record_amax(x)
         self._look(x, None, None)
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of a GEMM goes by."""
+        """Take statistics of the result."""
         x = self.inner.process_gemm_output(x)
         self._look(x, None, None)
         return x
@@ -158,13 +158,6 @@ def traced(
     layer: str, quantizers: GemmQuantizers, device: torch.device, dtype: torch.dtype, session: str
 ) -> GemmQuantizers:
     """The quantizers of a layer for a graph that is being traced.
-
-    Args:
-        layer: its name.
-        quantizers: that it would have without a session.
-        device: of its tensors.
-        dtype: of activations.
-        session: names the one that runs; another one needs another graph.
 
     Raises:
         RuntimeError: a feature that needs Python is selected for the layer.

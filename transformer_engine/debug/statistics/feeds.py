@@ -84,7 +84,7 @@ class Cast:
     format: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge what the cast did into a casts row; errors where somebody asks for them."""
+        """Merge what the cast did into a casts row; its errors where they are requested."""
         fields = row[:CAST_MOMENTS_FIELDS]
         cast_moments(self.x, self.codes, self.scales, self.format, fields, active, squared_error)
 
@@ -165,14 +165,6 @@ def cast(
     x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, layer: str, tensor: str
 ) -> Cast | BlockCast | Scales | str:
     """What a casts slot is fed with, or why there is nothing to feed it with.
-
-    Args:
-        x: the tensor in high precision; None where it exists in FP8 alone.
-        side: what the GEMMs of that direction take.
-        source: the slot's.
-        quantizer: the layer's, of this tensor.
-        layer: name of the layer, for errors.
-        tensor: which of its tensors.
 
     Raises:
         ValueError: the recipe cannot be evaluated after the fact.

@@ -86,12 +86,12 @@ class StatisticsQuantizer(WrappingQuantizer):
         return operands
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast."""
+        """Also of the wrapped quantizer."""
         self.inner.record_amax(x)
         self._look(x)
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of a GEMM goes by."""
+        """Take statistics of the result."""
         x = self.inner.process_gemm_output(x)
         self._look(x)
         return x

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 def group_size(group: Any) -> int:
-    """Ranks that reduce together; 1 where this process reduces with nobody."""
+    """The number of ranks that reduce together."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
         return 1
     return dist.get_world_size(group)
@@ -62,11 +62,6 @@ class GroupRows:
         self, layout: Layout, taken: Mapping[torch.device, torch.Tensor], iteration: int
     ) -> torch.Tensor:
         """All ranks' payloads, `[ranks, capacity, 16]`; every rank of the group must call.
-
-        Args:
-            layout: of this rank.
-            taken: rows of each device's buffer.
-            iteration: that ended.
 
         Raises:
             RuntimeError: ranks look at different tensors, on every rank.

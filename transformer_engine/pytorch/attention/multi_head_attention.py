@@ -404,7 +404,7 @@ class MultiheadAttention(FlowModule):
     def _project(
         self, flow: Flow, modules: dict[str, Any], values: Sequence[Any], microbatch: Any
     ) -> tuple[Any, ...]:
-        """Query, key, value, and the norm's output or input where somebody asks for it."""
+        """Query, key, value, and the norm's output or input where it is returned."""
         own = self.attention_type == "self"
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
         module = modules[normed if self.input_layernorm else plain]

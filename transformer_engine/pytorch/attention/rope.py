@@ -252,12 +252,7 @@ def check_freqs(
     tensor_format: str,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Check angles for a tensor of these sizes; see `apply_rotary_pos_emb`.
-
-    Raises:
-        ValueError: shapes that do not fit together.
-        TypeError: `freqs` is no tensor.
-    """
+    """Raise unless angles fit a tensor of these sizes; see `apply_rotary_pos_emb`."""
     if not isinstance(freqs, torch.Tensor):
         _refuse_type("freqs", freqs)
     dimensions = 3 if tensor_format == "thd" else 4

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Rec
 from transformer_engine.pytorch.chain.stages.base import Saved
 
 # Up to this many bytes of input the host takes longer than the GPU. Beyond, kernels take longer,
-# and stages need less memory: each asks for its own when its turn comes, and lets go of it.
+# and stages need less memory: each allocates its own, and frees it when it is done.
 HOST_BOUND_BYTES = 16 * 1024 * 1024
 _MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
 _MOST_SHAPES = 32  # that are recorded for one plan
@@ -257,7 +257,7 @@ class Segment:
     def _with_weights(self, plan: CallPlan, inputs: Any) -> list[Any] | None:
         """The inputs; what weights in FP8 consist of, and what is cached of others, stands behind.
 
-        None where something is yet to be cached.
+        None where a weight is not cached yet.
         """
         found = list(inputs)
         shift = len(self.reads) - self.parameters.start
@@ -319,7 +319,7 @@ class Segment:
         buffers: list[torch.Tensor | None],
         targets: Targets,
     ) -> None:
-        """Run the backward of the recording, recorded in its turn where that can be.
+        """Run the backward of the recording, from a recording of its own where that can be.
 
         Args:
             plan: of the forward.

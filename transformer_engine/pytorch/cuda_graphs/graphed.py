@@ -65,11 +65,7 @@ class Subject:
         ]
 
     def check_states(self) -> None:
-        """Graphs go on reading the state that they were captured with.
-
-        Raises:
-            RuntimeError: a module has another one by now.
-        """
+        """Raise RuntimeError where a module has another state than the one that was captured."""
         for module, direction, state, version in self.states:
             if module.scaling.get(direction) is not state or state.version != version:
                 raise RuntimeError(
@@ -122,7 +118,7 @@ def capture_into(
                 raise
     except Exception as error:
         cause = first or error
-        with suppress(Exception):  # what went wrong first is what is said
+        with suppress(Exception):  # the first error is the one to report
             _end_failed_capture(subject)
         raise RuntimeError(
             f"[make_graphed_callables] the {what} of {subject.where} cannot be captured:"
@@ -132,7 +128,7 @@ def capture_into(
 
 
 def _end_failed_capture(subject: Subject) -> None:
-    """After a failed capture torch's generators believe that it goes on; a good one ends that."""
+    """Reset torch's generators, which expect a failed capture to go on, by an empty capture."""
     graph = torch.cuda.CUDAGraph()
     for tracker in subject.trackers():
         tracker.register_with(graph)

@@ -30,12 +30,7 @@ _PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archiv
 
 
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """The state of a module as CPU bytes.
-
-    Args:
-        scaling: of the two directions; empty without delayed scaling.
-        weights: fp32 scales of every weight that is kept in FP8.
-    """
+    """The state of a module as CPU bytes: of both directions, and the scales of FP8 weights."""
     if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8)
     states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []

@@ -43,7 +43,7 @@ class ProcessState:
         scopes: that were entered, by value.
         compiled_groups: of scaling states that compiled code uses, by (recipe, process group). A
             graph does not tell which modules ran, so each update covers the whole group.
-        forward_pending: compiled code has left the forward update to whoever comes next.
+        forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
         has_regions: some region of a checkpoint has calls.
         announced: what is reported once, however many modules it concerns.

@@ -92,13 +92,8 @@ class Quantizer:
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The operands of a weight that exists in FP8 alone.
 
-        A column-wise side that is wanted and None here is made of the weight in backward, for the
-        time of one GEMM.
-
-        Args:
-            weight: codes `[out, in]`.
-            request: which sides GEMMs will take.
-            dtype: of operands in high precision.
+        A column-wise side that is None here is made in the backward, for one GEMM. Operands in
+        high precision have `dtype`.
         """
         raise NotImplementedError
 
@@ -106,26 +101,23 @@ class Quantizer:
         """What a kernel that makes the tensor does for this quantizer: nothing but the tensor.
 
         Epsilons are literals here: torch.compile makes an input of a default that is a float.
-
-        Args:
-            request: of the next GEMM; None where there is none.
         """
         return FusedArguments(True, epsilon=0.0)
 
     def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Result:
-        """What such a kernel has made, as the result of its stage: a tensor yet to be cast."""
+        """The outputs of such a kernel as the result of its stage: here, a pending cast."""
         assert made.plain is not None and request is not None
         return PendingCast(made.plain, made.scales, request, made.bias_grad)
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast: take down what would have been taken down with it."""
+        """Record the amax of `x`, which is used without a cast."""
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """What becomes of the result of a GEMM (of output, dgrad and wgrad quantizers)."""
+        """The result of a GEMM, as it is used (of output, dgrad and wgrad quantizers)."""
         return x
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """What does the same again, with the scale of the first time, and leaves no trace."""
+        """The quantizer of a recompute: the first scale, and no amax is recorded."""
         return self
 
     def persistent_tensors(self) -> Tensors:
@@ -152,11 +144,11 @@ class WrappingQuantizer(Quantizer):
 
     @property
     def needs_plain(self) -> bool:
-        """Whether `finish` must be given the plain tensor."""
+        """Whether `finish` needs the plain tensor."""
         return True
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
-        """The part of a request that the wrapped quantizer serves."""
+        """The request that the wrapped quantizer serves."""
         raise NotImplementedError
 
     def finish(
@@ -182,10 +174,10 @@ class WrappingQuantizer(Quantizer):
         )
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same around what repeats the wrapped one."""
-        again = copy.copy(self)
-        again.inner = self.inner.for_recompute(scale)
-        return again
+        """The same around the wrapped quantizer's own."""
+        copied = copy.copy(self)
+        copied.inner = self.inner.for_recompute(scale)
+        return copied
 
     def persistent_tensors(self) -> Tensors:
         """Those of the wrapped quantizer."""
@@ -220,7 +212,7 @@ class IdentityQuantizer(Quantizer, native=True):
 
 
 class CalibratingQuantizer(IdentityQuantizer):
-    """High precision that notes `max |x|`, so that FP8 can start from a known scale."""
+    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
 
     def __init__(self, amax: torch.Tensor) -> None:
         self.amax = amax
@@ -244,7 +236,7 @@ class CalibratingQuantizer(IdentityQuantizer):
 
 
 class Fp8Quantizer(Quantizer):
-    """What FP8 quantizers share: the format, and how scales belong to the codes.
+    """Base of FP8 quantizers.
 
     Args:
         format: element type of the codes, a value of `DType`.
@@ -317,7 +309,7 @@ SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
 class GemmQuantizers:
     """The six quantizers of one Matmul: three before its GEMMs, three after them.
 
-    One that is not given is the identity.
+    None stands for the identity.
     """
 
     __slots__ = (
@@ -349,7 +341,7 @@ class GemmQuantizers:
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
         self.fp8 = self.input.is_fp8
-        self.wrapped = False  # somebody looks at these GEMMs
+        self.wrapped = False  # the debugger inspects these GEMMs
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         # They do nothing but call `_C`, the same for every tensor of a shape.
         self.native = all(quantizer.native for quantizer in six)
@@ -357,7 +349,7 @@ class GemmQuantizers:
         self.fast_accumulation = (self.fp8, False, False)
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
-        """The same, or a copy in which those of some names are others that look at its GEMMs."""
+        """The same with some quantizers replaced by those of the debugger; self where none is."""
         own = {name: getattr(self, name) for name in SIX}
         changed = {name: q for name, q in changed.items() if q is not own[name]}
         if not changed:
@@ -369,11 +361,7 @@ class GemmQuantizers:
         return copy
 
     def for_recompute(self, scales: torch.Tensor | None) -> GemmQuantizers:
-        """Those of a forward that repeats another; gradients are there for the first time.
-
-        Args:
-            scales: fp32 `[3]` of input, weight and output in that forward, under delayed scaling.
-        """
+        """Those of a recompute, with the fp32 `[3]` scales of the first forward, if any."""
         first = [None if scales is None else scales[i : i + 1] for i in range(2)]
         again = GemmQuantizers(
             self.input.for_recompute(first[0]),

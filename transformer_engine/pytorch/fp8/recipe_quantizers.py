@@ -69,11 +69,7 @@ def columns_of(
 ) -> Columns:
     """These columns of a module's forward state, in the scope that is open.
 
-    Args:
-        state: of the module.
-        indices: of the columns.
-        recording: amaxes are recorded.
-        recomputed: the backward of a compiled graph may compute this call again.
+    With `recomputed`, the backward of a compiled graph may compute this call again.
     """
     scales = [state.scales[i] for i in indices]
     amaxes = [state.amaxes[i] for i in indices]
@@ -132,11 +128,7 @@ def build_quantizers(
 
 
 def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> None:
-    """Check that a state which was loaded is of so many GEMMs.
-
-    Raises:
-        ValueError: it is of another number.
-    """
+    """Raise ValueError where a loaded state is of another number of GEMMs."""
     for direction, columns in ((FORWARD, FORWARD_COLUMNS), (BACKWARD, BACKWARD_COLUMNS)):
         state = scaling.get(direction)
         if state is not None and state.scale.numel() != gemms * columns:
@@ -183,13 +175,9 @@ def _trained_columns(module: ScaledModule) -> list[GemmColumns]:
 def with_weight_scales(
     scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor]
 ) -> dict[str, ScalingState]:
-    """The same states with the scales of weights kept in FP8, which modules do not cast.
+    """The states with the scales fp32 `[2]` of weights kept in FP8, which modules do not cast.
 
     Modules that keep them in high precision start with these.
-
-    Args:
-        scaling: of a module.
-        weights: fp32 `[2]` = {1/scale, scale}, one for each of its GEMMs.
     """
     forward = deepcopy(scaling[FORWARD])
     for gemm, scales in enumerate(weights):

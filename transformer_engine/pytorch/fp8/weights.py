@@ -81,10 +81,7 @@ def rename(module: nn.Module, layer: str) -> None:
 def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
     """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay.
 
-    Args:
-        module: its FP8 parameters are changed and stay the same objects.
-        function: what `_apply` was given.
-        to_others: applies it to everything but them.
+    `to_others` applies the function to all that is not an FP8 parameter.
     """
     weights = fp8_weights(module)
     for name in weights:
@@ -177,11 +174,7 @@ def _cast(
 
 
 def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
-    """Refuse a recipe that cannot take the module's FP8 weights; warn where nothing is in FP8.
-
-    Raises:
-        RuntimeError: the weights were made for another recipe.
-    """
+    """Raise where the recipe is not that of the FP8 weights; warn where nothing is in FP8."""
     for name, weight in fp8_weights(module).items():
         rowwise = rowwise_of(weight)
         if rowwise is None:

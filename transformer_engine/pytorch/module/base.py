@@ -160,7 +160,7 @@ class TransformerEngineBaseModule(ScaledModule):
             features: its last size must be this.
             parameters: of the chain.
             bias: the last one of the module, applied or not.
-            first_microbatch: what the caller said.
+            first_microbatch: the caller's `is_first_microbatch`.
 
         Returns:
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
@@ -211,7 +211,7 @@ class TransformerEngineBaseModule(ScaledModule):
             x: the input.
             parameters: of the chain.
             needs: see `CallPlan`; empty where autograd does not record.
-            first_microbatch: what the caller said.
+            first_microbatch: the caller's `is_first_microbatch`.
             stack: of this thread.
             in_first_forward: see `CallPlan`.
         """

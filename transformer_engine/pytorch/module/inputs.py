@@ -1,4 +1,4 @@
-"""What modules do with arguments, whatever they compute: refuse some, name the layer, hand on."""
+"""Checks of the inputs of modules, whose errors name the layer and the argument."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
-    """TypeError for an input that is no tensor, or not a dense one.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise TypeError for an input that is not a dense tensor."""
     where = f" (layer {layer})" if layer else ""
     wanted, got = "a torch.Tensor", type(value).__name__
     if isinstance(value, torch.Tensor):
@@ -37,12 +33,7 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
 def check_hidden(
     module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
 ) -> None:
-    """Hidden states, or the output of an encoder, in a format like `sbhd`.
-
-    Raises:
-        TypeError: `x` is no dense tensor, or of another dtype than those of GEMMs.
-        ValueError: another shape.
-    """
+    """Raise unless this is hidden states, or an encoder's output, in a format like `sbhd`."""
     kind = type(module).__name__
     if not isinstance(x, _Tensor) or x.layout is not _strided:
         refuse_input(kind, parameter, x, module.name)  # type: ignore[arg-type]
@@ -59,12 +50,7 @@ def check_hidden(
 
 
 def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
-    """The input is a dense tensor whose last size is this.
-
-    Raises:
-        TypeError: it is no such tensor.
-        ValueError: its last size is another.
-    """
+    """Raise unless the input is a dense tensor whose last size is this."""
     if not isinstance(x, _Tensor) or x.layout is not _strided:
         refuse_input(type(module).__name__, "inp", x, module.name)  # type: ignore[arg-type]
     shape = x.shape
@@ -76,11 +62,7 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:
-    """The input lies where every parameter does.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError unless the input is on the device of every parameter."""
     for parameter in parameters:
         if parameter is not None and parameter.device != x.device:
             raise ValueError(
@@ -90,11 +72,7 @@ def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> 
 
 
 def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
-    """The input's dtype, which every parameter must have.
-
-    Raises:
-        TypeError: it is not one of GEMMs, or a parameter has another one.
-    """
+    """The input's dtype; raise unless GEMMs take it and every parameter has it."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"[{type(module).__name__}] expected inp of float32, float16 or bfloat16, got "

@@ -422,7 +422,7 @@ class TransformerLayer(FlowModule):
         return flow.run(self._residual, branch, residual)
 
     def _cross_mask_type(self, mask: AttentionMask | None, override: str | None) -> str:
-        """Mask type of cross-attention: as said, else what the mask itself means."""
+        """Mask type of cross-attention: the explicit one, else the one that the mask implies."""
         kind = override or self.enc_dec_attn_mask_type
         if kind is None:
             if mask is None:

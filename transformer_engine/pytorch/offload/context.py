@@ -123,7 +123,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         layers: to offload.
-        model_layers: in the context; None where that is yet to be seen.
+        model_layers: in the context; None until they are counted.
         activations: offload them.
         weights: offload their FP8 casts.
         copies: how.
@@ -168,7 +168,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         return self._open
 
     def due(self, index: int) -> int:
-        """The layer after which the memory of an offloaded one is let go of.
+        """The layer after which the memory of an offloaded one is freed.
 
         Copies have equal shares of the forward; those of the last layer cannot have any.
         """

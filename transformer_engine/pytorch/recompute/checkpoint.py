@@ -132,11 +132,7 @@ def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[st
 
 
 def _check_compiled(distributes: bool, tracked: bool) -> None:
-    """Refuse what no graph can do.
-
-    Raises:
-        NotImplementedError: one of them.
-    """
+    """Raise NotImplementedError for what no graph can do."""
     if distributes:
         raise NotImplementedError(
             "[checkpoint] expected distribute_saved_activations=False under torch.compile, got "

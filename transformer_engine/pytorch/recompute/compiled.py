@@ -36,11 +36,8 @@ def checkpoint_in_graph(
 ) -> Any:
     """What `function` returns, which the backward of the graph computes again.
 
-    Both runs draw the same random numbers. What it does to the state of Python happens once.
-
-    Args:
-        function: closes over its arguments.
-        context_fn: of torch's checkpoint; with it, layers with delayed scaling are refused.
+    Both runs draw the same random numbers. What it does to the state of Python happens once. With
+    torch's `context_fn`, layers with delayed scaling are refused.
     """
     stack = autocast_stack()
     # All of an outer one is computed again.

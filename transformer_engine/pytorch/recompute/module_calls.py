@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def may_recompute(stack: AutocastStack) -> bool:
-    """Whether a call may be the first or the second of a region.
-
-    Args:
-        stack: of this thread.
-    """
+    """Whether a call in this stack's scope may be the first or the second of a region."""
     state = process_state()
     if (stack.scope.number or state.inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
@@ -52,14 +48,7 @@ def plan_in_region(
 ) -> tuple[CallPlan, Step | None]:
     """The plan of a call that may be the first or the second of a region, or neither.
 
-    Args:
-        module: that is called.
-        x: its input.
-        parameters: of its chain.
-        first_microbatch: what the caller said.
-
-    Returns:
-        The plan, and the step that ends behind the backward of the call, if any.
+    With the step that ends behind the backward of the call, if any.
 
     Raises:
         RuntimeError: the first call of a recomputed one cannot be found.
@@ -110,12 +99,9 @@ def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
 
 
 def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
-    """The first call of a module in the regions that are open, without its plan.
+    """The first call of a module in the open regions, without its plan.
 
-    Args:
-        module: that is called, in the scope that is open.
-        where: the call happens.
-        counts: autograd records it, now or when it is recomputed.
+    It counts where autograd records it, now or when it is recomputed.
     """
     stack = autocast_stack()
     scope = stack.scope
@@ -138,7 +124,7 @@ def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | 
 def _first_plan(
     module: TransformerEngineBaseModule, plan: CallPlan, where: RecomputeContext, scope: Scope
 ) -> tuple[CallPlan, Step | None]:
-    """Of a first forward; the regions around it are told what it does."""
+    """The plan of a first forward, which the regions around it record."""
     if not (scope.enabled or scope.calibrating):
         return plan, None
     call = record_first_call(module, where, plan.requires_grad or plan.in_first_forward)

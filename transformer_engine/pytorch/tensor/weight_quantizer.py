@@ -67,12 +67,7 @@ class WeightQuantizer(Fp8Quantizer):
         return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
-        """The cast of `values` with scales that an earlier one had, where these can hold them.
-
-        Args:
-            values: `[out, in]`, contiguous.
-            scales: what `QuantizedTensor.scales` was; None or of another kind: they get their own.
-        """
+        """The cast of `values` `[out, in]` with earlier scales, where these can hold them."""
         raise NotImplementedError
 
 

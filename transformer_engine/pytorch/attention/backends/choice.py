@@ -184,7 +184,7 @@ def _announce(problem: Problem, chosen: Backend, allowed: AttentionVariables) ->
 
 @memoize
 def _logger() -> logging.Logger:
-    """The logger of NVTE_DEBUG, which prints even where nobody has set logging up."""
+    """The logger of NVTE_DEBUG, which prints even if logging is not configured."""
     logger = logging.getLogger("DotProductAttention")
     logger.setLevel(logging.DEBUG)
     if not logger.hasHandlers():

@@ -161,14 +161,9 @@ def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
 def settings_for(
     shape: CallShape, same: bool, alibi: bool, repeatable: bool, longest: tuple[int, int]
 ) -> tuple[int, ...]:
-    """What the shape of a call says to cuDNN.
+    """CuDNN's settings for the shape of a call, see `settings_of`.
 
-    Args:
-        shape: of the call.
-        same: each sequence has as many queries as keys, so that both diagonals are one.
-        alibi: see `settings_of`.
-        repeatable: see `deterministic` of `settings_of`.
-        longest: see `settings_of`.
+    With `same`, each sequence has as many queries as keys, so that both diagonals are one.
     """
     band, rule = shape.band, shape.rule
     if band is not None:

@@ -171,12 +171,7 @@ def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
 
 @memoize
 def _refusal(problem: Problem, in_fp8: bool) -> str:
-    """What cuDNN itself says of a problem; sizes that are not known are ordinary ones.
-
-    Args:
-        problem: to solve.
-        in_fp8: whether its backward, if there is one, is in FP8.
-    """
+    """Why cuDNN refuses a problem, or None; unknown sizes count as ordinary ones."""
     if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)

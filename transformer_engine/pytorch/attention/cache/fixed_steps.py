@@ -102,7 +102,7 @@ def _check(offset: torch.Tensor, geometry: Geometry) -> None:
 def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
     tokens, batch, sequence_first, _, max_tokens, max_batch = geometry
     rows, ends = _at_the_beginning(geometry, offset.device)
-    # An overflow that nobody sees writes over the last tokens, and over no other sequence's.
+    # An overflow on the device overwrites the last tokens of its own sequence only.
     starts = offset.clamp(0, max_tokens - tokens).to(torch.int32).expand(batch).contiguous()
     of_sequence = starts if sequence_first else starts[:, None]
     before = starts.new_zeros(batch + 1)

@@ -94,7 +94,7 @@ class CachedStep:
                 "[InferenceParams] expected pre_step({sequence: new tokens, ...}) before each step"
                 " of the model, got no sequences"
             )
-        longest = max(params.cache_manager.new, default=0)  # known here: nobody waits for a device
+        longest = max(params.cache_manager.new, default=0)  # known on the host
         step = params.step(layer_number or 1, key, value, qkv_format)
         batch = step.keys.shape[0]
         self.keys, self.values = step.keys, step.values

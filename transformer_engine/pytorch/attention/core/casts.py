@@ -58,7 +58,7 @@ class Slot(NamedTuple):
     Attributes:
         scale: fp32 `[1]`.
         amax: fp32 `[1]`, raised to `max |x|`; None leaves no trace.
-        format: value of `DType`; None takes down the amax and casts nothing (calibration).
+        format: value of `DType`; None records the amax and casts nothing (calibration).
     """
 
     scale: torch.Tensor
@@ -133,11 +133,6 @@ def casts_of(
 ) -> Casts | None:
     """The casts of a call of attention in the scope that is open; None where it asks for none.
 
-    Args:
-        module: DotProductAttention, with `GEMMS` GEMMs.
-        tensors: query, key and value.
-        checkpointed: the call may be computed again for its own sake.
-
     Raises:
         NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
     """
@@ -158,12 +153,7 @@ def casts_of(
 
 
 def asks(scope: Scope, layer: str = "") -> bool:
-    """Whether a scope asks for FP8 attention, or for calibration of it.
-
-    Args:
-        scope: that is open.
-        layer: for the error.
-    """
+    """Whether a scope asks for FP8 attention, or for its calibration; `layer` is for the error."""
     recipe: Any = scope.recipe
     if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
         return False
@@ -212,14 +202,9 @@ def _casts(
     scales: torch.Tensor | None = None,
     recomputed: bool = False,
 ) -> Casts:
-    """Slots of a call in the scope that is open.
+    """Slots of a call in the open scope; `scales` fp32 `[3 * GEMMS]` replace those of the state.
 
-    Args:
-        module: whose state they point into.
-        counts: amaxes are recorded.
-        device: of the tensors.
-        scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
-        recomputed: see `columns_of`.
+    With `counts`, amaxes are recorded; see `columns_of` for `recomputed`.
     """
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)

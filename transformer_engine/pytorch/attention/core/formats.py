@@ -39,14 +39,7 @@ Shapes = tuple[torch.Size, torch.Size, torch.Size]
 def check_shapes(
     qkv_format: str, heads: tuple[int, int], sizes: tuple[int, int], shapes: Shapes
 ) -> None:
-    """Check shapes of (query, key, value).
-
-    Args:
-        qkv_format: one of `FORMATS`.
-        heads: of queries, and of keys and values.
-        sizes: of keys, and of values.
-        shapes: what was given.
-    """
+    """Check shapes of (query, key, value); `heads` and `sizes` are of (query, key)."""
     query, key, value = shapes
     leading = 1 if qkv_format == "thd" else 2
     batch = _BATCH_DIM.get(qkv_format)

@@ -30,11 +30,7 @@ class PackedLayout(NamedTuple):
 
 
 def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Uninitialised tensors of the same shapes; of parts that fill one tensor, such parts.
-
-    Args:
-        parts: `[..., heads, size]` each, of one dtype.
-    """
+    """Uninitialised tensors like these `[..., heads, size]`, packed into one if these are."""
     layout = packed_layout_of(*parts)
     if layout is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
@@ -45,12 +41,10 @@ def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def empty_packed(
     parts: tuple[torch.Tensor, ...], by_head: bool, with_parts: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """An uninitialised tensor `[..., features]` for such parts, and the parts of it.
+    """An uninitialised tensor `[..., features]` for parts `[..., heads, size]`, and its parts.
 
-    Args:
-        parts: `[..., heads, size]` each, of one dtype.
-        by_head: the parts of each head are to be together.
-        with_parts: make them; sizes may be symbols without.
+    With `by_head`, the parts of each head are together. Without `with_parts` none are made, and
+    sizes may be symbols.
     """
     first = parts[0]
     if not with_parts:

@@ -94,7 +94,7 @@ class Norm(Stage):
         apart = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
             # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
-            # place for whoever only looks.
+            # place for statistics.
             apart = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
             fused = fused._replace(plain=False, moments=None, active=None)
         plain = plan.dtype if fused.plain or self.tap == "output" else None
