@@ -29,8 +29,8 @@ RECIPES = ("fp8 delayed", "fp8 current", "fp8 blocks")
 LARGEST_SHARE = 0.56
 
 
-def make(size: Size, kept: bool, recipe: str | None = None) -> nn.Module:
-    with te.fp8_model_init(enabled=kept, recipe=contenders.RECIPES.get(recipe)):
+def make(size: Size, fp8_weights: bool, recipe: str | None = None) -> nn.Module:
+    with te.fp8_model_init(enabled=fp8_weights, recipe=contenders.RECIPES.get(recipe)):
         return our_layer(size)
 
 
@@ -58,12 +58,12 @@ def measure_memory(report: Report, size: Size) -> None:
     at_rest: dict[str, int] = {}
     peaks: dict[str, int] = {}
     x = random(size.batch, size.sequence, size.hidden)
-    for kept in (False, True):
-        step(make(size, kept), x, RECIPES[0])()
-    for name, kept in (("bf16 weights", False), ("fp8 weights", True)):
+    for fp8_weights in (False, True):
+        step(make(size, fp8_weights), x, RECIPES[0])()
+    for name, fp8_weights in (("bf16 weights", False), ("fp8 weights", True)):
         torch.cuda.empty_cache()
         allocated, requested = torch.cuda.memory_allocated(), requested_bytes()
-        module = make(size, kept)
+        module = make(size, fp8_weights)
         run = step(module, x, RECIPES[0])
         run()
         for parameter in module.parameters():
@@ -99,8 +99,8 @@ def measure_steps(report: Report, size: Size) -> None:
 def measure_optimizers(report: Report, size: Size) -> None:
     """AdamW in place on either kind of weight, and on fp32 masters of FP8 weights."""
 
-    def in_place(kept: bool, **how: bool) -> Callable[[], None]:
-        parameters = list(make(size, kept).parameters())
+    def in_place(fp8_weights: bool, **how: bool) -> Callable[[], None]:
+        parameters = list(make(size, fp8_weights).parameters())
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         return torch.optim.AdamW(parameters, lr=1e-4, **how).step  # type: ignore[return-value]

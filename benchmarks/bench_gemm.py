@@ -75,11 +75,11 @@ def epilogue_ways(tokens: int, outputs: int, inputs: int) -> dict[str, Ways]:
     def gelu_backward(t: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.gelu_backward(t, argument, approximate="tanh")
 
-    def fprop(**given: Any) -> Callable[[], object]:
-        return lambda: gemm(x, w, bf16, **given)
+    def fprop(**options: Any) -> Callable[[], object]:
+        return lambda: gemm(x, w, bf16, **options)
 
-    def wgrad(**given: Any) -> Callable[[], object]:
-        return lambda: gemm(dy, x, bf16, **both, **given)
+    def wgrad(**options: Any) -> Callable[[], object]:
+        return lambda: gemm(dy, x, bf16, **both, **options)
 
     def torch_dgrad() -> torch.Tensor:
         return gelu_backward(torch.mm(x, w.t()))

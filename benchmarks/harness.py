@@ -203,8 +203,8 @@ def over(timing: Timing, yardstick_us: float) -> dict[str, float]:
 
 
 def _commit() -> str:
-    if given := os.environ.get("TE_BENCH_COMMIT"):  # of a copy whose .git is not the checkout's
-        return given
+    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a copy whose .git is not the checkout's
+        return commit
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     folder = Path(__file__).parent
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

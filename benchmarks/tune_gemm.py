@@ -146,10 +146,10 @@ def write_table(path: Path, found: list[Tuned]) -> None:
     lines = TABLE.read_text().splitlines()
     head = [line for line in lines if line.startswith("//")]
     tuned = tuple(f"{{{t.problem}, " for t in found)
-    kept = [line for line in lines if line.startswith("{") and not line.startswith(tuned)]
+    untouched = [line for line in lines if line.startswith("{") and not line.startswith(tuned)]
     head = [line for line in head if not line.startswith("// Measured on ")]
     head.append(f"// Measured on {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}.")
-    rows = sorted(kept + [t.row for t in found if t.algorithm is not None])
+    rows = sorted(untouched + [t.row for t in found if t.algorithm is not None])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*head, *rows]) + "\n")
     print(f"wrote {path}: {len(rows)} rows for {len(found)} products", flush=True)

@@ -104,7 +104,7 @@ class Recorder:
 def test_the_figure_of_calls_shows_what_layers_do(figure, monkeypatch) -> None:
     recorder = Recorder()
 
-    def noted(name, product):
+    def counted(name, product):
         def run(*args, **kwargs):
             recorder.calls.append(("gemm", name, ""))
             return product(*args, **kwargs)
@@ -112,7 +112,7 @@ def test_the_figure_of_calls_shows_what_layers_do(figure, monkeypatch) -> None:
         return run
 
     for name in ("fprop", "dgrad", "wgrad"):
-        monkeypatch.setattr(gemm, name, noted(name, getattr(gemm, name)))
+        monkeypatch.setattr(gemm, name, counted(name, getattr(gemm, name)))
     with session((".*", recorder, {})):
         layer = te.Linear(32, 32, device="cpu", name="layer")
         with te.fp8_autocast():

@@ -23,6 +23,7 @@ step_lint() {
   done
   ruff format --check .
   ruff check .
+  "$py" tools/check_words.py
   sources '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format --dry-run -Werror
   { sources '*.sh'; echo .ci/run; } | xargs shellcheck -x
 }

@@ -49,8 +49,8 @@ AttentionArgs arguments(const Inputs& inputs, const Settings& settings, Factors 
   return {.query = inputs[0],
           .key = inputs[1],
           .value = inputs[2],
-          .of_query = {.ends = sequences[0], .starts = sequences[2], .longest = queries},
-          .of_key = {.ends = sequences[1], .starts = sequences[3], .longest = keys},
+          .query_sequences = {.ends = sequences[0], .starts = sequences[2], .longest = queries},
+          .key_sequences = {.ends = sequences[1], .starts = sequences[3], .longest = keys},
           .settings = {.format = static_cast<AttentionFormat>(format),
                        .left = left,
                        .right = right,
@@ -93,13 +93,13 @@ void attention_backward_into(const Inputs& inputs, const Settings& settings, flo
                              float dropout, const Sequences& sequences, const Extras& extras,
                              const Results& results, const std::array<TensorView, 6>& gradients) {
   const auto& [out, query, key, value, bias, sink] = gradients;
-  const AttentionGradients given{.out = with_heads(out, inputs[0]),
+  const AttentionGradients grads{.out = with_heads(out, inputs[0]),
                                  .query = query,
                                  .key = key,
                                  .value = value,
                                  .bias = bias,
                                  .sink = sink};
-  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &given);
+  run(arguments(inputs, settings, {scale, dropout}, sequences, extras, results), &grads);
 }
 
 using Fp8 = std::array<TensorView, 2>;  // scales, amax
@@ -126,13 +126,13 @@ void fp8_attention_backward_into(const Inputs& inputs, const Settings& settings,
   const auto codes = [&](int i) {
     return with_format(gradients[static_cast<size_t>(i)], static_cast<DType>(format));
   };
-  const AttentionGradients given{.out = codes(0),
+  const AttentionGradients grads{.out = codes(0),
                                  .query = codes(1),
                                  .key = codes(2),
                                  .value = codes(3),
                                  .bias = {},
                                  .sink = {}};
-  run(fp8_arguments(inputs, settings, scale, results, fp8), &given);
+  run(fp8_arguments(inputs, settings, scale, results, fp8), &grads);
 }
 
 // A contiguous tensor that has no memory.

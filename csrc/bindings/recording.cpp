@@ -13,8 +13,8 @@ namespace py = pybind11;
 constexpr const char* kOp = "recording";
 
 py::object& gemm_definition() {
-  static auto* kept = new py::object;
-  return *kept;
+  static auto* definition = new py::object;
+  return *definition;
 }
 
 bool same(const TensorView& a, const TensorView& b) {
@@ -120,7 +120,7 @@ class Recording {
   std::vector<TensorView> inputs_;
   std::vector<Allocation> allocations_;
   std::vector<py::object> allocators_;
-  py::list persistent_;  // references, so that no address of theirs is given to another tensor
+  py::list persistent_;  // references, so that their addresses are not reused
   Device device_;
   int64_t scratch_bytes_ = 0;
 };

@@ -1,11 +1,9 @@
-// A recording: calls of ops, noted once and then repeated on other memory by one call.
+// A recording: calls of ops, recorded once and then repeated on other memory by one call.
 //
-// While a recorder is active on a thread, ops bound with `recordable<>` note their arguments and do
-// nothing. A recording then says for every address that was noted where it lies: in which tensor
-// that a call will bring (a slot) and how far from its start, or in one of the persistent tensors
-// that it was given by name (scales, amaxes, rows of statistics). Any other address refuses the
-// recording: nobody would know for how long it is valid.
-#pragma once
+// While a recorder is active on a thread, ops bound with `recordable<>` record their arguments and
+// compute nothing. The recording then locates every recorded address: at an offset in a tensor that
+// each call brings (a slot), or in a persistent tensor that was named beforehand (scales, amaxes,
+// rows of statistics). Any other address refuses the recording: nothing says how long it is valid.
 
 #include <pybind11/pybind11.h>
 
@@ -23,7 +21,7 @@
 
 namespace te::bindings {
 
-// A part of a slot's memory. Persistent memory has no slot and keeps the address that was noted.
+// A part of a slot's memory. Persistent memory has no slot and keeps the recorded address.
 struct BufferSlice {
   int slot = -1;
   int64_t offset = 0;
@@ -37,7 +35,7 @@ struct MemoryRange {
 using Ranges = std::map<uintptr_t, MemoryRange>;  // by first address
 using Bases = std::vector<char*>;                 // first address of each slot
 
-// Where a view lies; nothing where no range holds all of it.
+// The slice that a view covers; nothing where no range holds all of it.
 std::optional<BufferSlice> find(const Ranges& ranges, const TensorView& view);
 
 // A gemm that is not the library's to do (on the CPU, say): Python evaluates the definition. A
@@ -78,7 +76,7 @@ class RecordedCall {
  public:
   virtual ~RecordedCall() = default;
   virtual std::vector<uintptr_t> addresses() const = 0;
-  // Says where every tensor lies; false, with `problem` set, where one is nowhere.
+  // Locates every tensor; false, with `problem` set, where one is in no slot.
   virtual bool place(const Ranges& ranges, Device device, std::string& problem) = 0;
   virtual void run(const Bases& bases) const = 0;
 };
@@ -164,7 +162,7 @@ class CallOf final : public RecordedCall {
   std::array<BufferSlice, (size_t{0} + ... + kViews<Args>)> slices_{};
 };
 
-// What Python calls: the op, or the note that it was called. A recorded call counts as done.
+// What Python calls: the op, or its recording. A recorded call counts as done.
 template <auto op>
 struct Recordable;
 

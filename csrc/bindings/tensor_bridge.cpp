@@ -22,8 +22,8 @@ struct TorchNames {
 };
 
 const TorchNames& names() {
-  static const auto* kept = new TorchNames;
-  return *kept;
+  static const auto* names = new TorchNames;
+  return *names;
 }
 
 bool is_torch_tensor(py::handle object) {

@@ -32,8 +32,8 @@ struct Table {
 };
 
 Table& table() {
-  static auto* kept = new Table;
-  return *kept;
+  static auto* table = new Table;
+  return *table;
 }
 
 Buffer& grown(Purpose purpose, Device device, Stream stream, int64_t bytes) {

@@ -23,7 +23,7 @@ TensorView column_sum_workspace(Device device, Stream stream, int64_t rows, int6
 // in a pass of their own; absent on the CPU.
 TensorView moments_workspace(Device device, Stream stream, int64_t rows = 0, int64_t cols = 0);
 
-// Where an op leaves the moments of a value like x; absent where no row is given.
+// Where an op leaves the moments of a value like x; may be absent.
 MomentsSink moments_sink(const TensorView& row, const TensorView& active, const TensorView& x,
                          Stream stream);
 

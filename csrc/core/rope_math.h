@@ -1,4 +1,4 @@
-// One pair of elements turned by its angles, or (backward) its gradient turned back; and the sine
+// One pair of elements rotated by its angles, or (backward) its gradient rotated back; and the sine
 // and cosine of an angle.
 #pragma once
 
@@ -20,7 +20,7 @@ struct RopeAngles {
 };
 
 template <bool kBackward>
-TE_HD RopePair turn(RopePair x, const RopeAngles& f) {
+TE_HD RopePair rotate(RopePair x, const RopeAngles& f) {
   if constexpr (kBackward) return {x.a * f.cos_a + x.b * f.sin_b, x.b * f.cos_b - x.a * f.sin_a};
   return {x.a * f.cos_a - x.b * f.sin_a, x.b * f.cos_b + x.a * f.sin_b};
 }

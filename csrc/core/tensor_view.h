@@ -34,7 +34,7 @@ struct TensorView {
   void* data = nullptr;
   DType dtype = DType::Float32;
   Device device{};
-  int32_t rank = -1;  // -1: absent (an optional tensor that was not given)
+  int32_t rank = -1;  // -1: absent (an optional tensor without a value)
   std::array<int64_t, kMaxRank> sizes{};
   std::array<int64_t, kMaxRank> strides{};
 

@@ -15,17 +15,17 @@ namespace {
 constexpr int64_t kElementsPerThread = 1 << 14;
 
 template <class T, bool kBackward>
-void turn_head(const T* x, T* out, const float* cosine, const float* sine, const RopeShape& shape,
-               bool interleaved) {
-  const int64_t half = shape.turned / 2;
+void rotate_head(const T* x, T* out, const float* cosine, const float* sine, const RopeShape& shape,
+                 bool interleaved) {
+  const int64_t half = shape.rotary_dim / 2;
   for (int64_t i = 0; i < half; ++i) {
     const int64_t a = interleaved ? 2 * i : i, b = interleaved ? a + 1 : a + half;
-    const RopePair y = turn<kBackward>({static_cast<float>(x[a]), static_cast<float>(x[b])},
-                                       {cosine[a], sine[a], cosine[b], sine[b]});
+    const RopePair y = rotate<kBackward>({static_cast<float>(x[a]), static_cast<float>(x[b])},
+                                         {cosine[a], sine[a], cosine[b], sine[b]});
     out[a] = T(y.a);
     out[b] = T(y.b);
   }
-  std::copy(x + shape.turned, x + shape.size, out + shape.turned);
+  std::copy(x + shape.rotary_dim, x + shape.size, out + shape.rotary_dim);
 }
 
 template <class T, bool kBackward>
@@ -36,12 +36,12 @@ void run(const RopeArgs& args) {
                                 sequences, shape.positions};
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (shape.heads * shape.size));
   parallel_for(shape.sequence * shape.batch, grain, [&](int64_t first, int64_t last) {
-    std::vector<float> cosine(static_cast<size_t>(shape.turned)), sine(cosine.size());
+    std::vector<float> cosine(static_cast<size_t>(shape.rotary_dim)), sine(cosine.size());
     int64_t made = -1;  // the position of which these are
     for (int64_t token = first; token < last; ++token) {
       const int64_t s = token / shape.batch, b = token % shape.batch;
       if (const int64_t position = positions.of(s, b); position != made) {
-        const float* angle = args.freqs.ptr<float>() + position * shape.turned;
+        const float* angle = args.freqs.ptr<float>() + position * shape.rotary_dim;
         for (size_t i = 0; i < cosine.size(); ++i) {
           cosine[i] = std::cos(angle[i]);
           sine[i] = std::sin(angle[i]);
@@ -51,8 +51,8 @@ void run(const RopeArgs& args) {
       const T* x = args.x.ptr<T>() + s * shape.x_sequence + b * shape.x_batch;
       T* out = args.out.ptr<T>() + s * shape.out_sequence + b * shape.out_batch;
       for (int64_t h = 0; h < shape.heads; ++h)
-        turn_head<T, kBackward>(x + h * shape.x_head, out + h * shape.size, cosine.data(),
-                                sine.data(), shape, args.interleaved);
+        rotate_head<T, kBackward>(x + h * shape.x_head, out + h * shape.size, cosine.data(),
+                                  sine.data(), shape, args.interleaved);
     }
   });
 }

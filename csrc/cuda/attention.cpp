@@ -61,11 +61,11 @@ class Plans {
 };
 
 Plans& plans() {
-  static auto* kept = new Plans;  // never destroyed: the library may be gone before it
-  return *kept;
+  static auto* plans = new Plans;  // never destroyed: the library may be gone before it
+  return *plans;
 }
 
-// How the workspace begins: lengths and places of sequences, if there are any. The graph's own
+// How the workspace begins: lengths and offsets of sequences, if there are any. The graph's own
 // part follows.
 class Layout {
  public:
@@ -74,9 +74,9 @@ class Layout {
   int64_t bytes() const {
     if (!key_.padded) return 0;
     constexpr int64_t kAlignment = 512;
-    const int64_t places = key_.packed ? kMostPlaces * places_bytes() : 0;
+    const int64_t offsets = key_.packed ? kMostOffsets * offsets_bytes() : 0;
     const int64_t lengths = 2 * key_.batch * static_cast<int64_t>(sizeof(int32_t));
-    return (places + lengths + kAlignment - 1) / kAlignment * kAlignment;
+    return (offsets + lengths + kAlignment - 1) / kAlignment * kAlignment;
   }
 
   // Fills them in, and gives the graph their addresses.
@@ -84,7 +84,7 @@ class Layout {
              cudaStream_t stream) const;
 
  private:
-  int64_t places_bytes() const { return (key_.batch + 1) * static_cast<int64_t>(sizeof(int64_t)); }
+  int64_t offsets_bytes() const { return (key_.batch + 1) * static_cast<int64_t>(sizeof(int64_t)); }
 
   const AttentionKey& key_;
 };
@@ -93,25 +93,25 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
                    cudaStream_t stream) const {
   if (!key_.padded) return;
   char* next = static_cast<char*>(workspace);
-  AttentionPlaces p;
+  AttentionOffsets p;
   p.evenly = args.settings.format != AttentionFormat::Thd;
-  const auto add = [&](Slot slot, const AttentionStrides& strides, bool of_key) {
+  const auto add = [&](Slot slot, const AttentionStrides& strides, bool is_key) {
     const int64_t stride = p.evenly ? strides.batch : strides.token;
-    p.places[p.count++] = {reinterpret_cast<int64_t*>(next), stride, of_key};
+    p.offsets[p.count++] = {reinterpret_cast<int64_t*>(next), stride, is_key};
     at(pointers, slot) = next;
-    next += places_bytes();
+    next += offsets_bytes();
   };
   if (key_.packed) {
     const int64_t heads = key_.heads;
-    add(Slot::QueryPlaces, key_.query, false);
-    add(Slot::KeyPlaces, key_.key, true);
-    add(Slot::ValuePlaces, key_.value, true);
-    add(Slot::OutPlaces, key_.out, false);
-    add(Slot::StatisticsPlaces, {.batch = key_.queries * heads, .head = 1, .token = heads}, false);
+    add(Slot::QueryOffsets, key_.query, false);
+    add(Slot::KeyOffsets, key_.key, true);
+    add(Slot::ValueOffsets, key_.value, true);
+    add(Slot::OutOffsets, key_.out, false);
+    add(Slot::StatisticsOffsets, {.batch = key_.queries * heads, .head = 1, .token = heads}, false);
     if (key_.backward) {
-      add(Slot::GradQueryPlaces, key_.grad_query, false);
-      add(Slot::GradKeyPlaces, key_.grad_key, true);
-      add(Slot::GradValuePlaces, key_.grad_value, true);
+      add(Slot::GradQueryOffsets, key_.grad_query, false);
+      add(Slot::GradKeyOffsets, key_.grad_key, true);
+      add(Slot::GradValueOffsets, key_.grad_value, true);
     }
   }
   const auto side = [&](const AttentionSequences& sequences, Slot slot) {
@@ -119,13 +119,13 @@ void Layout::write(const AttentionArgs& args, AttentionPointers& pointers, void*
     auto* lengths = reinterpret_cast<int32_t*>(next);
     next += key_.batch * static_cast<int64_t>(sizeof(int32_t));
     const int32_t* starts = sequences.starts ? sequences.starts.ptr<int32_t>() : nullptr;
-    return AttentionPlaces::Ends{sequences.ends.ptr<int32_t>(), starts, lengths};
+    return AttentionOffsets::Ends{sequences.ends.ptr<int32_t>(), starts, lengths};
   };
-  p.query = side(args.of_query, Slot::QueryLengths);
-  p.key = side(args.of_key, Slot::KeyLengths);
-  p.real = args.of_query.ends.numel() - 1;
+  p.query = side(args.query_sequences, Slot::QueryLengths);
+  p.key = side(args.key_sequences, Slot::KeyLengths);
+  p.real = args.query_sequences.ends.numel() - 1;
   p.batch = key_.batch;
-  write_places(p, stream);
+  write_offsets(p, stream);
 }
 
 // Scales and amaxes of FP8; `scales` and `amax` as in AttentionFp8.
@@ -186,7 +186,7 @@ AttentionRows written_rows(const AttentionArgs& args, const AttentionGradients* 
     return {.rows = {args.out}, .count = 1, .statistics = args.statistics, .packed = args.packed()};
   }
   return {.rows = {gradients->query, gradients->key, gradients->value},
-          .of_key = {false, true, true},
+          .is_key = {false, true, true},
           .count = 3,
           .statistics = {}};
 }

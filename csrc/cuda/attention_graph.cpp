@@ -24,12 +24,12 @@ static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // cmake/SelectCudnn.cmake has 
 constexpr const char* kOp = "attention";
 
 void open_library() {
-  static const auto* kept = [] {
+  static const auto* library = [] {
     auto* opened = new DynamicLibrary("CUDNN", concat("libcudnn.so.", CUDNN_MAJOR));
     fe::cudnn_dlhandle = opened->handle();
     return opened;
   }();
-  static_cast<void>(kept);
+  static_cast<void>(library);
 }
 
 [[noreturn]] void fail_in(const char* call, const std::string& reason) {
@@ -89,12 +89,12 @@ class Builder {
   Sizes out_sizes() const { return {key_.batch, key_.heads, key_.queries, key_.value_size}; }
 
   // Where the sequences of a packed tensor begin; null for others. Made once for each slot.
-  Tensor places(Slot slot);
+  Tensor offsets(Slot slot);
   // Gives a tensor of the graph its sizes, strides and uid.
   void describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
-                const AttentionStrides& strides, Slot places_slot);
+                const AttentionStrides& strides, Slot offsets_slot);
   void describe_statistics(const Tensor& tensor);
-  Tensor input(Slot slot, const Sizes& sizes, const AttentionStrides& strides, Slot places_slot);
+  Tensor input(Slot slot, const Sizes& sizes, const AttentionStrides& strides, Slot offsets_slot);
   // A small tensor of contiguous elements, `[a, b, c, d]`.
   Tensor plain(Slot slot, fe::DataType_t type, const std::array<int64_t, 4>& sizes);
   Tensor bias(Slot slot, int64_t dtype);
@@ -122,7 +122,7 @@ constexpr int64_t uid_of(Slot slot) { return static_cast<int64_t>(slot) + 1; }
 
 constexpr bool is_gradient(Slot slot) { return slot >= Slot::GradOut && slot <= Slot::GradValue; }
 
-Tensor Builder::places(Slot slot) {
+Tensor Builder::offsets(Slot slot) {
   if (!key_.packed) return nullptr;
   Tensor& found = places_[static_cast<size_t>(slot)];
   if (!found) found = plain(slot, fe::DataType_t::INT64, {key_.batch + 1, 1, 1, 1});
@@ -130,14 +130,14 @@ Tensor Builder::places(Slot slot) {
 }
 
 void Builder::describe(const Tensor& tensor, Slot slot, const Sizes& sizes,
-                       const AttentionStrides& strides, Slot places_slot) {
+                       const AttentionStrides& strides, Slot offsets_slot) {
   // The batch stride of a packed tensor is not used, but must look like that of a tensor.
   const int64_t batch = key_.packed ? strides.token * sizes.tokens : strides.batch;
   tensor->set_uid(uid_of(slot))
       .set_dim({sizes.batch, sizes.heads, sizes.tokens, sizes.size})
       .set_stride({batch, strides.head, strides.token, 1})
       .set_data_type(data_type(is_gradient(slot) ? key_.grad_dtype : key_.dtype));
-  if (key_.packed) tensor->set_ragged_offset(places(places_slot));
+  if (key_.packed) tensor->set_ragged_offset(offsets(offsets_slot));
 }
 
 void Builder::describe_statistics(const Tensor& tensor) {
@@ -147,13 +147,13 @@ void Builder::describe_statistics(const Tensor& tensor) {
       .set_dim({key_.batch, h, s, 1})
       .set_stride({h * s, head, token, 1})
       .set_data_type(fe::DataType_t::FLOAT);
-  if (key_.packed) tensor->set_ragged_offset(places(Slot::StatisticsPlaces));
+  if (key_.packed) tensor->set_ragged_offset(offsets(Slot::StatisticsOffsets));
 }
 
 Tensor Builder::input(Slot slot, const Sizes& sizes, const AttentionStrides& strides,
-                      Slot places_slot) {
+                      Slot offsets_slot) {
   Tensor tensor = graph_.tensor(fe::graph::Tensor_attributes());
-  describe(tensor, slot, sizes, strides, places_slot);
+  describe(tensor, slot, sizes, strides, offsets_slot);
   return tensor;
 }
 
@@ -209,14 +209,14 @@ void Builder::set_options(Attributes& attributes) {
 }
 
 std::array<Tensor, 3> Builder::inputs() {
-  return {input(Slot::Query, query_sizes(), key_.query, Slot::QueryPlaces),
-          input(Slot::Key, key_sizes(), key_.key, Slot::KeyPlaces),
-          input(Slot::Value, value_sizes(), key_.value, Slot::ValuePlaces)};
+  return {input(Slot::Query, query_sizes(), key_.query, Slot::QueryOffsets),
+          input(Slot::Key, key_sizes(), key_.key, Slot::KeyOffsets),
+          input(Slot::Value, value_sizes(), key_.value, Slot::ValueOffsets)};
 }
 
 std::array<Tensor, 3> Builder::outputs_again() {
-  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
-  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutPlaces);
+  const auto out = input(Slot::Out, out_sizes(), key_.out, Slot::OutOffsets);
+  const auto grad_out = input(Slot::GradOut, out_sizes(), key_.out, Slot::OutOffsets);
   const auto statistics = graph_.tensor(fe::graph::Tensor_attributes());
   describe_statistics(statistics);
   return {out, grad_out, statistics};
@@ -227,7 +227,7 @@ void Builder::forward() {
   set_options(attributes);
   const auto [q, k, v] = inputs();
   const auto [out, statistics] = graph_.sdpa(q, k, v, attributes);
-  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutOffsets);
   out->set_output(true);
   if (!statistics) return;
   describe_statistics(statistics);
@@ -259,9 +259,9 @@ void Builder::backward() {
 
 void Builder::describe_input_gradients(const Tensor& grad_q, const Tensor& grad_k,
                                        const Tensor& grad_v) {
-  describe(grad_q, Slot::GradQuery, query_sizes(), key_.grad_query, Slot::GradQueryPlaces);
-  describe(grad_k, Slot::GradKey, key_sizes(), key_.grad_key, Slot::GradKeyPlaces);
-  describe(grad_v, Slot::GradValue, value_sizes(), key_.grad_value, Slot::GradValuePlaces);
+  describe(grad_q, Slot::GradQuery, query_sizes(), key_.grad_query, Slot::GradQueryOffsets);
+  describe(grad_k, Slot::GradKey, key_sizes(), key_.grad_key, Slot::GradKeyOffsets);
+  describe(grad_v, Slot::GradValue, value_sizes(), key_.grad_value, Slot::GradValueOffsets);
   for (const auto& grad : {grad_q, grad_k, grad_v}) grad->set_output(true);
 }
 
@@ -272,7 +272,7 @@ void Builder::fp8_forward() {
   const auto [out, statistics, amax_softmax, amax_out] = graph_.sdpa_fp8(
       q, k, v, number(Slot::DescaleQuery), number(Slot::DescaleKey), number(Slot::DescaleValue),
       number(Slot::DescaleSoftmax), number(Slot::ScaleSoftmax), number(Slot::ScaleOut), attributes);
-  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutPlaces);
+  describe(out, Slot::Out, out_sizes(), key_.out, Slot::OutOffsets);
   out->set_output(true);
   describe_amax(amax_softmax, Slot::AmaxSoftmax);
   describe_amax(amax_out, Slot::AmaxOut);

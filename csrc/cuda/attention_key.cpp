@@ -41,11 +41,11 @@ AttentionKey::AttentionKey(const AttentionArgs& args, const AttentionGradients* 
   dtype = static_cast<int64_t>(q.dtype);
   backward = gradients != nullptr;
   packed = args.packed();
-  padded = static_cast<bool>(args.of_query.ends);
+  padded = static_cast<bool>(args.query_sequences.ends);
   if (format == AttentionFormat::Thd) {
-    batch = round_up(args.of_query.ends.numel() - 1, 1);
-    queries = round_up(args.of_query.longest, kLeastTokens);
-    keys = round_up(args.of_key.longest, kLeastTokens);
+    batch = round_up(args.query_sequences.ends.numel() - 1, 1);
+    queries = round_up(args.query_sequences.longest, kLeastTokens);
+    keys = round_up(args.key_sequences.longest, kLeastTokens);
     if (backward) {
       query_tokens = round_up(q.size(0), kLeastTokens);
       key_tokens = round_up(args.key.size(0), kLeastTokens);

@@ -63,14 +63,14 @@ enum class AttentionSlot : int {
   QueryLengths,
   KeyLengths,  // int32 [batch]
   // int64 [batch + 1]: element at which each sequence of a packed tensor begins
-  QueryPlaces,
-  KeyPlaces,
-  ValuePlaces,
-  OutPlaces,
-  StatisticsPlaces,
-  GradQueryPlaces,
-  GradKeyPlaces,
-  GradValuePlaces,
+  QueryOffsets,
+  KeyOffsets,
+  ValueOffsets,
+  OutOffsets,
+  StatisticsOffsets,
+  GradQueryOffsets,
+  GradKeyOffsets,
+  GradValueOffsets,
   // fp32 [1], of FP8
   DescaleQuery,
   DescaleKey,

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-__global__ void __launch_bounds__(kThreads) places_kernel(AttentionPlaces p) {
+__global__ void __launch_bounds__(kThreads) offsets_kernel(AttentionOffsets p) {
   follow_previous_kernel();
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (b > p.batch) return;
@@ -21,9 +21,9 @@ __global__ void __launch_bounds__(kThreads) places_kernel(AttentionPlaces p) {
       side->lengths[b] = b < p.real ? side->ends[b + 1] - side->ends[b] : 0;
   }
   for (int i = 0; i < p.count; ++i) {
-    const auto& side = p.places[i].of_key ? p.key : p.query;
+    const auto& side = p.offsets[i].is_key ? p.key : p.query;
     const int32_t* starts = side.starts != nullptr ? side.starts : side.ends;
-    p.places[i].at[b] = (p.evenly ? b : starts[known]) * p.places[i].stride;
+    p.offsets[i].at[b] = (p.evenly ? b : starts[known]) * p.offsets[i].stride;
   }
 }
 
@@ -39,7 +39,7 @@ struct Cleared {
   uint4* data;
   int64_t words, heads;
   int64_t row_stride, head_stride;  // in words
-  bool of_key;
+  bool is_key;
 };
 
 struct ClearArgs {
@@ -54,7 +54,7 @@ struct ClearArgs {
   int64_t heads;
 };
 
-struct Place {
+struct TokenPosition {
   int64_t sequence, token;
 };
 
@@ -71,25 +71,25 @@ __device__ int64_t sequence_of(const int32_t* starts, int64_t batch, int64_t row
   return first - 1;
 }
 
-__device__ Place place_of(const ClearArgs& a, const Side& side, int64_t row) {
+__device__ TokenPosition position_of(const ClearArgs& a, const Side& side, int64_t row) {
   if (a.format == AttentionFormat::Sbhd) return {row % a.batch, row / a.batch};
   if (a.format == AttentionFormat::Bshd) return {row / side.tokens, row % side.tokens};
   const int64_t sequence = sequence_of(side.starts, a.batch, row);
   return {sequence, sequence < 0 ? 0 : row - side.starts[sequence]};
 }
 
-__device__ bool is_dead(const ClearArgs& a, bool of_key, const Place& place) {
-  if (place.sequence < 0) return true;
+__device__ bool is_dead(const ClearArgs& a, bool is_key, const TokenPosition& position) {
+  if (position.sequence < 0) return true;
   const auto length = [&](const Side& side) {
-    return static_cast<int64_t>(side.ends[place.sequence + 1] - side.ends[place.sequence]);
+    return static_cast<int64_t>(side.ends[position.sequence + 1] - side.ends[position.sequence]);
   };
   const int64_t keys = length(a.key);
-  if (of_key) return place.token >= keys;
+  if (is_key) return position.token >= keys;
   const int64_t queries = length(a.query);
-  if (place.token >= queries) return true;
+  if (position.token >= queries) return true;
   AttentionWindow window = a.window;
   if (a.bottom_right) window.diagonal = keys - queries;
-  const KeyRange seen = visible_keys(window, place.token, keys);
+  const KeyRange seen = visible_keys(window, position.token, keys);
   return seen.first == seen.end;
 }
 
@@ -97,22 +97,22 @@ __device__ bool is_dead(const ClearArgs& a, bool of_key, const Place& place) {
 __global__ void __launch_bounds__(kThreads) clear_kernel(ClearArgs a) {
   follow_previous_kernel();
   const Cleared& tensor = a.tensors[blockIdx.y];
-  const Side& side = tensor.of_key ? a.key : a.query;
+  const Side& side = tensor.is_key ? a.key : a.query;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (row >= side.rows) return;
-  const Place place = place_of(a, side, row);
-  if (!is_dead(a, tensor.of_key, place)) return;
+  const TokenPosition position = position_of(a, side, row);
+  if (!is_dead(a, tensor.is_key, position)) return;
   for (int64_t head = 0; head < tensor.heads; ++head) {
     uint4* run = tensor.data + row * tensor.row_stride + head * tensor.head_stride;
     for (int64_t i = lane; i < tensor.words; i += kWarp) run[i] = make_uint4(0, 0, 0, 0);
   }
   if (blockIdx.y != 0 || a.statistics == nullptr) return;
   const bool thd = a.format == AttentionFormat::Thd;
-  const int64_t token = thd ? row : place.sequence * side.tokens + place.token;
+  const int64_t token = thd ? row : position.sequence * side.tokens + position.token;
   for (int64_t h = lane; h < a.heads; h += kWarp) {
-    const int64_t at =
-        a.packed ? token * a.heads + h : (place.sequence * a.heads + h) * side.tokens + place.token;
+    const int64_t at = a.packed ? token * a.heads + h
+                                : (position.sequence * a.heads + h) * side.tokens + position.token;
     a.statistics[at] = std::numeric_limits<float>::infinity();
   }
 }
@@ -126,7 +126,7 @@ Side side_of(const AttentionSequences& sequences, const TensorView& t, Attention
           .tokens = packed ? 0 : t.size(format == AttentionFormat::Sbhd ? 0 : 1)};
 }
 
-Cleared cleared_of(const TensorView& t, bool of_key) {
+Cleared cleared_of(const TensorView& t, bool is_key) {
   const int64_t elements = static_cast<int64_t>(sizeof(uint4)) / size_of(t.dtype);
   const int64_t size = t.size(-1), heads = t.size(-2);
   const bool together = heads == 1 || t.stride(-2) == size;
@@ -135,23 +135,23 @@ Cleared cleared_of(const TensorView& t, bool of_key) {
           .heads = together ? 1 : heads,
           .row_stride = t.stride(-3) / elements,
           .head_stride = t.stride(-2) / elements,
-          .of_key = of_key};
+          .is_key = is_key};
 }
 
 }  // namespace
 
-void write_places(const AttentionPlaces& places, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(ceil_div(places.batch + 1, kThreads));
-  launch_dependent(places_kernel, blocks, kThreads, 0, stream, places);
+void write_offsets(const AttentionOffsets& offsets, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(offsets.batch + 1, kThreads));
+  launch_dependent(offsets_kernel, blocks, kThreads, 0, stream, offsets);
 }
 
 void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream_t stream) {
   const AttentionSettings& settings = args.settings;
   ClearArgs a{};
-  a.query = side_of(args.of_query, args.query, settings.format);
-  a.key = side_of(args.of_key, args.key, settings.format);
+  a.query = side_of(args.query_sequences, args.query, settings.format);
+  a.key = side_of(args.key_sequences, args.key, settings.format);
   a.format = settings.format;
-  a.batch = args.of_query.ends.numel() - 1;
+  a.batch = args.query_sequences.ends.numel() - 1;
   a.window = {.left = settings.left, .right = settings.right};
   a.bottom_right = settings.bottom_right;
   a.heads = args.query.size(-2);
@@ -159,8 +159,8 @@ void clear_rows(const AttentionArgs& args, const AttentionRows& rows, cudaStream
   a.packed = rows.packed;
   int64_t most = 0;
   for (int i = 0; i < rows.count; ++i) {
-    const Side& side = rows.of_key[i] ? a.key : a.query;
-    a.tensors[i] = cleared_of(rows.rows[i], rows.of_key[i]);
+    const Side& side = rows.is_key[i] ? a.key : a.query;
+    a.tensors[i] = cleared_of(rows.rows[i], rows.is_key[i]);
     most = side.rows > most ? side.rows : most;
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(most * kWarp, kThreads)),

@@ -17,8 +17,8 @@ CublasLt::CublasLt() : library("CUBLASLT", concat("libcublasLt.so.", CUBLAS_VER_
 }
 
 const CublasLt& cublaslt() {
-  static const auto* kept = new CublasLt;  // never destroyed: plans live as long as the process
-  return *kept;
+  static const auto* library = new CublasLt;  // never destroyed: plans live as long as the process
+  return *library;
 }
 
 cublasLtHandle_t cublaslt_handle(Device device) {

@@ -19,8 +19,8 @@ struct Paths {
 };
 
 Paths& paths() {
-  static auto* kept = new Paths;
-  return *kept;
+  static auto* paths = new Paths;
+  return *paths;
 }
 
 std::string path_of(const std::string& name) {

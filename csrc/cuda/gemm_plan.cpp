@@ -227,8 +227,8 @@ int64_t GemmPlanCache::built() const {
 }
 
 GemmPlanCache& gemm_plans() {
-  static auto* kept = new GemmPlanCache;  // never destroyed: the library may be gone before it
-  return *kept;
+  static auto* cache = new GemmPlanCache;  // never destroyed: the library may be gone before it
+  return *cache;
 }
 
 }  // namespace te::cuda

@@ -68,9 +68,9 @@ __device__ __forceinline__ float max_of_line(float (&values)[8]) {
     const bool upper = lane & (2 * half);
 #pragma unroll
     for (int k = 0; k < half; ++k) {
-      const float kept = upper ? values[k + half] : values[k];
-      const float given = upper ? values[k] : values[k + half];
-      values[k] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, 2 * half));
+      const float mine = upper ? values[k + half] : values[k];
+      const float theirs = upper ? values[k] : values[k + half];
+      values[k] = fmaxf(mine, __shfl_xor_sync(0xffffffffu, theirs, 2 * half));
     }
   }
   return fmaxf(values[0], __shfl_xor_sync(0xffffffffu, values[0], 1));

@@ -1,13 +1,13 @@
-// A thread turns one unit: two packs of kVector elements of a head, half the turned elements apart.
-// Where pairs are interleaved they are within a pack. A unit of elements that pass through is one
-// pack. With kVector = 1 any size and alignment goes; then the two elements of an interleaved pair
-// are a unit.
+// A thread rotates one unit: two packs of kVector elements of a head, half the rotated elements
+// apart. Where pairs are interleaved they are within a pack. A unit of elements that pass through
+// is one pack. With kVector = 1 any size and alignment goes; then the two elements of an
+// interleaved pair are a unit.
 //
 // A block takes some heads of one place of a sequence, or of several places where one has few: all
 // sequences of the batch together, where no sequence has a start of its own. Its threads first ask
-// for their packs, then make the sines and cosines of those places, and turn when both are there.
-// One unit a thread and few registers keep three quarters of a multiprocessor's threads loading;
-// more units a thread, or angles before loads, measured worse on an H200.
+// for their packs, then make the sines and cosines of those positions, and rotate when both are
+// there. One unit a thread and few registers keep three quarters of a multiprocessor's threads
+// loading; more units a thread, or angles before loads, measured worse on an H200.
 #include "ops/rope.h"
 
 #include <algorithm>
@@ -36,14 +36,14 @@ struct Rope {
   Divisor units_of_block;  // of a head; blockIdx.z counts these
   Divisor rows_of_block;   // of each of its places
   Divisor parts;           // blocks, each with other rows, that share their places
-  Divisor heads, turned;
+  Divisor heads, rotary_dim;
 };
 
-// Whether a unit's two packs are half the turned elements apart, not neighbours.
+// Whether a unit's two packs are half the rotated elements apart, not neighbours.
 template <int kVector, bool kInterleaved>
 constexpr bool kHalvesApart = kVector > 1 || !kInterleaved;
 
-// Elements of a pack that are turned at a time.
+// Elements of a pack that are rotated at a time.
 template <int kVector>
 constexpr int kGroup = kVector >= 4 ? 4 : 1;
 
@@ -54,14 +54,14 @@ struct AngleTable {
   static constexpr int kWidth = kGroup<kVector>, kOfUnit = 2 * kVector;
   float* cosines;
   float* sines;
-  uint32_t turned;
+  uint32_t rotary_dim;
 
   // Elements of a unit count through its first pack, then its second.
   __device__ __forceinline__ uint32_t slot(uint32_t unit, uint32_t k) const {
-    return (k / kWidth * (turned / kOfUnit) + unit) * kWidth + k % kWidth;
+    return (k / kWidth * (rotary_dim / kOfUnit) + unit) * kWidth + k % kWidth;
   }
   __device__ __forceinline__ void put(uint32_t element, float angle) const {
-    const uint32_t half = turned / 2, i = element < half ? element : element - half;
+    const uint32_t half = rotary_dim / 2, i = element < half ? element : element - half;
     const uint32_t at = kHalvesApart<kVector, kInterleaved>
                             ? slot(i / kVector, i % kVector + (element < half ? 0 : kVector))
                             : slot(element / kOfUnit, element % kOfUnit);
@@ -99,7 +99,7 @@ __device__ __forceinline__ Share share_of_block(const Rope<T>& args) {
 // What a thread does.
 struct Unit {
   uint32_t place, row, index;  // in the block, of the place, in the head
-  bool exists, turns;
+  bool exists, rotates;
 };
 
 template <class T>
@@ -118,18 +118,18 @@ template <int kVector, bool kInterleaved>
 struct Angles {
   using Table = AngleTable<kVector, kInterleaved>;
   float* memory;
-  uint32_t turned;
+  uint32_t rotary_dim;
 
   __device__ __forceinline__ Table of_place(uint32_t place) const {
-    float* const own = memory + 2 * place * turned;
-    return {own, own + turned, turned};
+    float* const own = memory + 2 * place * rotary_dim;
+    return {own, own + rotary_dim, rotary_dim};
   }
   template <class T>
   __device__ __forceinline__ void make(const Rope<T>& args, const Share& share) const {
-    for (uint32_t i = threadIdx.x; i < share.places * turned; i += kThreads) {
-      const uint32_t place = args.turned.quotient(i), element = i - place * turned;
+    for (uint32_t i = threadIdx.x; i < share.places * rotary_dim; i += kThreads) {
+      const uint32_t place = args.rotary_dim.quotient(i), element = i - place * rotary_dim;
       const int64_t position = args.positions.of(share.first_place + place, blockIdx.y);
-      of_place(place).put(element, args.freqs[position * turned + element]);
+      of_place(place).put(element, args.freqs[position * rotary_dim + element]);
     }
   }
 };
@@ -155,9 +155,9 @@ __device__ __forceinline__ Pack<T, N> narrow_half(const float (&v)[2 * N], int f
 
 // Turns two packs in place, group by group, so that few registers hold angles.
 template <class T, int kVector, bool kInterleaved, bool kBackward>
-__device__ __forceinline__ void turn_packs(Pack<T, kVector>& a, Pack<T, kVector>& b,
-                                           const AngleTable<kVector, kInterleaved>& table,
-                                           uint32_t unit) {
+__device__ __forceinline__ void rotate_packs(Pack<T, kVector>& a, Pack<T, kVector>& b,
+                                             const AngleTable<kVector, kInterleaved>& table,
+                                             uint32_t unit) {
   constexpr int N = kGroup<kVector>;
 #pragma unroll
   for (int first = 0; first < kVector; first += N) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void turn_packs(Pack<T, kVector>& a, Pack<T, kVector>
 #pragma unroll
     for (int p = 0; p < N; ++p) {
       const int i = kInterleaved ? 2 * p : p, j = kInterleaved ? i + 1 : p + N;
-      const RopePair y = turn<kBackward>({v[i], v[j]}, {cosine[i], sine[i], cosine[j], sine[j]});
+      const RopePair y = rotate<kBackward>({v[i], v[j]}, {cosine[i], sine[i], cosine[j], sine[j]});
       v[i] = y.a;
       v[j] = y.b;
     }
@@ -189,15 +189,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksInFlight)
   follow_previous_kernel();
   extern __shared__ __align__(16) float memory[];
   const RopeShape& shape = args.shape;
-  const auto turned = static_cast<uint32_t>(shape.turned);
-  const uint32_t pairs = turned / (2 * kVector);
+  const auto rotary_dim = static_cast<uint32_t>(shape.rotary_dim);
+  const uint32_t pairs = rotary_dim / (2 * kVector);
   const Share share = share_of_block(args);
   const Unit unit = unit_of_thread(args, share, pairs);
 
   constexpr bool kApart = kHalvesApart<kVector, kInterleaved>;
-  const uint32_t at =
-      unit.turns ? unit.index * (kApart ? kVector : 2) : turned + (unit.index - pairs) * kVector;
-  const uint32_t gap = !unit.turns ? 0 : kApart ? turned / 2 : 1;
+  const uint32_t at = unit.rotates ? unit.index * (kApart ? kVector : 2)
+                                   : rotary_dim + (unit.index - pairs) * kVector;
+  const uint32_t gap = !unit.rotates ? 0 : kApart ? rotary_dim / 2 : 1;
   const int64_t place = share.first_place + unit.place;
   const uint32_t token = args.heads.quotient(unit.row);
   const uint32_t head = unit.row - token * args.heads.value();
@@ -209,15 +209,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksInFlight)
     a = load_pack_here<T, kVector>(from);
     b = load_pack_here<T, kVector>(from + gap);
   }
-  const Angles<kVector, kInterleaved> angles{memory, turned};
+  const Angles<kVector, kInterleaved> angles{memory, rotary_dim};
   angles.make(args, share);
   __syncthreads();
   if (!unit.exists) return;
 
   T* const to = args.out + place * shape.out_sequence + batch * shape.out_batch +
                 head * static_cast<uint32_t>(shape.size) + at;
-  if (unit.turns) {
-    turn_packs<T, kVector, kInterleaved, kBackward>(a, b, angles.of_place(unit.place), unit.index);
+  if (unit.rotates) {
+    rotate_packs<T, kVector, kInterleaved, kBackward>(a, b, angles.of_place(unit.place),
+                                                      unit.index);
     store_pack_global<T, kVector>(to + gap, b);
   }
   store_pack_global<T, kVector>(to, a);
@@ -233,12 +234,14 @@ int64_t tokens_of_place(const RopeArgs& how, const RopeShape& shape) {
 template <class T, int kVector>
 Rope<T> share_out(const RopeArgs& how, const RopeShape& shape) {
   constexpr int64_t kAnglesOfBlock = 4096;  // their sines and cosines fit in 32 KiB
-  const int64_t turned = std::max<int64_t>(1, shape.turned);
+  const int64_t rotary_dim = std::max<int64_t>(1, shape.rotary_dim);
   const int64_t rows = shape.heads * tokens_of_place(how, shape);
-  const int64_t per_head = shape.turned / (2 * kVector) + (shape.size - shape.turned) / kVector;
+  const int64_t per_head =
+      shape.rotary_dim / (2 * kVector) + (shape.size - shape.rotary_dim) / kVector;
   const int64_t units = std::min<int64_t>(per_head, kThreads), lanes = kThreads / units;
   const int64_t parts = ceil_div(rows, lanes), rows_of_block = ceil_div(rows, parts);
-  const int64_t places = std::min({lanes / rows_of_block, kAnglesOfBlock / turned, shape.sequence});
+  const int64_t places =
+      std::min({lanes / rows_of_block, kAnglesOfBlock / rotary_dim, shape.sequence});
   const auto by = [](int64_t value) { return Divisor(static_cast<uint32_t>(value)); };
   return {how.x.ptr<T>(),
           how.out.ptr<T>(),
@@ -253,7 +256,7 @@ Rope<T> share_out(const RopeArgs& how, const RopeShape& shape) {
           by(rows_of_block),
           by(parts),
           by(shape.heads),
-          by(turned)};
+          by(rotary_dim)};
 }
 
 template <class T, int kVector>
@@ -264,7 +267,7 @@ void launch(const RopeArgs& how, const RopeShape& shape, cudaStream_t stream) {
       static_cast<unsigned>(shape.batch / tokens_of_place(how, shape)),
       static_cast<unsigned>(ceil_div(args.per_head, args.units_of_block.value())));
   const size_t memory =
-      2 * sizeof(float) * static_cast<size_t>(shape.turned) * args.places_of_block;
+      2 * sizeof(float) * static_cast<size_t>(shape.rotary_dim) * args.places_of_block;
   dispatch_bool(how.interleaved, [&](auto interleaved) {
     dispatch_bool(how.backward, [&](auto backward) {
       launch_dependent(rope_kernel<T, kVector, interleaved(), backward()>, grid, kThreads, memory,
@@ -276,7 +279,7 @@ void launch(const RopeArgs& how, const RopeShape& shape, cudaStream_t stream) {
 template <class T, int kVector>
 bool can_go_wide(const RopeArgs& how, const RopeShape& s) {
   const auto whole = [](int64_t count) { return count % kVector == 0; };
-  return s.turned % (2 * kVector) == 0 && whole(s.size) && whole(s.x_sequence) &&
+  return s.rotary_dim % (2 * kVector) == 0 && whole(s.size) && whole(s.x_sequence) &&
          whole(s.x_batch) && whole(s.x_head) && is_aligned(how.x.data, 16) &&
          is_aligned(how.out.data, 16);
 }
@@ -288,12 +291,12 @@ void run(const RopeArgs& how, cudaStream_t stream) {
   const int64_t tokens = tokens_of_place(how, shape);
   require(shape.batch / tokens <= 65535, Kind::Unsupported, "rope",
           "expected at most 65535 sequences with start positions, got ", shape.batch);
-  require(shape.turned <= 4096 && shape.heads * shape.size * tokens < (1 << 30) &&
+  require(shape.rotary_dim <= 4096 && shape.heads * shape.size * tokens < (1 << 30) &&
               shape.size <= (1 << 22),
           Kind::Unsupported, "rope",
-          "expected at most 4096 turned elements, 2^22 elements of a head and 2^30 of a position,"
+          "expected at most 4096 rotated elements, 2^22 elements of a head and 2^30 of a position,"
           " got ",
-          shape.turned, ", ", shape.size, " and ", shape.heads * shape.size * tokens);
+          shape.rotary_dim, ", ", shape.size, " and ", shape.heads * shape.size * tokens);
   if (can_go_wide<T, kWide>(how, shape)) {
     launch<T, kWide>(how, shape, stream);
   } else {

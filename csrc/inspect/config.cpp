@@ -21,7 +21,7 @@ class Loader {
       : loaded_(loaded), rules_(rules), regex_(regex) {}
 
   void load(const Node& root) {
-    const Place top(loaded_.problems, Severity::Error);
+    const ConfigPath top(loaded_.problems, Severity::Error);
     if (root.is_null()) return;
     if (!root.is_mapping()) {
       top.mistake(root.mark, "expected sections, each under its name, got " + brief(root));
@@ -32,45 +32,44 @@ class Loader {
   }
 
  private:
-  void load_section(const Node& key, const Node& body, const Place& strict) {
+  void load_section(const Node& key, const Node& body, const ConfigPath& strict) {
     Section section{.name = key_text(key), .mark = key.mark};
     const std::optional<bool> enabled = read_enabled(body, key.mark, strict);
     section.enabled = enabled.value_or(false);
     loaded_.config.sections.push_back(section);
     if (!body.is_mapping()) return;
-    const Place place = enabled == false ? strict.as_warnings() : strict;
+    const ConfigPath path = enabled == false ? strict.as_warnings() : strict;
     Section& stored = loaded_.config.sections.back();
     const Node* layers = body.find("layers");
     if (layers) {
-      stored.selector = read_selector(*layers, place.at("layers"), regex_);
+      stored.selector = read_selector(*layers, path.at("layers"), regex_);
     } else {
-      place.mistake(key.mark, "expected the key layers, got none");
+      path.mistake(key.mark, "expected the key layers, got none");
     }
-    load_features(body, place);
-    if (found_ == 0) place.warn(key.mark, "expected at least one feature, got none");
-    check_conflicts(stored.uses, rules_of_uses_, place);
+    load_features(body, path);
+    if (found_ == 0) path.warn(key.mark, "expected at least one feature, got none");
+    check_conflicts(stored.uses, rules_of_uses_, path);
     if (!stored.enabled) stored.uses.clear();
   }
 
   // Empty after a mistake.
-  std::optional<bool> read_enabled(const Node& body, Mark mark, const Place& place) const {
+  std::optional<bool> read_enabled(const Node& body, Mark mark, const ConfigPath& path) const {
     if (!body.is_mapping()) {
-      place.mistake(body.mark.line > 0 ? body.mark : mark,
-                    "expected a mapping, got " + brief(body));
+      path.mistake(body.mark.line > 0 ? body.mark : mark, "expected a mapping, got " + brief(body));
       return std::nullopt;
     }
     const Node* enabled = body.find("enabled");
     if (!enabled) {
-      place.mistake(mark, "expected the key enabled, got none");
+      path.mistake(mark, "expected the key enabled, got none");
     } else if (!enabled->is_bool()) {
-      place.at("enabled").mistake(enabled->mark, "expected True or False, got " + brief(*enabled));
+      path.at("enabled").mistake(enabled->mark, "expected True or False, got " + brief(*enabled));
     } else {
       return enabled->as_bool();
     }
     return std::nullopt;
   }
 
-  void load_features(const Node& body, const Place& place) {
+  void load_features(const Node& body, const ConfigPath& path) {
     rules_of_uses_.clear();
     found_ = 0;
     for (const auto& [key, node] : body.as_mapping()) {
@@ -78,11 +77,11 @@ class Loader {
       if (name == "enabled" || name == "layers") continue;
       ++found_;
       if (is_namespace(name)) {
-        load_namespace(name, node, place.at(name));
+        load_namespace(name, node, path.at(name));
       } else if (find_rule(rules_, kBase, name)) {
-        load_feature(kBase, key, node, place.at(name));
+        load_feature(kBase, key, node, path.at(name));
       } else {
-        place.at(name).mistake(key.mark, unknown_key(name));
+        path.at(name).mistake(key.mark, unknown_key(name));
       }
     }
   }
@@ -91,23 +90,24 @@ class Loader {
     return std::ranges::any_of(rules_, [&](const FeatureRule& rule) { return rule.ns == name; });
   }
 
-  void load_namespace(const std::string& ns, const Node& body, const Place& place) {
+  void load_namespace(const std::string& ns, const Node& body, const ConfigPath& path) {
     if (!body.is_mapping()) {
-      place.mistake(body.mark, "expected features, each under its name, got " + brief(body));
+      path.mistake(body.mark, "expected features, each under its name, got " + brief(body));
       return;
     }
     for (const auto& [key, node] : body.as_mapping()) {
       const std::string name = key_text(key);
       if (find_rule(rules_, ns, name)) {
-        load_feature(ns, key, node, place.at(name));
+        load_feature(ns, key, node, path.at(name));
       } else {
-        place.at(name).mistake(key.mark,
-                               "unknown feature: " + expected_one_of(features_of(ns), name));
+        path.at(name).mistake(key.mark,
+                              "unknown feature: " + expected_one_of(features_of(ns), name));
       }
     }
   }
 
-  void load_feature(std::string_view ns, const Node& key, const Node& body, const Place& strict) {
+  void load_feature(std::string_view ns, const Node& key, const Node& body,
+                    const ConfigPath& strict) {
     const FeatureRule& rule = *find_rule(rules_, ns, key_text(key));
     const std::optional<bool> enabled = read_enabled(body, key.mark, strict);
     if (!body.is_mapping()) return;

@@ -33,14 +33,14 @@ class BodyCheck {
  public:
   BodyCheck(const FeatureRule& rule, const RegexSearch& regex) : rule_(rule), regex_(regex) {}
 
-  void check_level(const Node& level, Level kind, const Place& place) const {
+  void check_level(const Node& level, Level kind, const ConfigPath& path) const {
     if (!level.is_mapping()) {
-      place.mistake(level.mark, "expected a mapping, got " + brief(level));
+      path.mistake(level.mark, "expected a mapping, got " + brief(level));
       return;
     }
     for (const auto& [key, node] : level.as_mapping()) {
       const std::string name = key_text(key);
-      const Place here = place.at(name);
+      const ConfigPath here = path.at(name);
       if (!rule_.free_form && !has(allowed(kind), name)) {
         here.mistake(key.mark, expected_one_of(allowed(kind), name));
       } else {
@@ -49,7 +49,7 @@ class BodyCheck {
     }
     const std::string_view own = kind == Level::Gemm ? "gemm" : "tensor";
     if (kind != Level::Feature && !level.find(own)) {
-      place.mistake(level.mark, concat("expected the key ", own, ", got ", brief(level)));
+      path.mistake(level.mark, concat("expected the key ", own, ", got ", brief(level)));
     }
   }
 
@@ -69,60 +69,61 @@ class BodyCheck {
     return keys;
   }
 
-  void check_key(const std::string& name, const Node& node, Level kind, const Place& place) const {
+  void check_key(const std::string& name, const Node& node, Level kind,
+                 const ConfigPath& path) const {
     const auto key = std::ranges::find(rule_.keys, name, &KeyRule::name);
-    if (key != rule_.keys.end()) return check_value(*key, node, place);
-    if (is_schedule_key(name)) return check_schedule_key(name, node, place);
-    if (name == "stats" && !rule_.statistics.empty()) return check_statistics(node, place);
-    if (kind == Level::Gemm && name == "gemm") return check_name(node, kGemmNames, place);
-    if (kind == Level::Tensor && name == "tensor") return check_name(node, tensors(), place);
-    if (kind == Level::Feature && name == "gemms") return check_names(node, kGemmNames, place);
-    if (kind != Level::Tensor && name == "tensors") return check_names(node, tensors(), place);
-    if (kind == Level::Feature && name == "gemms_struct") check_items(node, Level::Gemm, place);
-    if (kind != Level::Tensor && name == "tensors_struct") check_items(node, Level::Tensor, place);
+    if (key != rule_.keys.end()) return check_value(*key, node, path);
+    if (is_schedule_key(name)) return check_schedule_key(name, node, path);
+    if (name == "stats" && !rule_.statistics.empty()) return check_statistics(node, path);
+    if (kind == Level::Gemm && name == "gemm") return check_name(node, kGemmNames, path);
+    if (kind == Level::Tensor && name == "tensor") return check_name(node, tensors(), path);
+    if (kind == Level::Feature && name == "gemms") return check_names(node, kGemmNames, path);
+    if (kind != Level::Tensor && name == "tensors") return check_names(node, tensors(), path);
+    if (kind == Level::Feature && name == "gemms_struct") check_items(node, Level::Gemm, path);
+    if (kind != Level::Tensor && name == "tensors_struct") check_items(node, Level::Tensor, path);
   }
 
   const Strings& tensors() const { return rule_.tensors.empty() ? kTensorNames : rule_.tensors; }
 
   // Free-form features may have names of their own: those of Transformer Engine are suggested, not
   // demanded.
-  void check_name(const Node& node, const Strings& legal, const Place& place) const {
+  void check_name(const Node& node, const Strings& legal, const ConfigPath& path) const {
     if (!node.is_string()) {
-      place.mistake(node.mark, "expected a name, got " + brief(node));
+      path.mistake(node.mark, "expected a name, got " + brief(node));
     } else if (!has(legal, node.as_string())) {
       const bool near = nearest(node.as_string(), legal).has_value();
       if (rule_.free_form && !near) return;
-      (rule_.free_form ? place.as_warnings() : place)
+      (rule_.free_form ? path.as_warnings() : path)
           .mistake(node.mark, expected_one_of(legal, node.as_string()));
     }
   }
 
-  void check_names(const Node& node, const Strings& legal, const Place& place) const {
+  void check_names(const Node& node, const Strings& legal, const ConfigPath& path) const {
     size_t index = 0;
     for (const Node* item : as_list(node)) {
-      check_name(*item, legal, node.is_sequence() ? place.at(index++) : place);
+      check_name(*item, legal, node.is_sequence() ? path.at(index++) : path);
     }
   }
 
-  void check_items(const Node& list, Level kind, const Place& place) const {
+  void check_items(const Node& list, Level kind, const ConfigPath& path) const {
     if (!list.is_sequence()) {
-      place.mistake(list.mark, "expected a list of mappings, got " + brief(list));
+      path.mistake(list.mark, "expected a list of mappings, got " + brief(list));
       return;
     }
     const std::string_view field = kind == Level::Gemm ? "gemm" : "tensor";
     std::set<std::string> seen;
     for (size_t i = 0; i < list.as_sequence().size(); ++i) {
       const Node& item = list.as_sequence()[i];
-      check_level(item, kind, place.at(i));
+      check_level(item, kind, path.at(i));
       const Node* name = item.find(field);
       if (name && name->is_string() && !seen.insert(name->as_string()).second) {
-        place.at(i).mistake(name->mark,
-                            concat("expected each ", field, " once, got ", brief(*name), " again"));
+        path.at(i).mistake(name->mark,
+                           concat("expected each ", field, " once, got ", brief(*name), " again"));
       }
     }
   }
 
-  void check_value(const KeyRule& key, const Node& node, const Place& place) const {
+  void check_value(const KeyRule& key, const Node& node, const ConfigPath& path) const {
     if (node.is_null() && !key.required) return;
     const bool fits = key.kind == "bool"     ? node.is_bool()
                       : key.kind == "int"    ? node.is_int()
@@ -131,24 +132,24 @@ class BodyCheck {
                                              : true;
     if (!fits) {
       const char* article = key.kind == "int" ? "an " : "a ";
-      place.mistake(node.mark, concat("expected ", article, key.kind, ", got ", brief(node)));
+      path.mistake(node.mark, concat("expected ", article, key.kind, ", got ", brief(node)));
     } else if (key.kind == "choice") {
       const std::string text = key_text(node);
       const bool legal = node.is_string() && std::ranges::any_of(key.choices, [&](const auto& c) {
                            return equal_without_case(c, text);
                          });
-      if (!legal) place.mistake(node.mark, expected_one_of(key.choices, text));
+      if (!legal) path.mistake(node.mark, expected_one_of(key.choices, text));
     }
   }
 
   // A statistic with parameters is written as a mapping of its name.
-  void check_statistics(const Node& node, const Place& place) const {
+  void check_statistics(const Node& node, const ConfigPath& path) const {
     const std::vector<const Node*> items = as_list(node);
-    if (items.empty()) place.mistake(node.mark, "expected at least one statistic, got none");
+    if (items.empty()) path.mistake(node.mark, "expected at least one statistic, got none");
     for (size_t i = 0; i < items.size(); ++i) {
       const Node* item = items[i];
       if (item->is_mapping() && item->as_mapping().size() == 1) item = &item->as_mapping()[0].first;
-      const Place here = node.is_sequence() ? place.at(i) : place;
+      const ConfigPath here = node.is_sequence() ? path.at(i) : path;
       if (!item->is_string()) {
         here.mistake(item->mark, "expected the name of a statistic, got " + brief(*item));
       } else if (!is_statistic(item->as_string())) {
@@ -192,12 +193,12 @@ namespace {
 // What only shows once outer and inner keys are put together.
 class WholeCheck {
  public:
-  WholeCheck(const FeatureUse& use, const FeatureRule& rule, const Place& place)
-      : use_(use), rule_(rule), place_(place) {}
+  WholeCheck(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path)
+      : use_(use), rule_(rule), path_(path) {}
 
   void check() {
     if (rule_.takes_gemms && !has_any(use_.body, {"gemms", "gemms_struct"})) {
-      place_.mistake(use_.mark, "expected the key gemms or gemms_struct, got neither");
+      path_.mistake(use_.mark, "expected the key gemms or gemms_struct, got neither");
     }
     FeatureRule raw = rule_;  // sees pairs that are no operands, too
     raw.takes_gemms = false;
@@ -211,8 +212,8 @@ class WholeCheck {
       check_one(*config, tensor);
     }
     if (!strangers_.empty()) {
-      place_.warn(use_.mark, "expected operands of the GEMMs, got " + strangers_ +
-                                 ", which those GEMMs do not take: ignored");
+      path_.warn(use_.mark, "expected operands of the GEMMs, got " + strangers_ +
+                                ", which those GEMMs do not take: ignored");
     }
   }
 
@@ -227,23 +228,23 @@ class WholeCheck {
     const bool both = start && end && start->is_int() && end->is_int();
     const bool scheduled = rule_.scheduled || rule_.free_form;
     if (scheduled && both && end->as_int() >= 0 && end->as_int() < start->as_int()) {
-      once(place_.at("end_step"), end->mark,
+      once(path_.at("end_step"), end->mark,
            concat("expected at least start_step, ", start->as_int(), ", got ", end->as_int()));
     }
   }
 
   void missing(std::string_view key, const Node& config) {
-    once(place_, config.mark.line > 0 ? config.mark : use_.mark,
+    once(path_, config.mark.line > 0 ? config.mark : use_.mark,
          concat("expected the key ", key, ", got none"));
   }
 
-  void once(const Place& place, Mark mark, const std::string& message) {
-    if (said_.insert(place.path() + message).second) place.mistake(mark, message);
+  void once(const ConfigPath& path, Mark mark, const std::string& message) {
+    if (said_.insert(path.path() + message).second) path.mistake(mark, message);
   }
 
   const FeatureUse& use_;
   const FeatureRule& rule_;
-  const Place& place_;
+  const ConfigPath& path_;
   std::string strangers_;
   std::set<std::string> said_;
 };
@@ -264,14 +265,14 @@ std::optional<std::string> common(const FeatureUse& a, const FeatureRule& rule_a
 
 }  // namespace
 
-void check_feature(const FeatureUse& use, const FeatureRule& rule, const Place& place,
+void check_feature(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path,
                    const RegexSearch& regex) {
-  BodyCheck(rule, regex).check_level(use.body, Level::Feature, place);
-  WholeCheck(use, rule, place).check();
+  BodyCheck(rule, regex).check_level(use.body, Level::Feature, path);
+  WholeCheck(use, rule, path).check();
 }
 
 void check_conflicts(const std::vector<FeatureUse>& uses,
-                     const std::vector<const FeatureRule*>& rules, const Place& section) {
+                     const std::vector<const FeatureRule*>& rules, const ConfigPath& section) {
   for (size_t i = 0; i < uses.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       const bool same = rules[i] == rules[j];

@@ -6,13 +6,13 @@
 #include <utility>
 #include <vector>
 
-#include "inspect/place.h"
+#include "inspect/config_path.h"
 #include "inspect/selector.h"
 
 namespace te::inspect {
 
 // Keys, values, names of gemms, tensors and statistics, schedules, and what is missing.
-void check_feature(const FeatureUse& use, const FeatureRule& rule, const Place& place,
+void check_feature(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path,
                    const RegexSearch& regex);
 
 // Every (gemm, tensor) that a body may distinguish; absent where it does not.
@@ -22,6 +22,6 @@ std::vector<std::pair<std::optional<std::string_view>, std::optional<std::string
 // Features of one section that act on the same tensor and gemm though they must not: the same one
 // under two names, or two that conflict. `rules[i]` is the rule of `uses[i]`.
 void check_conflicts(const std::vector<FeatureUse>& uses,
-                     const std::vector<const FeatureRule*>& rules, const Place& section);
+                     const std::vector<const FeatureRule*>& rules, const ConfigPath& section);
 
 }  // namespace te::inspect

@@ -2,8 +2,8 @@
 #include <array>
 
 #include "inspect/config.h"
+#include "inspect/config_path.h"
 #include "inspect/gemm_names.h"
-#include "inspect/place.h"
 
 namespace te::inspect {
 namespace {

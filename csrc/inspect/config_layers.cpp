@@ -12,18 +12,18 @@ namespace {
 const std::vector<std::string> kSelectors = {"exact_layer_names", "layer_name_regex_pattern",
                                              "layer_types", "layer_numbers"};
 
-void read_pattern(const Node& node, const Place& place, const RegexSearch& regex,
+void read_pattern(const Node& node, const ConfigPath& path, const RegexSearch& regex,
                   Selector& selector) {
   if (!node.is_string()) {
-    place.mistake(node.mark, "expected a regular expression, got " + brief(node));
+    path.mistake(node.mark, "expected a regular expression, got " + brief(node));
     return;
   }
   try {
     regex(node.as_string(), "");
     selector.layer_name_regex_pattern = node.as_string();
   } catch (const std::invalid_argument& error) {
-    place.mistake(node.mark, "expected a regular expression of Python, got " + brief(node) + ": " +
-                                 error.what());
+    path.mistake(node.mark, "expected a regular expression of Python, got " + brief(node) + ": " +
+                                error.what());
   }
 }
 
@@ -54,14 +54,14 @@ std::optional<std::pair<int, int>> read_range(const Node& node) {
   return std::pair(*first, *last);
 }
 
-void read_numbers(const Node& node, const Place& place, Selector& selector) {
+void read_numbers(const Node& node, const ConfigPath& path, Selector& selector) {
   selector.layer_numbers.emplace();
   size_t index = 0;
   for (const Node* item : as_list(node)) {
     if (const auto range = read_range(*item)) {
       selector.layer_numbers->push_back(*range);
     } else {
-      place.at(index).mistake(
+      path.at(index).mistake(
           item->mark, "expected a number, a range like '2-5', or 'all', got " + brief(*item));
     }
     ++index;
@@ -69,12 +69,12 @@ void read_numbers(const Node& node, const Place& place, Selector& selector) {
 }
 
 // A stronger selector decides alone.
-void warn_of_ignored(const Node& layers, const Place& place) {
+void warn_of_ignored(const Node& layers, const ConfigPath& path) {
   const bool exact = layers.find(kSelectors[0]), pattern = layers.find(kSelectors[1]);
   for (size_t i = 1; i < kSelectors.size(); ++i) {
     const Node* ignored = layers.find(kSelectors[i]);
     if (ignored && (exact || (pattern && i > 1))) {
-      place.at(kSelectors[i])
+      path.at(kSelectors[i])
           .warn(ignored->mark, "expected nothing beside " + kSelectors[exact ? 0 : 1] +
                                    ", which decides alone: ignored");
     }
@@ -83,18 +83,18 @@ void warn_of_ignored(const Node& layers, const Place& place) {
 
 }  // namespace
 
-Selector read_selector(const Node& layers, const Place& place, const RegexSearch& regex) {
+Selector read_selector(const Node& layers, const ConfigPath& path, const RegexSearch& regex) {
   Selector selector;
   if (!layers.is_mapping() || layers.as_mapping().empty()) {
-    place.mistake(layers.mark,
-                  "expected at least one of exact_layer_names, layer_name_regex_pattern, "
-                  "layer_types, layer_numbers, got " +
-                      brief(layers));
+    path.mistake(layers.mark,
+                 "expected at least one of exact_layer_names, layer_name_regex_pattern, "
+                 "layer_types, layer_numbers, got " +
+                     brief(layers));
     return selector;
   }
   for (const auto& [key, node] : layers.as_mapping()) {
     const std::string name = key_text(key);
-    const Place inner = place.at(name);
+    const ConfigPath inner = path.at(name);
     if (name == "exact_layer_names") {
       selector.exact_layer_names = strings(node, inner);
       if (as_list(node).empty()) {
@@ -110,7 +110,7 @@ Selector read_selector(const Node& layers, const Place& place, const RegexSearch
       inner.mistake(key.mark, expected_one_of(kSelectors, name));
     }
   }
-  warn_of_ignored(layers, place);
+  warn_of_ignored(layers, path);
   return selector;
 }
 

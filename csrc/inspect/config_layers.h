@@ -1,11 +1,11 @@
 // `layers:` of a section -> Selector.
 #pragma once
 
-#include "inspect/place.h"
+#include "inspect/config_path.h"
 #include "inspect/selector.h"
 
 namespace te::inspect {
 
-Selector read_selector(const Node& layers, const Place& place, const RegexSearch& regex);
+Selector read_selector(const Node& layers, const ConfigPath& path, const RegexSearch& regex);
 
 }  // namespace te::inspect

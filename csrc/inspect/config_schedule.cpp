@@ -7,10 +7,10 @@
 namespace te::inspect {
 namespace {
 
-void check_integer(const Node& node, const Place& place, int64_t smallest,
+void check_integer(const Node& node, const ConfigPath& path, int64_t smallest,
                    std::string_view expected) {
   if (!node.is_int() || node.as_int() < smallest) {
-    place.mistake(node.mark, concat("expected ", expected, ", got ", brief(node)));
+    path.mistake(node.mark, concat("expected ", expected, ", got ", brief(node)));
   }
 }
 
@@ -20,15 +20,15 @@ bool is_pair(const Node& node) {
 }
 
 // Closed intervals in order that do not overlap; -1 as the last end: no end.
-void check_intervals(const Node& list, const Place& place) {
+void check_intervals(const Node& list, const ConfigPath& path) {
   if (!list.is_sequence()) {
-    place.mistake(list.mark, "expected a list of [start, end] pairs, got " + brief(list));
+    path.mistake(list.mark, "expected a list of [start, end] pairs, got " + brief(list));
     return;
   }
   int64_t previous = -1;
   size_t index = 0;
   for (const Node& pair : list.as_sequence()) {
-    const Place here = place.at(index++);
+    const ConfigPath here = path.at(index++);
     if (!is_pair(pair)) {
       here.mistake(pair.mark, "expected a pair [start, end] of integers, got " + brief(pair));
       continue;
@@ -53,13 +53,13 @@ bool is_schedule_key(std::string_view key) {
   return key == "freq" || key == "start_step" || key == "end_step" || key == "start_end_list";
 }
 
-void check_schedule_key(std::string_view key, const Node& node, const Place& place) {
+void check_schedule_key(std::string_view key, const Node& node, const ConfigPath& path) {
   if (node.is_null()) return;
-  if (key == "freq") check_integer(node, place, 1, "an integer of at least 1");
-  if (key == "start_step") check_integer(node, place, 0, "an integer of at least 0");
+  if (key == "freq") check_integer(node, path, 1, "an integer of at least 1");
+  if (key == "start_step") check_integer(node, path, 0, "an integer of at least 0");
   if (key == "end_step")
-    check_integer(node, place, -1, "an integer of at least 0, or -1 for no end");
-  if (key == "start_end_list") check_intervals(node, place);
+    check_integer(node, path, -1, "an integer of at least 0, or -1 for no end");
+  if (key == "start_end_list") check_intervals(node, path);
 }
 
 }  // namespace te::inspect

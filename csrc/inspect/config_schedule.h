@@ -3,13 +3,13 @@
 
 #include <string_view>
 
-#include "inspect/place.h"
+#include "inspect/config_path.h"
 
 namespace te::inspect {
 
 bool is_schedule_key(std::string_view key);
 
 // One of the keys on its own; null means its default.
-void check_schedule_key(std::string_view key, const Node& node, const Place& place);
+void check_schedule_key(std::string_view key, const Node& node, const ConfigPath& path);
 
 }  // namespace te::inspect

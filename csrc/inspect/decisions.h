@@ -1,4 +1,4 @@
-// Routing calls: which features act at an iteration, remembered until one of them may change its
+// Routing calls: which features act at an iteration, cached until one of them may change its
 // mind.
 #pragma once
 

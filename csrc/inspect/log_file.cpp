@@ -32,30 +32,30 @@ LogFile::~LogFile() {
 void LogFile::end_torn_line() {
   const off_t size = lseek(file_, 0, SEEK_END);
   char last = '\n';
-  if (size > 0 && pread(file_, &last, 1, size - 1) == 1 && last != '\n') kept_.push_back('\n');
+  if (size > 0 && pread(file_, &last, 1, size - 1) == 1 && last != '\n') unwritten_.push_back('\n');
 }
 
 void LogFile::add(std::string_view line) {
-  kept_ += line;
-  if (kept_.size() <= kBound) return;
+  unwritten_ += line;
+  if (unwritten_.size() <= kBound) return;
   const size_t begin =
-      inside_line_ ? kept_.find('\n') + 1 : 0;  // a line that has begun must be ended
+      inside_line_ ? unwritten_.find('\n') + 1 : 0;  // a line that has begun must be ended
   size_t end = begin;
-  while (kept_.size() - (end - begin) > kBound / 2) {
-    end = kept_.find('\n', end) + 1;
+  while (unwritten_.size() - (end - begin) > kBound / 2) {
+    end = unwritten_.find('\n', end) + 1;
     ++dropped_;
   }
-  kept_.erase(begin, end - begin);
+  unwritten_.erase(begin, end - begin);
 }
 
 bool LogFile::flush() {
   if (getpid() != process_) {
-    kept_.clear();
+    unwritten_.clear();
     return true;
   }
   size_t written = 0;
-  while (written < kept_.size()) {
-    const ssize_t count = write(file_, kept_.data() + written, kept_.size() - written);
+  while (written < unwritten_.size()) {
+    const ssize_t count = write(file_, unwritten_.data() + written, unwritten_.size() - written);
     if (count > 0) {
       written += static_cast<size_t>(count);
     } else if (errno != EINTR) {
@@ -63,9 +63,9 @@ bool LogFile::flush() {
       break;
     }
   }
-  if (written > 0) inside_line_ = kept_[written - 1] != '\n';
-  kept_.erase(0, written);
-  return kept_.empty();
+  if (written > 0) inside_line_ = unwritten_[written - 1] != '\n';
+  unwritten_.erase(0, written);
+  return unwritten_.empty();
 }
 
 }  // namespace te::inspect

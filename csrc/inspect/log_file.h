@@ -21,7 +21,7 @@ class LogFile {
   // lines go.
   void add(std::string_view line);
 
-  // Writes what is kept. False: some of it could not be written and is kept for the next time;
+  // Writes the buffer. False: a part could not be written and stays buffered for the next time;
   // error() says why.
   bool flush();
 
@@ -29,7 +29,7 @@ class LogFile {
   const std::string& error() const { return error_; }
   size_t dropped() const { return dropped_; }
 
-  static constexpr size_t kBound = 16 << 20;  // bytes kept while writing fails
+  static constexpr size_t kBound = 16 << 20;  // bytes buffered while writing fails
 
  private:
   void end_torn_line();
@@ -37,8 +37,8 @@ class LogFile {
   const std::string path_;
   const int process_;  // a forked child keeps out of its parent's files
   int file_ = -1;
-  bool inside_line_ = false;  // a part of the first kept line has been written
-  std::string kept_;
+  bool inside_line_ = false;  // a part of the first buffered line has been written
+  std::string unwritten_;
   std::string error_;
   size_t dropped_ = 0;
 };

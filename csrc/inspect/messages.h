@@ -18,7 +18,7 @@ std::string name_of_level(int level);
 
 class OneShot {
  public:
-  // True for the first call with this key. Keys beyond the bound are not remembered: they repeat.
+  // True for the first call with this key. Keys beyond the bound are not stored: they repeat.
   bool first(const std::string& key);
 
  private:

@@ -41,9 +41,9 @@ bool is_number(std::string_view text) {
 }
 
 std::string without_underscores(std::string_view text) {
-  std::string kept;
-  std::ranges::copy_if(text, std::back_inserter(kept), [](char c) { return c != '_'; });
-  return kept;
+  std::string digits;
+  std::ranges::copy_if(text, std::back_inserter(digits), [](char c) { return c != '_'; });
+  return digits;
 }
 
 // Takes a sign off the text.
@@ -157,12 +157,12 @@ std::optional<double> resolve_sexagesimal_decimal(std::string_view text) {
       !digits_or_underscores(text.substr(dot + 1))) {
     return std::nullopt;
   }
-  const std::string kept = without_underscores(text);
+  const std::string digits = without_underscores(text);
   double value = 0, base = 1;  // from the last group on, as PyYAML adds them up
-  for (size_t end = kept.size();;) {
-    const size_t separator = kept.rfind(':', end - 1);
-    const size_t begin = separator == kept.npos ? 0 : separator + 1;
-    value += parse_double(kept.substr(begin, end - begin)) * base;
+  for (size_t end = digits.size();;) {
+    const size_t separator = digits.rfind(':', end - 1);
+    const size_t begin = separator == digits.npos ? 0 : separator + 1;
+    value += parse_double(digits.substr(begin, end - begin)) * base;
     base *= 60;
     if (begin == 0) return value;
     end = separator;

@@ -40,12 +40,13 @@ void check_inputs(const AttentionArgs& args) {
 }
 
 void check_sequences(const AttentionArgs& args) {
-  const AttentionSequences &of_query = args.of_query, &of_key = args.of_key;
+  const AttentionSequences &query_sequences = args.query_sequences,
+                           &key_sequences = args.key_sequences;
   const bool packed = args.settings.format == AttentionFormat::Thd;
-  if (!of_query.ends && !of_key.ends && !packed) return;
-  const int64_t count = packed ? of_query.ends.numel()
+  if (!query_sequences.ends && !key_sequences.ends && !packed) return;
+  const int64_t count = packed ? query_sequences.ends.numel()
                                : args.query.size(args.settings.format == AttentionFormat::Sbhd) + 1;
-  for (const auto* side : {&of_query, &of_key}) {
+  for (const auto* side : {&query_sequences, &key_sequences}) {
     check::vector(side->ends, count, DType::Int32, kOp, "the ends of sequences");
     check::same_device(side->ends, args.query, kOp, "the ends of sequences");
     if (side->starts) {
@@ -118,7 +119,7 @@ void check_results(const AttentionArgs& args) {
 void check_gradient(const TensorView& t, const TensorView& like, const AttentionArgs& args,
                     DType dtype, std::string_view name) {
   bool fits = t.rank == like.rank && t.stride(-1) == 1;
-  if (fits && args.of_query.ends && t.rank == 4)
+  if (fits && args.query_sequences.ends && t.rank == 4)
     fits = t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1);
   for (int i = 0; fits && args.packed() && i < t.rank - 2; ++i)
     fits = t.size(i) == 1 || t.stride(i) == like.stride(i);
@@ -147,8 +148,8 @@ void check_gradients(const AttentionArgs& args, const AttentionGradients& gradie
 
 void check_fp8(const AttentionArgs& args, bool backward) {
   if (!args.fp8) return;
-  const bool plain =
-      !args.bias && !args.sink && !args.seed && !args.of_query.ends && !args.of_key.ends;
+  const bool plain = !args.bias && !args.sink && !args.seed && !args.query_sequences.ends &&
+                     !args.key_sequences.ends;
   require(plain, Kind::Unsupported, kOp,
           "expected no bias, sink, dropout and unequal sequences in FP8, got some");
   check::vector(args.fp8.scales, backward ? 12 : 6, DType::Float32, kOp, "the scales");

@@ -56,7 +56,7 @@ struct AttentionFp8 {
 
 struct AttentionArgs {
   TensorView query, key, value;  // fp16, bf16 or E4M3; the last axis contiguous
-  AttentionSequences of_query, of_key;
+  AttentionSequences query_sequences, key_sequences;
   AttentionSettings settings;
   TensorView bias;        // [1 or batch, 1 or heads, queries, keys], contiguous
   TensorView sink;        // fp32 [heads]: the score of one more key that has no value
@@ -68,7 +68,7 @@ struct AttentionArgs {
   // Whether cuDNN is told where each sequence begins, and so skips what lies outside: of thd it
   // must be, with a bias it cannot be.
   bool packed() const {
-    return settings.format == AttentionFormat::Thd || (of_query.ends && !bias);
+    return settings.format == AttentionFormat::Thd || (query_sequences.ends && !bias);
   }
 };
 

@@ -38,7 +38,7 @@ RopeShape::RopeShape(const RopeArgs& args) {
   batch = packed ? 1 : x.size(b);
   heads = x.size(-2);
   size = x.size(-1);
-  turned = args.freqs.size(1);
+  rotary_dim = args.freqs.size(1);
   positions = args.freqs.size(0);
   x_sequence = x.stride(s);
   x_batch = packed ? 0 : x.stride(b);

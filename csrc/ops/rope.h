@@ -1,5 +1,5 @@
-// rope: rotary position embedding. The first `turned` elements of every head are turned pair by
-// pair; the rest passes through. A pair (a, b) is (i, i + turned / 2), or (2 i, 2 i + 1)
+// rope: rotary position embedding. The first `rotary_dim` elements of every head are rotated pair
+// by pair; the rest passes through. A pair (a, b) is (i, i + rotary_dim / 2), or (2 i, 2 i + 1)
 // interleaved:
 //   y[a] = x[a] cos(f[a]) - x[b] sin(f[a])
 //   y[b] = x[b] cos(f[b]) + x[a] sin(f[b])     f = freqs[position of the token]
@@ -14,7 +14,7 @@ namespace te {
 struct RopeArgs {
   TensorView x;       // [sequence, batch, heads, size] or, with cu_seqlens, [tokens, heads, size];
                       // fp32/fp16/bf16, any strides whose last is 1
-  TensorView freqs;   // fp32 [positions, turned], contiguous; turned is even and <= size
+  TensorView freqs;   // fp32 [positions, rotary_dim], contiguous; rotary_dim is even and <= size
   TensorView starts;  // int32 [batch]: position of each sequence's first token; may be absent (0)
   TensorView cu_seqlens;     // int32 [batch + 1]: where each packed sequence ends; may be absent
   bool batch_first = false;  // x is [batch, sequence, heads, size]
@@ -28,7 +28,7 @@ void rope(const RopeArgs& args, Stream stream);
 
 // The arguments as both backends read them: x as [sequence, batch, heads, size].
 struct RopeShape {
-  int64_t sequence, batch, heads, size, turned, positions;
+  int64_t sequence, batch, heads, size, rotary_dim, positions;
   int64_t x_sequence, x_batch, x_head;  // strides of x
   int64_t out_sequence, out_batch;      // of out, whose heads lie side by side
   explicit RopeShape(const RopeArgs& args);

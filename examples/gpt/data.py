@@ -39,12 +39,12 @@ def load_text(path: str | None) -> Text:
         return Text(path, _tensor(text[:cut]), _tensor(text[cut:]))
     root = Path(sysconfig.get_paths()["stdlib"])
     names = (file.relative_to(root) for file in root.rglob("*.py"))
-    kept = [name for name in names if SKIPPED_FOLDERS.isdisjoint(name.parts)]
-    if len(kept) < VALIDATION_SHARE:
+    training_files = [name for name in names if SKIPPED_FOLDERS.isdisjoint(name.parts)]
+    if len(training_files) < VALIDATION_SHARE:
         raise UsageError(f"{root} has no sources of the standard library; name a text with --data")
-    kept.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    training_files.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for i, name in enumerate(kept):
+    for i, name in enumerate(training_files):
         parts[i % VALIDATION_SHARE == 0].append((root / name).read_bytes())
     train, validation = (_tensor(b"".join(part)) for part in parts)
     return Text("the Python standard library's sources", train, validation)

@@ -25,21 +25,21 @@ class TorchCache:
 
     def __init__(self, layers: int, texts: int) -> None:
         self.texts, self.sequence_len_offset = texts, 0
-        self.kept: list[torch.Tensor | None] = [None] * layers
+        self.caches: list[torch.Tensor | None] = [None] * layers
 
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep those of new tokens; all so far come back."""
-        kept = self.kept[layer]
-        if kept is None:
+        caches = self.caches[layer]
+        if caches is None:
             _, heads, _, size = key.shape
-            kept = self.kept[layer] = key.new_zeros(2, self.texts, heads, window, size)
+            caches = self.caches[layer] = key.new_zeros(2, self.texts, heads, window, size)
         begin = self.sequence_len_offset
         end = begin + key.shape[2]
-        kept[0, :, :, begin:end] = key
-        kept[1, :, :, begin:end] = value
-        return kept[0, :, :, :end], kept[1, :, :, :end]
+        caches[0, :, :, begin:end] = key
+        caches[1, :, :, begin:end] = value
+        return caches[0, :, :, :end], caches[1, :, :, :end]
 
 
 class TorchLayer(nn.Module):

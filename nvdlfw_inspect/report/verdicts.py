@@ -82,12 +82,12 @@ def judge(run: Run) -> Verdicts:
     findings: list[Finding] = []
     rows: list[tuple[tuple[float | int, ...], Row]] = []
     for number, (key, ranks) in enumerate(run.series.items()):
-        of_key = sorted(
+        series_findings = sorted(
             (f for rank, series in ranks.items() for f in _findings(run, key, rank, series)),
             key=worst_first,
         )
-        findings += of_key
-        worst = of_key[0] if of_key else None
+        findings += series_findings
+        worst = series_findings[0] if series_findings else None
         row = _row(key, ranks, worst)
         rows.append(((*worst_first(worst), number) if worst else (0, number), row))
     rows.sort(key=lambda pair: pair[0])

@@ -46,12 +46,12 @@ def test_checkpointing_functions_of_trainers(device: str) -> None:
     for _ in range(3):
         x = torch.randn(16, 32, device=device)
         grads = []
-        for run in (layers[0], lambda given: Recomputed.apply(asking, given)):
-            given = x.clone().requires_grad_()
+        for run in (layers[0], lambda leaf: Recomputed.apply(asking, leaf)):
+            leaf = x.clone().requires_grad_()
             with te.fp8_autocast():
-                out = run(given)
+                out = run(leaf)
             out.square().sum().backward()
-            grads.append(given.grad)
+            grads.append(leaf.grad)
         assert torch.equal(*grads)
         assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
     assert torch.equal(layers[0].get_extra_state(), layers[1].get_extra_state())

@@ -79,7 +79,7 @@ def test_a_feature_that_is_not_due_is_refused_in_a_capture(device, monkeypatch) 
     x = torch.randn(16, 32, dtype=torch.bfloat16, device=device)
     with session(("layer", Later(), {})), torch.no_grad():
         module(x)
-        monkeypatch.setattr(inspector, "capturing", lambda: True)
+        monkeypatch.setattr(inspector, "is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="capture, got feature Later on layer layer"):
             module(x)
 

@@ -29,7 +29,7 @@ kinds = pytest.mark.parametrize("recipe", ["current", "blocks"])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is kept in FP8 and is dequantised")
 
 
-def kept(name: str, device: str, recipe: str) -> torch.nn.Module:
+def fp8_module(name: str, device: str, recipe: str) -> torch.nn.Module:
     torch.manual_seed(3)
     with te.fp8_model_init(recipe=RECIPES[recipe]):
         return MODULES[name](device=device, params_dtype=torch.bfloat16, name="layer")
@@ -38,10 +38,10 @@ def kept(name: str, device: str, recipe: str) -> torch.nn.Module:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["linear", "swiglu mlp"])
 def test_looking_changes_no_bit(device: str, name: str, recipe: str) -> None:
-    expected = train(kept(name, device, recipe), RECIPES[recipe])
+    expected = train(fp8_module(name, device, recipe), RECIPES[recipe])
     recorder = Recorder()
     with session(("layer", recorder, {})) as s:
-        actual = train(kept(name, device, recipe), RECIPES[recipe], after_step=s.step)
+        actual = train(fp8_module(name, device, recipe), RECIPES[recipe], after_step=s.step)
     assert_equal(actual, expected)
     weights = [c for c in recorder.calls if c[0] == "inspect" and c[2] == "weight"]
     assert len(weights) == 2 * (2 if "mlp" in name else 1)
@@ -62,7 +62,7 @@ def test_features_get_values_and_the_codes_that_gemms_take(recipe: str, device: 
             found["sides"] = rowwise_quantized_tensor, columnwise_quantized_tensor
             found["quantizer"] = quantizer
 
-    module = kept("linear", device, recipe)
+    module = fp8_module("linear", device, recipe)
     with session(("layer", Looker(), {"tensors": ["weight"]})):
         train(module, RECIPES[recipe], steps=1)
     assert torch.equal(found["values"], module.weight.dequantize())
@@ -75,7 +75,7 @@ def test_features_get_values_and_the_codes_that_gemms_take(recipe: str, device: 
 @kinds
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
 def test_a_gemm_in_high_precision_takes_the_values(gemm: str, recipe: str, device: str) -> None:
-    module, recipe = kept("linear", device, recipe), RECIPES[recipe]
+    module, recipe = fp8_module("linear", device, recipe), RECIPES[recipe]
     plain = MODULES["linear"](device=device, params_dtype=torch.bfloat16, name="layer")
     plain.load_state_dict(module.state_dict())
     with session(("layer", HighPrecision(), {"gemms": [gemm]})):
@@ -88,7 +88,7 @@ def test_a_gemm_in_high_precision_takes_the_values(gemm: str, recipe: str, devic
 @kinds
 def test_features_may_replace_what_a_gemm_takes(recipe: str, device: str) -> None:
     modifiers = [Modifier(), Modifier()]
-    module, recipe = kept("linear", device, recipe), RECIPES[recipe]
+    module, recipe = fp8_module("linear", device, recipe), RECIPES[recipe]
     plain = MODULES["linear"](device=device, params_dtype=torch.bfloat16, name="layer")
     plain.load_state_dict(module.state_dict())
     found = []
@@ -105,8 +105,8 @@ CASTS = ["scale_inv_min", "scale_inv_max", "scale_inv_max_columnwise"]
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blocks"])
 def test_statistics_are_those_of_the_values(recipe: str, tmp_path: Path, device: str) -> None:
-    expected = train(kept("linear", device, recipe), RECIPES[recipe])
-    module = kept("linear", device, recipe)
+    expected = train(fp8_module("linear", device, recipe), RECIPES[recipe])
+    module = fp8_module("linear", device, recipe)
     blocks = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 1}}
     sections = [
         section("LogTensorStats", tensors=["weight"], stats=[*MOMENTS, blocks]),
@@ -142,7 +142,7 @@ def test_statistics_are_those_of_the_values(recipe: str, tmp_path: Path, device:
 @kinds
 def test_statistics_beside_a_feature_that_looks(recipe: str, tmp_path: Path) -> None:
     """Both are served in one call: the feature by Python, the statistics by kernels."""
-    module = kept("linear", "cpu", recipe)
+    module = fp8_module("linear", "cpu", recipe)
     sections = [
         section("LogTensorStats", tensors=["weight"], stats=["cur_amax"]),
         section("DisableFP8GEMM", gemms=["dgrad"]),

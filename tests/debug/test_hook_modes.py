@@ -322,8 +322,8 @@ def test_statistics_are_attached_and_not_called_for() -> None:
         logged_call = "look_at_tensor_before_process"
 
     class Noting(IdentityQuantizer):
-        def result(self, x):
-            noted.append(tuple(x.shape))
+        def process_gemm_output(self, x):
+            shapes.append(tuple(x.shape))
             return x
 
     class Provider:
@@ -331,11 +331,11 @@ def test_statistics_are_attached_and_not_called_for() -> None:
             due = calls.iteration == 1
             return (Noting() if due else None), (None if due else 1)
 
-    noted, feature, module = [], Statistics(), build("linear", "cpu")
+    shapes, feature, module = [], Statistics(), build("linear", "cpu")
     with session(("layer", feature, {"tensors": ["output"]})) as s:
         s.manager.statistics = Provider()
         train(module, None, steps=3, after_step=s.step)
-    assert noted == [(4, 8, 48), (4, 8, 48)]  # from iteration 1 on, for good
+    assert shapes == [(4, 8, 48), (4, 8, 48)]  # from iteration 1 on, for good
     assert not looked_at(feature)
     assert s.manager.messages[-1:] == [
         "layer: Feature=Statistics, API=look_at_tensor_before_process: output"

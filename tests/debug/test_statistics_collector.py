@@ -110,8 +110,10 @@ def test_a_tensor_that_is_not_due_gives_no_row() -> None:
 )
 def test_next_change(schedules: list[Every], changes: list[int | None]) -> None:
     names = ("min", "max")
-    demands = [s for n, e in zip(names, schedules, strict=False) for s in moments_of(n, schedule=e)]
-    session = _session(layer=demands)
+    requests = [
+        s for n, e in zip(names, schedules, strict=False) for s in moments_of(n, schedule=e)
+    ]
+    session = _session(layer=requests)
     tensor = session.collector.tensor("layer", "activation", torch.device("cpu"))
     for iteration, expected in enumerate(changes):
         assert tensor.next_change(iteration) == expected
@@ -185,7 +187,7 @@ def test_a_captured_graph_goes_on_knowing_nothing_but_scales(device: str) -> Non
     tensor = session.collector.tensor("layer", "weight", torch.device(device))
     codes = torch.full((16, 16), 56, dtype=torch.uint8, device=device)
     scales = torch.tensor([0.5, 2.0], device=device)
-    tensor.feed_kept(Fp8Matrix(codes, scales, E4M3), torch.bfloat16, None, captured=True)
+    tensor.feed_fp8_weight(Fp8Matrix(codes, scales, E4M3), torch.bfloat16, None, captured=True)
     (slot,) = tensor.slots.values()
     written = slot.row.clone()
     for _ in range(2):
@@ -249,7 +251,7 @@ def test_the_account_of_a_session(device: str) -> None:
     for _ in range(4):
         session.feed("layer", "activation", torch.ones(2, device=device))
         session.step()
-    account = session.collector.account
-    assert account.steps == 2
-    assert account.bytes == (2 * 16 * 8 if device == "cuda" else 0)
-    assert "2 steps" in str(account)
+    cost = session.collector.cost
+    assert cost.steps == 2
+    assert cost.bytes == (2 * 16 * 8 if device == "cuda" else 0)
+    assert "2 steps" in str(cost)

@@ -145,9 +145,9 @@ def test_fp8_weights_with_masters_change_no_loss(recipe: str, device: str) -> No
     options = ["--recipe", recipe, "--sample", "0"]
     for name, weights in (("cast.pt", []), ("kept.pt", ["--fp8-weights"])):
         run(*options, *weights, "--checkpoint", name, device=device)
-    cast, kept = (torch.load(name, weights_only=True) for name in ("cast.pt", "kept.pt"))
-    assert torch.equal(cast["losses"], kept["losses"])
-    assert len(kept["masters"]) == FORWARD_GEMMS and not cast["masters"]
+    cast, fp8_weights = (torch.load(name, weights_only=True) for name in ("cast.pt", "kept.pt"))
+    assert torch.equal(cast["losses"], fp8_weights["losses"])
+    assert len(fp8_weights["masters"]) == FORWARD_GEMMS and not cast["masters"]
 
 
 def test_resume_after_the_end_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,10 +68,12 @@ def alibi(slopes, queries, keys, lengths):
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
 
 
-def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None, kept=None):
+def attention(
+    query, key, value, seen, scale=None, pre_bias=None, post_bias=None, dropout_mask=None
+):
     """`[batch, queries, heads, size]` in, `[batch, queries, heads, size of value]` out, float64.
 
-    `kept` is what dropout multiplies the weights with.
+    `dropout_mask` is what dropout multiplies the weights with.
     """
     query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
     per_group = query.shape[1] // key.shape[1]
@@ -85,4 +87,4 @@ def attention(query, key, value, seen, scale=None, pre_bias=None, post_bias=None
     blind = ~seen.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~seen & ~blind, -math.inf), dim=-1)
     weights = weights.masked_fill(blind, 0.0)
-    return ((weights if kept is None else weights * kept) @ value).transpose(1, 2)
+    return ((weights if dropout_mask is None else weights * dropout_mask) @ value).transpose(1, 2)

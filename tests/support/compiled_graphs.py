@@ -31,7 +31,7 @@ def operators(part: str, found: Counter[str]) -> Wrap:
     return compile
 
 
-def kept_and_run(call: Wrap, x: torch.Tensor, recipe: str) -> tuple[int, Counter[str]]:
+def saved_and_run(call: Wrap, x: torch.Tensor, recipe: str) -> tuple[int, Counter[str]]:
     """Bytes that a compiled step keeps, and the operators of its two graphs."""
     torch._dynamo.reset()
     found: Counter[str] = Counter()

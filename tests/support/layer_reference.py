@@ -92,7 +92,7 @@ def key_value(projection, heads):
     return torch.stack(rows[: heads.groups], -2), torch.stack(rows[heads.groups :], -2)
 
 
-def turned(x, angles):
+def rotated(x, angles):
     """Rotary position embedding of `[batch, sequence, heads, size]` by `[sequence, size]`."""
     first, second = x.chunk(2, -1)
     angles = angles.double()[:, None]
@@ -116,7 +116,7 @@ def multi_head(parameters, x, seen, heads, how, encoder_output=None, angles=None
         query = query.view(*query.shape[:-1], heads.heads, heads.size)
         key, value = key_value(linear(encoder_output, below(parameters, "key_value")), heads)
     if angles is not None:
-        query, key = turned(query, angles), turned(key, angles)
+        query, key = rotated(query, angles), rotated(key, angles)
     context = attention_reference.attention(query, key, value, seen, post_bias=post_bias)
     return linear(context.flatten(2), below(parameters, "proj")), normed
 

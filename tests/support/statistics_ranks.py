@@ -86,7 +86,7 @@ def steps_between(rank: int) -> Outcome:
         if rank == 0 or iteration != 4:
             session.feed("layer", "activation", torch.ones(4 + iteration, device=here()))
         session.step()
-    collectives = session.collector.account.collectives
+    collectives = session.collector.cost.collectives
     return {i: v["l1_norm"] for (i, _, _), v in session.logged().items()}, collectives
 
 

@@ -34,13 +34,13 @@ class Every:
 
 
 @dataclass
-class Demands:
-    """A built-in feature whose demands are the same for all tensors."""
+class Requests:
+    """A built-in feature whose requests are the same for all tensors."""
 
     subscriptions: list[Subscription]
     built_in_statistics: bool = True
 
-    def statistics_demand(self, config: Any, tensor: str, schedule: Any) -> list[Subscription]:
+    def requested_statistics(self, config: Any, tensor: str, schedule: Any) -> list[Subscription]:
         return self.subscriptions
 
 
@@ -51,9 +51,9 @@ def moments_of(*names: str, schedule: Any = None) -> list[Subscription]:
 
 @dataclass
 class FakeManager:
-    """Routes the layers in `demands`; keeps what is logged by iteration, layer and tensor."""
+    """Routes the layers in `requests`; keeps what is logged by iteration, layer and tensor."""
 
-    demands: dict[str, list[Subscription]]
+    requests: dict[str, list[Subscription]]
     config_hash: int = 1
     iteration: int = 0
     logged: dict[tuple[int, str, str], dict[str, float | None]] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class FakeManager:
     text: Any = field(default_factory=Every)
 
     def route(self, namespace: str, layer: str, call: str, tensor: str) -> list[Any]:
-        found = self.demands.get(layer)
+        found = self.requests.get(layer)
         if found is None:
             return []
-        return [SimpleNamespace(feature=Demands(found), config={}, schedule=None)]
+        return [SimpleNamespace(feature=Requests(found), config={}, schedule=None)]
 
     def schedules(self, feature: str) -> list[tuple[str, Any]]:
         return [("activation", self.text)]

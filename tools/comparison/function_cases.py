@@ -50,15 +50,15 @@ def _permutation(bench: Bench, row: Row) -> None:
     if row["map"] == "index":
         probs = bench.tensor(tokens, 2).softmax(1).requires_grad_()
         rows, row_map = te.moe_permute(x, chosen.int(), map_type="index")
-        given = None
+        permuted_probs = None
     elif row["probs"] == "permuted":
-        rows, given, row_map = te.moe_permute_with_probs(x, probs, mask, 2 * tokens)
+        rows, permuted_probs, row_map = te.moe_permute_with_probs(x, probs, mask, 2 * tokens)
     else:
         rows, row_map = te.moe_permute(x, mask, 2 * tokens)
-        given = None
+        permuted_probs = None
     merging = probs if row["probs"] == "merging" else None
     out = te.moe_unpermute(rows * 2, row_map, merging, list(x.shape), map_type=row["map"])
-    _differentiate(bench, [rows, given, out], x, probs)
+    _differentiate(bench, [rows, permuted_probs, out], x, probs)
 
 
 def _chunks(bench: Bench, row: Row) -> None:

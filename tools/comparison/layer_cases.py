@@ -193,10 +193,10 @@ class Layer:
         """The input, and what the options say of the call."""
         named: dict[str, Any] = {**self._mask(bench), **self._bias(bench, dtype)}
         if share := self.of_call.get(">rope"):
-            turned = te.RotaryPositionEmbedding(
+            rotary = te.RotaryPositionEmbedding(
                 self.head, share, interleaved=self._options.get("rotary_pos_interleaved", False)
             )
-            angles = turned.to(bench.device)(self.sizes.length)
+            angles = rotary.to(bench.device)(self.sizes.length)
             named["rotary_pos_emb"] = (
                 (angles, angles * 0.5) if ">angles" in self.of_call else angles
             )

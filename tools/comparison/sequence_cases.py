@@ -115,8 +115,10 @@ def _models() -> Iterator[Case]:
         whole = ("mixture", "a perceptron twice", "two layers, fused")
         if row["use"] == "main_grad" and row["model"] not in whole:
             return False
-        kept = row["use"] == "fp8 weights" and row["recipe"] != "none"  # for one recipe alone
-        return not (kept and row["model"] == "another region")
+        fp8_weights = (
+            row["use"] == "fp8 weights" and row["recipe"] != "none"
+        )  # for one recipe alone
+        return not (fp8_weights and row["model"] == "another region")
 
     for row in pairwise(factors, makes_sense):
 
@@ -132,9 +134,9 @@ def _models() -> Iterator[Case]:
         yield Case("/".join(("models", *row.values())), run)
 
 
-def _optimizer(name: str, model: nn.Module, kept: bool) -> torch.optim.Optimizer:
+def _optimizer(name: str, model: nn.Module, fp8_weights: bool) -> torch.optim.Optimizer:
     if name == "FusedAdam":
-        masters = kept or any(p.dtype != torch.float32 for p in model.parameters())
+        masters = fp8_weights or any(p.dtype != torch.float32 for p in model.parameters())
         return te.optimizers.FusedAdam(
             model.parameters(), lr=0.01, weight_decay=0.1, master_weights=masters
         )
@@ -147,13 +149,13 @@ def _language_model(bench: Bench, row: Row) -> None:
     """An embedding, two layers, a norm and a head; steps of an optimizer on a loss."""
     precision, recipe = PRECISIONS[row["precision"]], RECIPES[row["recipe"]]
     more = {"device": bench.device, "params_dtype": precision.dtype}
-    kept = row["weights"] == "fp8 weights"
-    with te.fp8_model_init(enabled=True, recipe=recipe) if kept else nullcontext():
+    fp8_weights = row["weights"] == "fp8 weights"
+    with te.fp8_model_init(enabled=True, recipe=recipe) if fp8_weights else nullcontext():
         layers = [_layer(name, fuse_qkv_params=True, hidden_dropout=0.1, **more) for name in "ab"]
         head = te.LayerNormLinear(HIDDEN, CLASSES, bias=False, name="head", **more)
     embedding = nn.Embedding(CLASSES, HIDDEN, device=bench.device, dtype=precision.dtype)
     model = nn.Sequential(embedding, *layers, head)
-    optimizer = _optimizer(row["optimizer"], model, kept)
+    optimizer = _optimizer(row["optimizer"], model, fp8_weights)
     for step in range(4):
         tokens = bench.integers(CLASSES, 17, 2)
         optimizer.zero_grad()

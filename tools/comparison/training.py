@@ -143,10 +143,10 @@ class _Training:
         arguments[self.subject.parameters_named] = self.precision.dtype
         if self.use.main_grad:
             arguments["fuse_wgrad_accumulation"] = True
-        kept: Any = nullcontext()
+        init_context: Any = nullcontext()
         if self.use.fp8_weights:
-            kept = te.fp8_model_init(enabled=True, recipe=self.recipe)
-        with kept:
+            init_context = te.fp8_model_init(enabled=True, recipe=self.recipe)
+        with init_context:
             return self.subject.build(**arguments)
 
     def _prepare(self) -> None:

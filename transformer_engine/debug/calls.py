@@ -24,7 +24,7 @@ class FeatureCalls:
         iteration: when this forward ran.
         tp_group: tensor parallel group of the layer.
         tp_size: its size.
-        repeated: this forward recomputes one that was inspected already.
+        is_recompute: of a forward that was inspected already.
         device: of the layer.
     """
 
@@ -34,7 +34,7 @@ class FeatureCalls:
     iteration: int
     tp_group: Any
     tp_size: int
-    repeated: bool = False
+    is_recompute: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
 
     def modify(
@@ -45,14 +45,9 @@ class FeatureCalls:
         dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the feature makes of `x` for a GEMM.
+        """What the feature makes of `x` for a GEMM, in `out` where an earlier call has made that.
 
-        Args:
-            gemm: which.
-            x: in high precision.
-            quantizer: what would have cast it; None in high precision.
-            dtype: that a plain result must have; None for the results of GEMMs and with `out`.
-            out: what an earlier call made, to be written again.
+        `quantizer` would have cast it; a plain result must have `dtype`.
         """
         more: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
         if out is not None:
@@ -97,7 +92,7 @@ class FeatureCalls:
     def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:
         inspector = process_state().inspector
         ended = inspector is None or inspector.manager is not self.manager
-        if not (self.repeated or ended):
+        if not (self.is_recompute or ended):
             iteration = self.manager.iteration
             more |= {"tp_group": self.tp_group, "tp_size": self.tp_size}
             self._call(call, tensor=x, iteration=iteration, **more)

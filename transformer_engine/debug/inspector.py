@@ -21,7 +21,7 @@ from transformer_engine.debug.plans import (
 from transformer_engine.debug.quantizer import InspectedQuantizer, InspectedResult
 from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch._torch_private import graph_task
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
@@ -69,8 +69,8 @@ class Inspection:
     begin: int
     end: int
     first: CallPlan | None  # None: the plan stays as it is
-    repeated: CallPlan | None  # the same for a forward that is computed again in a backward
-    awaited: bool  # graphs must hear of statistics, or of a feature, that are due at another time
+    recompute: CallPlan | None  # the same for a recomputed forward
+    due_later: bool  # in another iteration, which a CUDA graph captured now must include
 
 
 class Inspector:
@@ -112,17 +112,17 @@ class Inspector:
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         """The plan to use for this call; called when `tick >= call.inspect_at`."""
         found: Inspection | None = call.inspection
-        if capturing():
+        if is_capturing():
             found = self._captured(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
             found = call.inspection = self._inspect(module, call)
-            stays = found.first is None and not found.awaited
+            stays = found.first is None and not found.due_later
             call.inspect_at = found.end if stays else found.begin
         if found.first is None:
             return call
         if graph_task() == -1:
             return found.first
-        return found.repeated or call  # inside a backward: a recomputed forward
+        return found.recompute or call
 
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features of every layer of the module."""
@@ -144,14 +144,14 @@ class Inspector:
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(call.quantizers):
-            awaited = statistics or (bool(following) and self.refusal(names, "", True) is not None)
-            return Inspection(self.tick, end, None, None, awaited)
+            due_later = bool(following) and self.refusal(names, "", True) is not None
+            return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
-        first, repeated = (
-            self._wrapped(module, call, plans, attached, again) for again in (False, True)
+        first, recompute = (
+            self._wrapped(module, call, plans, attached, second) for second in (False, True)
         )
-        return Inspection(self.tick, end, first, repeated, statistics)
+        return Inspection(self.tick, end, first, recompute, statistics)
 
     def _attach(
         self,
@@ -183,18 +183,18 @@ class Inspector:
         call: CallPlan,
         plans: list[LayerPlan],
         attached: list[GemmQuantizers],
-        repeated: bool,
+        is_recompute: bool,
     ) -> CallPlan:
-        """The plan with inspected quantizers; one that is repeated shows nothing a second time."""
+        """The plan with inspected quantizers; that of a recompute shows nothing a second time."""
         quantizers = []
         for plan, normal, seen in zip(plans, call.quantizers, attached, strict=True):
             changed: dict[str, Quantizer] = {}
             modifies = False
             for tensor in plan.tensors.values():
                 about = tensor.tensor
-                again = repeated and about.name in ("activation", "weight", "output")
-                inner = getattr(normal if again else seen, about.quantizer)
-                calls = self._calls(module, plan, tensor, again)
+                recomputed = is_recompute and about.name in ("activation", "weight", "output")
+                inner = getattr(normal if recomputed else seen, about.quantizer)
+                calls = self._calls(module, plan, tensor, recomputed)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)
                 modifies |= about.is_operand and tensor.modifies
             gemms = normal.replaced(changed)
@@ -211,7 +211,7 @@ class Inspector:
         module: TransformerEngineBaseModule,
         plan: LayerPlan,
         tensor: TensorPlan,
-        repeated: bool = False,
+        is_recompute: bool = False,
     ) -> FeatureCalls:
         return FeatureCalls(
             self.manager,
@@ -220,7 +220,7 @@ class Inspector:
             self.iteration,
             module.tp_group,
             module.tp_size,
-            repeated,
+            is_recompute,
             next(module.parameters()).device,
         )
 

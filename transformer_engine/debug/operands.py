@@ -29,13 +29,7 @@ def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def as_tensor(
     x: torch.Tensor, cast: Operands, quantizer: Quantizer | None
 ) -> QuantizedTensor | None:
-    """What a cast made of `x`, without the tokens that were added for the GEMMs.
-
-    Args:
-        x: `[..., cols]`.
-        cast: its operands; None where neither side is in FP8.
-        quantizer: in its documented form.
-    """
+    """What a cast made of `x`, without padding; `quantizer` is in its documented form."""
     rows, cols = rows_of(x), x.shape[-1]
     rowwise = _side(cast.rowwise, rows, cols)
     columnwise = _side(cast.columnwise, cols, rows)

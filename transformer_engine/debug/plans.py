@@ -177,12 +177,9 @@ def _has(routed: Any, attribute: str) -> bool:
 
 
 def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str | None:
-    """The name of a feature on this layer that a compiled or captured graph cannot call.
+    """The feature on this layer that a compiled or captured graph cannot call.
 
-    Args:
-        manager: of the session.
-        layer: its name.
-        by_kernels: kernels take built-in statistics in such graphs.
+    With `by_kernels`, kernels take built-in statistics in such graphs.
     """
     for tensor in TENSORS:
         for gemm in (tensor.rowwise, tensor.columnwise):

@@ -12,7 +12,13 @@ from transformer_engine.debug.operands import as_tensor, matrix
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.fp8.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    Side,
+    transposed,
+)
 from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
     Quantizer,
@@ -66,9 +72,9 @@ class InspectedQuantizer(WrappingQuantizer):
         """What is cached with other plans is of another kind."""
         return (self.inner.cache_key, self.plan.rowwise, self.plan.columnwise)
 
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
         """The same around what repeats the recipe's."""
-        again = super().repeating(scale)
+        again = super().for_recompute(scale)
         assert isinstance(again, InspectedQuantizer)
         again.default = again.inner.public()
         return again
@@ -78,74 +84,76 @@ class InspectedQuantizer(WrappingQuantizer):
         rows = () if self.statistics is None else self.statistics.persistent_tensors()
         return (*self.inner.persistent_tensors(), *rows)
 
-    def inner_demand(self, demand: Demand) -> Demand:
+    def inner_request(self, request: OperandRequest) -> OperandRequest:
         """The sides that are cast as the recipe says."""
-        rowwise = demand.rowwise and self.plan.rowwise is Plan.FP8
-        columnwise = demand.columnwise and self.plan.columnwise is Plan.FP8
+        rowwise = request.rowwise and self.plan.rowwise is Plan.FP8
+        columnwise = request.columnwise and self.plan.columnwise is Plan.FP8
         quantizer = self.inner if rowwise or columnwise else IDENTITY
-        return Demand(quantizer, rowwise, columnwise, demand.bias_grad)
+        return OperandRequest(quantizer, rowwise, columnwise, request.bias_grad)
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast, let features change it, show it to features."""
-        return self.padded(x, 0, demand)
+        return self.padded(x, 0, request)
 
-    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+    def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
         """The same; features do not see the padding."""
-        return self._finish(x, self._cast(x, padding, demand), demand, padding)
+        return self._finish(x, self._cast(x, padding, request), request, padding)
 
-    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+    def refreshed(
+        self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
+    ) -> Operands:
         """The same; features write into what they made before."""
         outs = cached.made if isinstance(cached, _Modified) else {}
-        return self._finish(x, self._cast(x, 0, demand), demand, 0, outs)
+        return self._finish(x, self._cast(x, 0, request), request, 0, outs)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The same of a weight that exists in FP8 alone: features get its values."""
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
-        inner, columnwise = self.inner_demand(demand), None
+        inner, columnwise = self.inner_request(request), None
         if inner.columnwise:
             columnwise = transposed(weight)
         cast = Operands(weight if inner.rowwise else None, columnwise)
-        return self._finish(x, cast, demand, 0, kept=weight)
+        return self._finish(x, cast, request, 0, fp8_weight=weight)
 
-    def _cast(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
-        inner = self.inner_demand(demand)
+    def _cast(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
+        inner = self.inner_request(request)
         return inner.quantizer.padded(x, padding, inner)
 
     def finish(
-        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
         """After a fused kernel."""
         assert x is not None
-        return self._finish(x, cast if isinstance(cast, Operands) else Operands(x, x), demand, 0)
+        return self._finish(x, cast if isinstance(cast, Operands) else Operands(x, x), request, 0)
 
     def _finish(
         self,
         x: torch.Tensor,
         cast: Operands,
-        demand: Demand,
+        request: OperandRequest,
         padding: int,
         outs: dict[str, torch.Tensor] | None = None,
-        kept: Fp8Matrix | None = None,
+        fp8_weight: Fp8Matrix | None = None,
     ) -> Operands:
         plan, bias_grad = self.plan, cast.bias_grad
         if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
-            self.inner.note(x)
-        if demand.bias_grad is not None and bias_grad is None and plan.modifies:
+            self.inner.record_amax(x)
+        if request.bias_grad is not None and bias_grad is None and plan.modifies:
             # Of the gradient itself, not of what a feature makes of it.
-            bias_grad = dropout_add_backward(x, None, 0.0, None, demand.bias_grad)[1]
+            bias_grad = dropout_add_backward(x, None, 0.0, None, request.bias_grad)[1]
         result = _Modified(None, None, bias_grad)
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
             quantized = as_tensor(x, cast, self.inner.public())
         # Columns first, as documented.
-        if demand.columnwise:
+        if request.columnwise:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
-        if demand.rowwise:
+        if request.rowwise:
             result.rowwise, seen[0] = self._side(0, x, cast, padding, result.made, outs)
-        self._show(x, [quantized if s is None else s for s in seen], demand)
-        if self.statistics is not None and kept is not None:
-            self.statistics.feed_kept(kept, self.dtype, self.inner)
+        self._show(x, [quantized if s is None else s for s in seen], request)
+        if self.statistics is not None and fp8_weight is not None:
+            self.statistics.feed_fp8_weight(fp8_weight, self.dtype, self.inner)
         elif self.statistics is not None:
             self.statistics.feed(x, result.rowwise, result.columnwise, self.inner)
         return result
@@ -174,13 +182,15 @@ class InspectedQuantizer(WrappingQuantizer):
         plain = self.calls.check_dtype(tensor, self.dtype, gemm).contiguous()
         return pad(plain, padding), tensor
 
-    def _show(self, x: torch.Tensor, seen: list[torch.Tensor | None], demand: Demand) -> None:
+    def _show(
+        self, x: torch.Tensor, seen: list[torch.Tensor | None], request: OperandRequest
+    ) -> None:
         plan = self.plan
         if plan.inspect:
             self.calls.inspect(x, seen[0], seen[1], self.default)
-        if plan.inspect_rowwise and demand.rowwise and seen[0] is not None:
+        if plan.inspect_rowwise and request.rowwise and seen[0] is not None:
             self.calls.inspect_after(self.gemms[0], seen[0], True)
-        if plan.inspect_columnwise and demand.columnwise and seen[1] is not None:
+        if plan.inspect_columnwise and request.columnwise and seen[1] is not None:
             self.calls.inspect_after(self.gemms[1], seen[1], False)
 
     def __repr__(self) -> str:
@@ -206,9 +216,9 @@ class InspectedResult(Quantizer):
         """Those of what takes statistics."""
         return self.inner.persistent_tensors()
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
+    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
         """Let features change it, then show it to features."""
-        x = self.inner.result(x)
+        x = self.inner.process_gemm_output(x)
         if self.plan.rowwise is Plan.MODIFY:
             gemm = self.plan.tensor.rowwise
             x = self.calls.check_dtype(self.calls.modify(gemm, x, None), x.dtype, gemm)

@@ -8,15 +8,7 @@ _NO_END = 2**63 - 1
 
 
 def end_of_run(schedule: Any, iteration: int) -> int | None:
-    """The first iteration after one that is due at which the schedule may not be.
-
-    Args:
-        schedule: None: always due.
-        iteration: that is due.
-
-    Returns:
-        None if all that follow are due.
-    """
+    """The first iteration after this due one that may not be due; None if all that follow are."""
     if schedule is None:
         return None
     if schedule.freq > 1:

@@ -138,5 +138,5 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return (kept * grad[:, None]).to(kept.dtype), None, None, None, None
+        (saved_grad,) = ctx.saved_tensors
+        return (saved_grad * grad[:, None]).to(saved_grad.dtype), None, None, None, None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
-from transformer_engine.pytorch.recompute.regions import place
+from transformer_engine.pytorch.recompute.regions import recompute_context
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, graph_safe_rng_available
 
 __all__ = [
@@ -26,7 +26,7 @@ def activation_recompute_forward(
 ) -> Iterator[None]:
     """What checkpointing functions of trainers open around their two forwards.
 
-    Modules find out by themselves that a forward will be repeated, or that it repeats another, from
+    Modules find out by themselves that a forward will be, or is, recomputed, from
     the autograd function that runs it: scales and amaxes are treated so whether or not this is
     open.
 
@@ -40,11 +40,14 @@ def activation_recompute_forward(
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether modules called now run in FP8 in a part of a model that runs twice."""
     stack = autocast_stack()
-    here = place(stack.repeated, stack.regions)
-    return stack.scope.enabled and (bool(here.records) or here.repeats is not None)
+    here = recompute_context(stack.recomputed, stack.regions)
+    return stack.scope.enabled and (bool(here.open_regions) or here.recomputed is not None)
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether modules called now run in FP8 for the second time."""
     stack = autocast_stack()
-    return stack.scope.enabled and place(stack.repeated, stack.regions).repeats is not None
+    return (
+        stack.scope.enabled
+        and recompute_context(stack.recomputed, stack.regions).recomputed is not None
+    )

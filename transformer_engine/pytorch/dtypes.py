@@ -25,14 +25,14 @@ class DType(IntEnum):
     kFloat8E5M2 = 6
 
     @staticmethod
-    def of(given: DType | torch.dtype | int) -> DType:
+    def of(value: DType | torch.dtype | int) -> DType:
         """A type by its number or by torch's name."""
-        if isinstance(given, int):
-            return DType(given)
+        if isinstance(value, int):
+            return DType(value)
         for number, dtype in {**TORCH_DTYPES, **TORCH_FP8}.items():
-            if dtype is given:
+            if dtype is value:
                 return DType(number)
-        raise ValueError(f"[DType] expected a DType or its counterpart in torch, got {given!r}")
+        raise ValueError(f"[DType] expected a DType or its counterpart in torch, got {value!r}")
 
 
 E4M3 = int(DType.kFloat8E4M3)

@@ -56,13 +56,13 @@ __device__ __forceinline__ int opaque(int value) {
 __device__ __forceinline__ float sum_rows(float (&value)[8]) {
   const unsigned lane = threadIdx.x % 32;
 #pragma unroll
-  for (int kept = 4; kept > 0; kept /= 2) {
-    const bool upper = (lane & (4 * kept)) != 0;
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = (lane & (4 * half)) != 0;
 #pragma unroll
-    for (int i = 0; i < kept; ++i) {
-      const float mine = upper ? value[i + kept] : value[i];
-      const float theirs = upper ? value[i] : value[i + kept];
-      value[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, 4 * kept);
+    for (int i = 0; i < half; ++i) {
+      const float mine = upper ? value[i + half] : value[i];
+      const float theirs = upper ? value[i] : value[i + half];
+      value[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, 4 * half);
     }
   }
   float sum = value[0];

@@ -1,4 +1,4 @@
-// Routing calls: merged, remembered until they may change, never asked twice for an iteration.
+// Routing calls: merged, cached until they may change, never asked twice for an iteration.
 #include "core/error.h"
 #include "fakes.h"
 

@@ -128,13 +128,13 @@ def test_every_step_of_a_fixed_cache_is_one_problem(stand_in, monkeypatch):
 def test_gradients_of_thd_lie_as_what_is_read(monkeypatch, shift):
     """Parts of a projection do; where its memory does not begin at 16 bytes, copies are read."""
     seen = []
-    monkeypatch.setattr(kernels._C, "attention_backward", lambda *given: seen.append(given))
+    monkeypatch.setattr(kernels._C, "attention_backward", lambda *call_args: seen.append(call_args))
     memory = torch.empty(7 * 3 * 2 * 8 + 1, dtype=torch.bfloat16)
     parts = memory[shift : shift + 7 * 3 * 2 * 8].view(7, 3, 2, 8).unbind(1)
     out, statistics = torch.empty(7, 16), torch.empty(7, 2)
     settings = kernels.settings_of(kernels.THD, longest=(7, 7))
-    given = (out, *parts, out, statistics, settings, 1.0, 0.0, (None,) * 4, None, None, None)
-    results = kernels.attention_backward(*given, False, False, True)[:3]
+    call_args = (out, *parts, out, statistics, settings, 1.0, 0.0, (None,) * 4, None, None, None)
+    results = kernels.attention_backward(*call_args, False, False, True)[:3]
     inputs, written = seen[0][0], seen[0][7][1:4]
     for read, gradient, result in zip(inputs, written, results, strict=True):
         assert read.stride() == gradient.stride() == result.stride()
@@ -167,14 +167,14 @@ def test_shapes_without_a_kernel(format):
 def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
     """In the graphs of compilers, where no operator returns parts of one tensor."""
     seen = []
-    monkeypatch.setattr(kernels._C, "attention_backward", lambda *given: seen.append(given))
+    monkeypatch.setattr(kernels._C, "attention_backward", lambda *call_args: seen.append(call_args))
     heads = torch.empty(5, 2, 4, 3, 16) if by_head else torch.empty(5, 2, 3, 4, 16)
     parts = heads.unbind(-2 if by_head else -3)
     out, statistics = torch.empty(5, 2, 64), torch.empty(2, 4, 5)
-    given = (out, *parts, out, statistics, kernels.settings_of(kernels.SBHD), 1.0, 0.0)
+    call_args = (out, *parts, out, statistics, kernels.settings_of(kernels.SBHD), 1.0, 0.0)
     together = kernels.PACKED_BY_HEAD if by_head else kernels.PACKED
     absent = (None,) * 4, None, None, None, False, False
-    whole, *others = kernels.attention_backward(*given, *absent, together)
+    whole, *others = kernels.attention_backward(*call_args, *absent, together)
     assert whole.shape == (5, 2, 192) and others == [None] * 4
     written = seen[0][7][1:4]
     for part, wanted in zip(
@@ -182,8 +182,8 @@ def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
     ):
         assert (part.data_ptr(), part.stride()) == (wanted.data_ptr(), wanted.stride())
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in given[:6]]
-        results = torch.ops.te.attention_backward(*fakes, *given[6:], *absent, together)
+        fakes = [mode.from_tensor(x) for x in call_args[:6]]
+        results = torch.ops.te.attention_backward(*fakes, *call_args[6:], *absent, together)
     assert results[0].shape == whole.shape
 
 

@@ -235,9 +235,9 @@ def dropped(seed, p=0.25):
 
 def test_dropout_drops_its_share_and_scales_the_rest():
     weights = dropped(0)
-    kept = weights != 0
-    assert abs(float(kept.float().mean()) - 0.75) < 0.02
-    assert torch.allclose(weights[kept].float(), torch.tensor(4 / 3, device="cuda"), rtol=1e-2)
+    surviving = weights != 0
+    assert abs(float(surviving.float().mean()) - 0.75) < 0.02
+    assert torch.allclose(weights[surviving].float(), torch.tensor(4 / 3, device="cuda"), rtol=1e-2)
 
 
 def test_dropout_follows_torchs_generator():
@@ -311,24 +311,29 @@ def test_a_graph_that_would_be_built_inside_a_capture_is_an_error():
 
 def test_the_table_tells_what_cudnn_refuses(monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")  # puts it first
-    given = {"dtype": torch.bfloat16, "device": "cuda", "max_seqlen_q": 128, "max_seqlen_kv": 64}
-    table = te.attention_backends(attn_mask_type="causal_bottom_right", **given)
+    call_kwargs = {
+        "dtype": torch.bfloat16,
+        "device": "cuda",
+        "max_seqlen_q": 128,
+        "max_seqlen_kv": 64,
+    }
+    table = te.attention_backends(attn_mask_type="causal_bottom_right", **call_kwargs)
     assert "cuDNN 9" in table["cudnn"] and "Bottom right" in table["cudnn"]
-    assert te.attention_backends(**given).chosen == "cudnn"
+    assert te.attention_backends(**call_kwargs).chosen == "cudnn"
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "padding_causal"])
 def test_compiled(mask_type):
     padding = "padding" in mask_type
     ends = on_gpu([0, 50, 114])
-    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends} if padding else {}
+    call_kwargs = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends} if padding else {}
     module = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type=mask_type)
     shape = (2, 64, 4, 64)
     qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     qkv = [x.requires_grad_() for x in qkv]
     results = []
     for function in (module, torch.compile(module, fullgraph=True)):
-        out = function(*qkv, **given)
+        out = function(*qkv, **call_kwargs)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), qkv)))
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)

@@ -103,8 +103,8 @@ def test_preferred(monkeypatch):
     ],
 )
 def test_requirements(changes, reason):
-    given = refusal(cudnn_fp8.BACKEND, Problem(**{**HOPPER, **changes}), environment())
-    assert given is None if reason is None else reason in given
+    refused = refusal(cudnn_fp8.BACKEND, Problem(**{**HOPPER, **changes}), environment())
+    assert refused is None if reason is None else reason in refused
 
 
 def test_the_backward_in_fp8_takes_one_size(monkeypatch):
@@ -125,8 +125,8 @@ def test_shapes_without_a_kernel(format):
             torch.empty(5, 2, heads, size, dtype=torch.uint8)
             for heads, size in ((4, 16), (2, 16), (2, 32))
         )
-        given = (query, key, value, torch.empty(3, 2), settings, 0.25)
-        out, statistics = torch.ops.te.fp8_attention_forward(*given, True, [None, None])
+        refused = (query, key, value, torch.empty(3, 2), settings, 0.25)
+        out, statistics = torch.ops.te.fp8_attention_forward(*refused, True, [None, None])
         grads = torch.ops.te.fp8_attention_backward(
             torch.empty_like(out),
             *(query, key, value, out, statistics, torch.empty(6, 2), settings, 0.25, 6),

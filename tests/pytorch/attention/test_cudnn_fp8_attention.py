@@ -71,10 +71,10 @@ def test_kernels(case):
     grad = encode(torch.randn(expected.shape), of_grads, largest / 6)
     found, wanted = amaxes(), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
     needs = (True, True, True)
-    given = (scales.cuda(), settings, scale, of_grads, found, needs)
-    actual = kernels.fp8_attention_backward(grad.cuda(), *on_gpu, out, statistics, *given)
-    given = (scales, settings, scale, of_grads, wanted, needs)
-    grads = fake_cudnn_fp8.fp8_attention_backward(grad, *x, out.cpu(), statistics, *given)
+    call_args = (scales.cuda(), settings, scale, of_grads, found, needs)
+    actual = kernels.fp8_attention_backward(grad.cuda(), *on_gpu, out, statistics, *call_args)
+    call_args = (scales, settings, scale, of_grads, wanted, needs)
+    grads = fake_cudnn_fp8.fp8_attention_backward(grad, *x, out.cpu(), statistics, *call_args)
     for name, got, by_definition in zip(("query", "key", "value"), actual, grads, strict=True):
         assert_values(got, by_definition, of_grads, 0.03, name)
     for got, amax in zip(found, wanted, strict=True):

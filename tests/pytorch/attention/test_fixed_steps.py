@@ -135,9 +135,9 @@ def test_mistakes():
         attention = te.DotProductAttention(4, 8, **options)
         params = te.InferenceParams(2, 4)
         params.sequence_len_offset = torch.tensor(0)
-        given = query[0] if options.get("qkv_format") else query
+        tensor = query[0] if options.get("qkv_format") else query
         with pytest.raises(ValueError, match=message):
-            attention(given, given, given, inference_params=params)
+            attention(tensor, tensor, tensor, inference_params=params)
 
 
 @torch.no_grad()

@@ -130,14 +130,14 @@ def test_is_its_definition(case, device):
         window_size=case.window,
     )
     x, arguments, seen = inputs_of(case, device)
-    given = [in_format(t, case, min(i, 1)).detach().requires_grad_() for i, t in enumerate(x)]
-    train_a_little(core, given, recipe=recipe, **arguments)
+    leaves = [in_format(t, case, min(i, 1)).detach().requires_grad_() for i, t in enumerate(x)]
+    train_a_little(core, leaves, recipe=recipe, **arguments)
     forward, backward = [core.scaling[d].scale.clone() for d in (FORWARD, BACKWARD)]
     grad = torch.randn(*x[0].shape, device=device)
-    for t in given:
+    for t in leaves:
         t.grad = None
     with te.fp8_autocast(fp8_recipe=recipe):
-        out = core(*given, **arguments)
+        out = core(*leaves, **arguments)
         row = core.scaling[FORWARD].amax_history[0].tolist()
     out.backward(in_format(grad, case, 0).flatten(-2))
 
@@ -151,7 +151,7 @@ def test_is_its_definition(case, device):
     expected = definition.attention(x, grad, seen, (forward, backward), bias, of_grads)
     flat = in_format(expected.out, case, 0).flatten(-2)
     assert_nearest(out, forward[OUT], E4M3, flat)
-    for i, (t, codes) in enumerate(zip(given, expected.gradients, strict=True)):
+    for i, (t, codes) in enumerate(zip(leaves, expected.gradients, strict=True)):
         wanted = in_format(codes, case, min(i, 1))
         assert_nearest(t.grad, backward[GRAD_QKV], of_grads, wanted)
     for column, amax in expected.forward.items():
@@ -168,18 +168,18 @@ def test_backward_in_high_precision(device, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     case, core = Case(), attention(qkv_format="bshd")
     x, _, seen = inputs_of(case, device)
-    given = [t.clone().requires_grad_() for t in x]
-    train_a_little(core, given)
+    leaves = [t.clone().requires_grad_() for t in x]
+    train_a_little(core, leaves)
     forward = core.scaling[FORWARD].scale.clone()
-    for t in given:
+    for t in leaves:
         t.grad = None
     with te.fp8_autocast(fp8_recipe=RECIPE):
-        out = core(*given)
+        out = core(*leaves)
     grad = torch.randn(x[0].shape, device=device)
     out.backward(grad.flatten(-2))
     expected = definition.attention(x, grad, seen, (forward, forward), of_grads=None)
     assert_nearest(out, forward[OUT], E4M3, expected.out.flatten(-2))
-    for t, wanted in zip(given, expected.gradients, strict=True):
+    for t, wanted in zip(leaves, expected.gradients, strict=True):
         assert (t.grad.cpu() - wanted).norm() < 1e-5 * wanted.norm()
     assert not core.scaling[BACKWARD].amax_history.any()
 

@@ -32,12 +32,12 @@ def _seen(mask: Mask, queries: int, keys: int, batch: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name in MASK_TYPES if name != "arbitrary"])
 def test_against_definition(name, queries, keys):
     lengths = [(queries, keys), (max(1, queries - 2), max(1, keys - 1)), (0, 0)]
-    of_query, of_key = (torch.tensor(side) for side in zip(*lengths, strict=True))
+    query_lengths, key_lengths = (torch.tensor(side) for side in zip(*lengths, strict=True))
     windows = WINDOWS if mask_type(name).causal else TWO_SIDED
     for window in windows:
         padding = None
         if mask_type(name).padding:
-            padding = padding_from_lengths(of_query, of_key, queries, keys)
+            padding = padding_from_lengths(query_lengths, key_lengths, queries, keys)
         mask = build_mask(mask_rule(name, window), queries, keys, padding)
         expected = reference.seen_keys(name, window, queries, keys, lengths)
         assert torch.equal(_seen(mask, queries, keys, 3), expected), window

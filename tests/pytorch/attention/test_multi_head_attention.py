@@ -75,12 +75,12 @@ def test_against_definition(device, case):
     x = torch.randn(BATCH, LENGTH, HIDDEN).to(dtype)
     memory = torch.randn(BATCH, keys, HIDDEN).to(dtype) if cross else None
     exact = [t.double().requires_grad_() for t in (x, memory) if t is not None]
-    given = [
+    module_inputs = [
         swapped(t, qkv_format).contiguous().to(device).requires_grad_()
         for t in (x, memory)
         if t is not None
     ]
-    out = module(given[0], encoder_output=given[1] if cross else None)
+    out = module(module_inputs[0], encoder_output=module_inputs[1] if cross else None)
     parameters = reference.parameters_of(module)
     seen = torch.ones(BATCH, 1, LENGTH, keys, dtype=torch.bool)
     expected, _ = reference.multi_head(
@@ -92,7 +92,7 @@ def test_against_definition(device, case):
     upstream = torch.randn(expected.shape).to(dtype)
     expected.backward(upstream.double())
     result.backward(upstream.to(device))
-    for a, b in zip(given, exact, strict=True):
+    for a, b in zip(module_inputs, exact, strict=True):
         assert relative_error(swapped(a.grad, qkv_format), b.grad) < 2 * bound_of(dtype, device)
     assert_same_gradients(module, parameters, 2 * bound_of(dtype, device))
 
@@ -103,8 +103,8 @@ def test_rotary(device, qkv_format, pair):
     module = make(device, attn_mask_type="causal", qkv_format=qkv_format)
     angles = RotaryPositionEmbedding(HIDDEN // HEADS).to(device)(LENGTH)
     x = torch.randn(BATCH, LENGTH, HIDDEN)
-    given = swapped(x, qkv_format).to(device)
-    out = module(given, rotary_pos_emb=(angles, angles) if pair else angles)
+    module_inputs = swapped(x, qkv_format).to(device)
+    out = module(module_inputs, rotary_pos_emb=(angles, angles) if pair else angles)
     seen = attention_reference.seen_keys("causal", None, LENGTH, LENGTH, [(0, 0)] * BATCH)
     expected, _ = reference.multi_head(
         reference.parameters_of(module),

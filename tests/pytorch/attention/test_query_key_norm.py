@@ -62,7 +62,7 @@ def expected_of(module, kind, parameters, x, memory=None, angles=None, before=Fa
             query = normalised(query, kind, parameters, "q_norm")
             key = normalised(key, kind, parameters, "k_norm")
         elif angles is not None:
-            query, key = reference.turned(query, angles), reference.turned(key, angles)
+            query, key = reference.rotated(query, angles), reference.rotated(key, angles)
     seen = torch.ones(len(x), 1, query.shape[1], key.shape[1], dtype=torch.bool)
     context = attention_reference.attention(query, key, value, seen)
     return reference.linear(context.flatten(2), below(parameters, "proj"))
@@ -82,8 +82,12 @@ def test_against_definition(device, kind, case):
     if module.attention_type == "cross":
         inputs.append(torch.randn(BATCH, KEYS, HIDDEN).to(dtype))
     exact = [x.double().requires_grad_() for x in inputs]
-    given = [swapped(x, qkv_format).contiguous().to(device).requires_grad_() for x in inputs]
-    out = module(given[0], encoder_output=given[1] if len(given) > 1 else None)
+    module_inputs = [
+        swapped(x, qkv_format).contiguous().to(device).requires_grad_() for x in inputs
+    ]
+    out = module(
+        module_inputs[0], encoder_output=module_inputs[1] if len(module_inputs) > 1 else None
+    )
     parameters = reference.parameters_of(module)
     expected = expected_of(module, kind, parameters, *exact)
     result = swapped(out, qkv_format)
@@ -93,7 +97,7 @@ def test_against_definition(device, kind, case):
     upstream = torch.randn(expected.shape).to(dtype)
     expected.backward(upstream.double())
     result.backward(upstream.to(device))
-    for a, b in zip(given, exact, strict=True):
+    for a, b in zip(module_inputs, exact, strict=True):
         assert relative_error(swapped(a.grad, qkv_format), b.grad) < 2 * bound
     assert_same_gradients(module, parameters, 2 * bound)
 

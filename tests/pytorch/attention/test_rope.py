@@ -12,7 +12,7 @@ def frequency(i, dim, base=10000.0):
     return base ** (-2 * i / dim)
 
 
-def turned(x, position, dim, interleaved, base=10000.0):
+def rotated(x, position, dim, interleaved, base=10000.0):
     """One head `[size]` in float64, its first `dim` elements turned pair by pair."""
     y = x.double().clone()
     for i in range(dim // 2):
@@ -26,7 +26,7 @@ def turned(x, position, dim, interleaved, base=10000.0):
 def expected(t, dim, interleaved, positions):
     """`[batch, sequence, heads, size]` turned; `positions[b][s]` says how far."""
     rows = [
-        torch.stack([turned(head, positions[b][s], dim, interleaved) for head in t[b, s]])
+        torch.stack([rotated(head, positions[b][s], dim, interleaved) for head in t[b, s]])
         for b in range(t.shape[0])
         for s in range(t.shape[1])
     ]
@@ -79,9 +79,9 @@ def test_percent_and_interpolation():
 def test_turned(device, tensor_format, interleaved, fused, dim):
     t = torch.randn(2, 5, 3, 12)
     angles = angles_of(device, dim, 7, interleaved)
-    given = t.transpose(0, 1) if tensor_format == "sbhd" else t
+    rope_input = t.transpose(0, 1) if tensor_format == "sbhd" else t
     out = apply_rotary_pos_emb(
-        given.to(device), angles, tensor_format, fused, interleaved=interleaved
+        rope_input.to(device), angles, tensor_format, fused, interleaved=interleaved
     )
     result = out.transpose(0, 1) if tensor_format == "sbhd" else out
     exact = expected(t, dim, interleaved, [range(5)] * 2)
@@ -109,13 +109,13 @@ def test_kernel_on_views(device, tensor_format, interleaved, dtype, size, dim):
     heads, positions = 3, [range(9)] * 2
     qkv = torch.randn(2, 9, heads, 3 * size).to(dtype)
     t = qkv[..., size : 2 * size]
-    given, ends = qkv, None
+    rope_input, ends = qkv, None
     if tensor_format == "sbhd":
-        given = qkv.transpose(0, 1).contiguous()
+        rope_input = qkv.transpose(0, 1).contiguous()
     if tensor_format == "thd":
-        given = qkv.flatten(0, 1)
+        rope_input = qkv.flatten(0, 1)
         ends = torch.arange(0, 19, 9, dtype=torch.int32, device=device)
-    query = given.to(device)[..., size : 2 * size]
+    query = rope_input.to(device)[..., size : 2 * size]
     assert not query.is_contiguous()
     angles = angles_of(device, dim, 9, interleaved)
     out = apply_rotary_pos_emb(query, angles, tensor_format, True, ends, interleaved=interleaved)
@@ -217,9 +217,9 @@ def test_packed(device, start):
     t = torch.randn(1, 7, 2, 8)
     ends = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
     first = [0, 0, 0] if start is None else start
-    given = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
+    rope_input = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
     out = apply_rotary_pos_emb(
-        t[0].to(device), angles_of(device, 8, 6), "thd", True, ends, start_positions=given
+        t[0].to(device), angles_of(device, 8, 6), "thd", True, ends, start_positions=rope_input
     )
     positions = [*range(first[0], first[0] + 3), *range(first[2], first[2] + 4)]
     exact = expected(t, 8, False, [positions])[0]
@@ -263,5 +263,5 @@ def test_freqs_may_leave_out_their_ones():
 def test_padding_may_lie_behind_the_last_angle():
     t, angles = torch.randn(3, 2, 2, 8), angles_of("cpu", 8, 4)
     starts = torch.tensor([0, 3], dtype=torch.int32)
-    turned = [apply_rotary_pos_emb(t, angles, "sbhd", f, start_positions=starts) for f in (0, 1)]
-    torch.testing.assert_close(*turned)
+    rotated = [apply_rotary_pos_emb(t, angles, "sbhd", f, start_positions=starts) for f in (0, 1)]
+    torch.testing.assert_close(*rotated)

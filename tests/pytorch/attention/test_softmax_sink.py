@@ -84,14 +84,14 @@ def test_against_definition(device, kind, case):
     if case.get("bias"):
         inputs.append(torch.randn(1, HEADS, queries, keys).to(dtype))
     exact = [x.double().requires_grad_() for x in inputs]
-    given = [x.to(device).requires_grad_() for x in inputs]
+    module_inputs = [x.to(device).requires_grad_() for x in inputs]
     offset = torch.zeros(HEADS, dtype=torch.float64)
     if kind == "learnable":
         offset = module.softmax_offset.detach().cpu().double().requires_grad_()
     if case.get("bias"):
         arguments["core_attention_bias_type"] = "post_scale_bias"
-        arguments["core_attention_bias"] = given[3]
-    out = module(*given[:3], **arguments)
+        arguments["core_attention_bias"] = module_inputs[3]
+    out = module(*module_inputs[:3], **arguments)
     expected = attention_with_sink(*exact[:3], seen, offset, *exact[3:])
     result = out.view(expected.shape)
     assert out.dtype is dtype
@@ -102,9 +102,9 @@ def test_against_definition(device, kind, case):
     upstream = torch.randn(expected.shape).to(dtype)
     expected.backward(upstream.double())
     result.backward(upstream.to(device))
-    for a, b in zip(given, exact, strict=True):
+    for a, b in zip(module_inputs, exact, strict=True):
         assert relative_error(a.grad, b.grad) < 2 * BOUND[dtype]
-    assert given[0].grad.cpu()[blind].count_nonzero() == 0
+    assert module_inputs[0].grad.cpu()[blind].count_nonzero() == 0
     if kind == "learnable":
         assert module.softmax_offset.grad.dtype is torch.float32
         assert relative_error(module.softmax_offset.grad, offset.grad) < 2 * BOUND[dtype]

@@ -287,9 +287,12 @@ def test_warnings_break_no_graph(device):
     reset_autocast()
     torch._dynamo.reset()
     with te.fp8_model_init():
-        kept = te.Linear(HIDDEN, FFN, device=device, name="kept")
+        fp8_weights = te.Linear(HIDDEN, FFN, device=device, name="kept")
     odd = te.Linear(HIDDEN - 4, FFN, device=device, name="odd")
-    for module, recipe, words in ((odd, "current", "(layer odd)"), (kept, None, "kept in FP8")):
+    for module, recipe, words in (
+        (odd, "current", "(layer odd)"),
+        (fp8_weights, None, "kept in FP8"),
+    ):
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         x = torch.randn(16, module.in_features, device=device)
         with pytest.warns(UserWarning, match=re.escape(words)), scope(recipe):

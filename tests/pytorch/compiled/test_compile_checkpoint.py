@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoint_helpers import HIDDEN, build, states, uncheckpointed
-from compiled_graphs import compiled, kept_and_run
+from compiled_graphs import compiled, saved_and_run
 from precisions import RECIPES, scope
 from rulers import assert_equal
 from torch import nn
@@ -155,24 +155,24 @@ def test_activations_are_not_kept(recipe: str) -> None:
     x = torch.randn(256, HIDDEN, requires_grad=True)
     with scope(recipe):
         layer(x).sum().backward()  # makes the state
-    kept, run = kept_and_run(layer, x, recipe)
+    saved, run = saved_and_run(layer, x, recipe)
     assert not run["backward norm_forward"] and not run["backward activation_forward"]
     layer.checkpoint = True
-    less, again = kept_and_run(layer, x, recipe)
+    less, again = saved_and_run(layer, x, recipe)
     assert again["backward norm_forward"] == again["backward activation_forward"] == 1
     assert again["forward norm_forward"] == run["forward norm_forward"] == 1
-    assert x.nbytes <= less < x.nbytes + 512 < kept / 2  # scales are small
+    assert x.nbytes <= less < x.nbytes + 512 < saved / 2  # scales are small
 
 
 def test_core_attention_is_not_kept() -> None:
     core = te.DotProductAttention(2, 16, softmax_type="off-by-one")  # scores exist
     x = torch.randn(64, 2, 2, 16, requires_grad=True)
-    (kept, run), (less, again) = (
-        kept_and_run(lambda x, how=how: core(x, x, x, checkpoint_core_attention=how), x, HIGH)
+    (saved, run), (less, again) = (
+        saved_and_run(lambda x, how=how: core(x, x, x, checkpoint_core_attention=how), x, HIGH)
         for how in (False, True)
     )
     scores = 4 * 2 * 2 * 64 * 64  # fp32 of two heads and two sequences
-    assert kept - less >= scores
+    assert saved - less >= scores
     assert (run["backward softmax_forward"], again["backward softmax_forward"]) == (0, 1)
 
 

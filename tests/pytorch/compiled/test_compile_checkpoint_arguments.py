@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import HIDDEN, Wrap, build, states
-from compiled_graphs import compiled, kept_and_run
+from compiled_graphs import compiled, saved_and_run
 from precisions import scope
 from rulers import assert_equal
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -94,7 +94,7 @@ def test_a_policy_of_ones_own() -> None:
     x = torch.randn(64, HIDDEN, requires_grad=True)
     contexts = partial(create_selective_checkpoint_contexts, keep_gemms)
     more = {"use_reentrant": False, "context_fn": contexts}
-    _, run = kept_and_run(lambda x: te.checkpoint(layer, x, **more), x, "current")
+    _, run = saved_and_run(lambda x: te.checkpoint(layer, x, **more), x, "current")
     assert run["backward norm_forward"] and not run["backward fp8_gemm"]
 
 

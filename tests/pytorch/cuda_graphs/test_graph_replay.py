@@ -59,13 +59,13 @@ class Emulated(Graphed):
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
     @contextmanager
-    def capturing(settings, subject, what, graph):
+    def capture_into(settings, subject, what, graph):
         with autocast_stack().resumed(settings.scope):
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphed, "capturing", capturing)
+    monkeypatch.setattr(graphed, "capture_into", capture_into)
 
 
 def graphs(functions, samples, recipe=None, order=None, cached: bool = False) -> list[Graphed]:
@@ -81,7 +81,7 @@ def graphs(functions, samples, recipe=None, order=None, cached: bool = False) ->
         for one in made:
             one.warm_up()
         for subject in subjects:
-            subject.note_states()
+            subject.record_states()
             if cached:
                 subject.capture_weights(settings)
                 subject.weights.body = lambda subject=subject: _cast(subject, wanted)

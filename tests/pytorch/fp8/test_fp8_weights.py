@@ -115,9 +115,9 @@ def test_memory_of_a_layer_at_rest(fused: bool, recipe: str) -> None:
         return te.TransformerLayer(4096, 16384, 32, **options)
 
     with te.fp8_model_init(recipe=RECIPES[recipe]):
-        kept = layer()
+        saved = layer()
     bf16 = sum(p.nbytes for p in layer().parameters())
-    assert sum(map(at_rest, kept.parameters())) <= 0.51 * bf16
+    assert sum(map(at_rest, saved.parameters())) <= 0.51 * bf16
 
 
 def test_meta_and_reset_parameters(recipe: str, device: str) -> None:
@@ -251,19 +251,19 @@ def test_weights_are_neither_cast_nor_kept_twice(
     module = made("Linear", device, recipe, params_dtype=torch.bfloat16)
     x = inputs(recipe, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
-        kept: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
 
-        def keep(t: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
-            kept.append(t)
+        def keep(t: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(t)
             return t
 
         watched = saved_tensors_hooks(keep, lambda t: t)
         with watched, te.fp8_autocast(fp8_recipe=RECIPES[recipe]):
             out = module(x)
         out.sum().backward()
-        own = [t for t in kept if t.data_ptr() == codes(module.weight).data_ptr()]
+        own = [t for t in saved if t.data_ptr() == codes(module.weight).data_ptr()]
         assert len(own) == 1
-        others = sum(t.nbytes for t in kept if t is not own[0])
+        others = sum(t.nbytes for t in saved if t is not own[0])
         assert others < x.numel() + module.weight.numel()  # the input's codes, no transpose
     assert sum(part is not None for part in module.weight.parts) == 2
     assert getattr(module.weight, "_transpose", None) is None

@@ -138,38 +138,40 @@ def test_scales_of_blocks_would_not_come_back_by_themselves(device: str) -> None
 
 def test_from_high_precision_and_back(device: str) -> None:
     plain = te.LayerNormMLP(32, 64, device=device)
-    kept = fp8(lambda **kw: te.LayerNormMLP(32, 64, **kw), device=device)
-    kept.load_state_dict(plain.state_dict())
-    expected = kept.fc1_weight._quantizer(plain.fc1_weight.detach())
-    assert_bitwise(kept.fc1_weight._data, expected._data)
+    fp8_module = fp8(lambda **kw: te.LayerNormMLP(32, 64, **kw), device=device)
+    fp8_module.load_state_dict(plain.state_dict())
+    expected = fp8_module.fc1_weight._quantizer(plain.fc1_weight.detach())
+    assert_bitwise(fp8_module.fc1_weight._data, expected._data)
     back = te.LayerNormMLP(32, 64, device=device)
-    train(kept, "delayed")
-    back.load_state_dict(kept.state_dict())
+    train(fp8_module, "delayed")
+    back.load_state_dict(fp8_module.state_dict())
     assert type(back.fc1_weight) is nn.Parameter
-    assert_bitwise(back.fc1_weight, kept.fc1_weight.dequantize())
+    assert_bitwise(back.fc1_weight, fp8_module.fc1_weight.dequantize())
     in_blocks = fp8(
         lambda **kw: te.LayerNormMLP(32, 64, **kw), recipe=RECIPES["blocks"], device=device
     )
-    in_blocks.load_state_dict(kept.state_dict())  # the one kind from the other
+    in_blocks.load_state_dict(fp8_module.state_dict())  # the one kind from the other
     torch.testing.assert_close(
-        in_blocks.fc1_weight.dequantize(), kept.fc1_weight.dequantize(), rtol=0.07, atol=1e-4
+        in_blocks.fc1_weight.dequantize(), fp8_module.fc1_weight.dequantize(), rtol=0.07, atol=1e-4
     )
     # Its FP8 casts begin with the scales that the weights had.
     forward = back.scaling[FORWARD].scale
-    assert forward[1].item() == kept.fc1_weight._scale_inv[1].item()
-    assert forward[4].item() == kept.fc2_weight._scale_inv[1].item()
+    assert forward[1].item() == fp8_module.fc1_weight._scale_inv[1].item()
+    assert forward[4].item() == fp8_module.fc2_weight._scale_inv[1].item()
 
 
 @kinds
 def test_plain_torch_layers_load(kind: type[QuantizedTensor], device: str) -> None:
     torch_linear = nn.Linear(32, 48, device=device)
-    kept = fp8(recipe=KINDS[kind], device=device)
-    kept.load_state_dict(torch_linear.state_dict())
-    torch.testing.assert_close(kept.weight.dequantize(), torch_linear.weight, rtol=0.07, atol=1e-4)
-    torch_linear.load_state_dict(
-        {k: v for k, v in kept.state_dict().items() if k != "_extra_state"}
+    fp8_module = fp8(recipe=KINDS[kind], device=device)
+    fp8_module.load_state_dict(torch_linear.state_dict())
+    torch.testing.assert_close(
+        fp8_module.weight.dequantize(), torch_linear.weight, rtol=0.07, atol=1e-4
     )
-    assert_bitwise(torch_linear.weight, kept.weight.dequantize())
+    torch_linear.load_state_dict(
+        {k: v for k, v in fp8_module.state_dict().items() if k != "_extra_state"}
+    )
+    assert_bitwise(torch_linear.weight, fp8_module.weight.dequantize())
 
 
 @kinds

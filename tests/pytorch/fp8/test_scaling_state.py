@@ -350,8 +350,8 @@ def test_modules_may_be_pickled_whole() -> None:
     recipe = DelayedScaling(amax_history_len=3, fp8_dpa=True)
     modules = (te.Linear(32, 32, device="cpu"), te.DotProductAttention(2, 16))
     inputs = ([torch.randn(16, 32)], [torch.randn(8, 2, 2, 16) for _ in range(3)])
-    for module, given in zip(modules, inputs, strict=True):
-        x = [t.requires_grad_() for t in given]
+    for module, tensors in zip(modules, inputs, strict=True):
+        x = [t.requires_grad_() for t in tensors]
         with te.fp8_autocast(fp8_recipe=recipe):
             module(*x).sum().backward()
         file = io.BytesIO()

@@ -31,7 +31,7 @@ def test_forward(device, shape, dtype, residual_dtype):
     x, bias = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     residual = torch.randn(shape).to(residual_dtype)
     out = run_forward(device, x, bias, residual)
-    assert_bitwise(out, cases.forward(x, bias, residual, cases.kept(shape, SEED, P), P))
+    assert_bitwise(out, cases.forward(x, bias, residual, cases.dropout_mask(shape, SEED, P), P))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -43,7 +43,7 @@ def test_every_set_of_inputs(device, with_bias, with_residual, p, shape):
     bias = torch.randn(shape[-1]).bfloat16() if with_bias else None
     residual = torch.randn(shape) if with_residual else None
     out = run_forward(device, x, bias, residual, p)
-    assert_bitwise(out, cases.forward(x, bias, residual, cases.kept(shape, SEED, p), p))
+    assert_bitwise(out, cases.forward(x, bias, residual, cases.dropout_mask(shape, SEED, p), p))
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
@@ -53,7 +53,7 @@ def test_every_set_of_inputs(device, with_bias, with_residual, p, shape):
 def test_backward(device, shape, dtype, dx_dtype, dbias_dtype):
     dout = torch.randn(shape).to(dtype)
     dx, dbias = dropout_add_backward(dout.to(device), seed_on(device), P, dx_dtype, dbias_dtype)
-    exact = cases.gradient(dout, cases.kept(shape, SEED, P), P)
+    exact = cases.gradient(dout, cases.dropout_mask(shape, SEED, P), P)
     if dx_dtype is None:
         assert dx is None
     else:
@@ -71,7 +71,7 @@ def test_backward_probabilities(device, p, shape):
     dout = torch.randn(shape).bfloat16()
     seed = None if p == 0 else seed_on(device)
     dx, dbias = dropout_add_backward(dout.to(device), seed, p, torch.bfloat16, torch.float32)
-    exact = cases.gradient(dout, cases.kept(shape, SEED, p), p)
+    exact = cases.gradient(dout, cases.dropout_mask(shape, SEED, p), p)
     assert_bitwise(dx, exact.bfloat16())
     assert_sum_close(dbias, exact)
 
@@ -85,7 +85,7 @@ def test_without_dropout_no_seed_is_needed(device):
 def test_not_a_number_and_infinity(device):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e38, 1e-42, 0.0, -0.0]).repeat(40)
     residual = torch.linspace(-1, 1, len(x))
-    keep = cases.kept(x.shape, SEED, 0.5)
+    keep = cases.dropout_mask(x.shape, SEED, 0.5)
     out = run_forward(device, x, None, residual, 0.5)
     assert_bitwise(out, cases.forward(x, None, residual, keep, 0.5))
     assert_bitwise(out.cpu()[~keep], residual[~keep])
@@ -118,7 +118,7 @@ def test_unaligned_memory(device, dtype):
     x, residual = torch.randn(1 + count).to(dtype), torch.randn(1 + count).to(dtype)
     bias = torch.randn(65).to(dtype)
     views = [x.to(device)[1:].view(shape), bias.to(device)[1:], residual.to(device)[1:].view(shape)]
-    keep = cases.kept(shape, SEED, P)
+    keep = cases.dropout_mask(shape, SEED, P)
     out = dropout_add_forward(*views, seed_on(device), P)
     cpu_views = [x[1:].view(shape), bias[1:], residual[1:].view(shape)]
     assert_bitwise(out, cases.forward(*cpu_views, keep, P))
@@ -202,7 +202,7 @@ def test_compiles(device):
 @pytest.mark.parametrize("shape", cases.SANITIZE_SHAPES, ids=str)
 def test_small_for_the_sanitizer(device, shape):
     x, bias = torch.randn(shape).bfloat16(), torch.randn(shape[-1]).bfloat16()
-    keep = cases.kept(shape, SEED, P)
+    keep = cases.dropout_mask(shape, SEED, P)
     out = run_forward(device, x, bias, x)
     assert_bitwise(out, cases.forward(x, bias, x, keep, P))
     dx, dbias = dropout_add_backward(x.to(device), seed_on(device), P, x.dtype, x.dtype)
@@ -228,7 +228,7 @@ def test_replays_in_a_graph_with_a_new_seed():
     for value in (3, 4):
         seed.fill_(value)
         graph.replay()
-        keep = cases.kept(shape, value, P)
+        keep = cases.dropout_mask(shape, value, P)
         exact = cases.gradient(x, keep, P)
         assert_bitwise(out, cases.forward(x, None, residual, keep, P))
         assert_bitwise(dx, exact.bfloat16())

@@ -208,14 +208,14 @@ def test_empty_result(device, shape, kind):
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
 def test_empty_sum(device, kind):
     a, b = both((16, 32, 0), kind, device)
-    given = ref.arguments(a, b)
-    assert gemm(a.data, b.data, torch.bfloat16, **given)[0].eq(0).all()
+    options = ref.arguments(a, b)
+    assert gemm(a.data, b.data, torch.bfloat16, **options)[0].eq(0).all()
     bias = torch.randn(32).bfloat16().to(device)
-    assert gemm(a.data, b.data, torch.bfloat16, **given, bias=bias)[0].eq(bias).all()
+    assert gemm(a.data, b.data, torch.bfloat16, **options, bias=bias)[0].eq(bias).all()
     d = torch.ones(16, 32, device=device)
-    gemm_into(d, a.data, b.data, **given)
+    gemm_into(d, a.data, b.data, **options)
     assert d.eq(1).all()
-    gemm_into(d, a.data, b.data, **given, accumulate=False)
+    gemm_into(d, a.data, b.data, **options, accumulate=False)
     assert d.eq(0).all()
 
 
@@ -305,15 +305,15 @@ def bad_calls():
     )
 
 
-@pytest.mark.parametrize(("tensors", "given", "error", "message"), list(bad_calls()))
-def test_error(device, tensors, given, error, message):
+@pytest.mark.parametrize(("tensors", "options", "error", "message"), list(bad_calls()))
+def test_error(device, tensors, options, error, message):
     def move(value):
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     a, b = tensors
     a = a.to(device) if a.is_contiguous() else a.t().to(device).t()
     with pytest.raises(error, match=rf"\[gemm\] expected .*{message}"):
-        gemm(a, b.to(device), torch.bfloat16, **{name: move(v) for name, v in given.items()})
+        gemm(a, b.to(device), torch.bfloat16, **{name: move(v) for name, v in options.items()})
 
 
 def test_error_of_the_result(device):

@@ -21,8 +21,8 @@ def both(shape, kind, layout="TN"):
     return a.to("cuda"), b.to("cuda")
 
 
-def multiply(a, b, out=torch.bfloat16, **given):
-    return gemm(a.data, b.data, out, **ref.arguments(a, b), **given)[0]
+def multiply(a, b, out=torch.bfloat16, **options):
+    return gemm(a.data, b.data, out, **ref.arguments(a, b), **options)[0]
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
@@ -74,23 +74,23 @@ def test_two_streams():
     streams = [torch.cuda.Stream() for _ in pairs]
     results = [[], []]
     for _ in range(20):
-        for stream, (a, b), kept in zip(streams, pairs, results, strict=True):
+        for stream, (a, b), own_results in zip(streams, pairs, results, strict=True):
             with torch.cuda.stream(stream):
-                kept.append(multiply(a, b))
+                own_results.append(multiply(a, b))
     torch.cuda.synchronize()
-    for kept, result in zip(results, expected, strict=True):
-        assert all(r.equal(result) for r in kept)
+    for own_results, result in zip(results, expected, strict=True):
+        assert all(r.equal(result) for r in own_results)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, (E4M3, E4M3)], ids=str)
 def test_capture(kind):
     a, b = both((64, 96, 128), kind)
     main_grad = torch.zeros(64, 96, device="cuda")
-    given = ref.arguments(a, b)
+    options = ref.arguments(a, b)
 
     def work():
-        y = gemm(a.data, b.data, torch.bfloat16, **given)[0]
-        gemm_into(main_grad, a.data, b.data, **given)
+        y = gemm(a.data, b.data, torch.bfloat16, **options)[0]
+        gemm_into(main_grad, a.data, b.data, **options)
         return y
 
     eager = work().clone()

@@ -47,7 +47,7 @@ def table(device: str) -> torch.Tensor:
     """Of one module's history and scales, which live as long as the test."""
     history, scale = torch.ones(3, 4, device=device).t(), torch.ones(3, device=device)
     found = torch.tensor([entry(scale, history)], device=device)
-    found.kept = history, scale
+    found.references = history, scale
     return found
 
 

@@ -179,8 +179,8 @@ def test_compiled(device, kind):
             BF16, scale=scale, amax=amax, rowwise=True, columnwise=True
         )
         current = case.forward(BF16, current=True)[3]
-        kept = [t for t in case.backward(mean, rstd, residual) if t is not None]
-        return y, rowwise, columnwise, scales, current, *kept
+        grads = [t for t in case.backward(mean, rstd, residual) if t is not None]
+        return y, rowwise, columnwise, scales, current, *grads
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     scale, amaxes = torch.full((1,), 3.0, device=device), torch.zeros(2, device=device)

@@ -15,12 +15,12 @@ def test_dropout_add(device, p, with_bias):
     out = dropout_add(x, bias, residual, p)
     whole = x if bias is None else x + bias
     branch = (out - residual).detach()
-    kept = branch.abs() > 1e-6 if p else torch.ones_like(x, dtype=torch.bool)
-    assert float(kept.float().mean()) == pytest.approx(1 - p, abs=0.03)
-    torch.testing.assert_close(branch, whole * kept / (1 - p), rtol=1e-4, atol=1e-5)
+    mask = branch.abs() > 1e-6 if p else torch.ones_like(x, dtype=torch.bool)
+    assert float(mask.float().mean()) == pytest.approx(1 - p, abs=0.03)
+    torch.testing.assert_close(branch, whole * mask / (1 - p), rtol=1e-4, atol=1e-5)
     upstream = torch.randn_like(out)
     out.backward(upstream)
-    expected = upstream * kept / (1 - p)
+    expected = upstream * mask / (1 - p)
     torch.testing.assert_close(x.grad, expected)
     torch.testing.assert_close(residual.grad, upstream)
     if bias is not None:

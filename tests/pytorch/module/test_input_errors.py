@@ -103,10 +103,35 @@ FORWARDS = {
         " [0, 6, 4, 8] (layer decoder.attention)",
     ),
     "an inner layer's error keeps its name": (
+        lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X.to("meta")),
+        ValueError,
+        "[LayerNormLinear] expected inp on cpu, where layer_norm_weight is, got meta"
+        " (layer layer.self_attention.layernorm_qkv)",
+    ),
+    "hidden states that are integers": (
         lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X.long()),
         TypeError,
-        "[LayerNormLinear] expected inp of float32, float16 or bfloat16, got torch.int64"
-        " (layer layer.self_attention.layernorm_qkv)",
+        "[TransformerLayer] expected hidden_states of float32, float16 or bfloat16, got"
+        " torch.int64 (layer layer)",
+    ),
+    "hidden states without a batch": (
+        lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X[0]),
+        ValueError,
+        "[TransformerLayer] expected hidden_states of shape (sequence, batch, 32), got"
+        " (2, 32) (layer layer)",
+    ),
+    "hidden states of another size": (
+        lambda: te.MultiheadAttention(16, 2, device="cpu", name="mha")(X),
+        ValueError,
+        "[MultiheadAttention] expected hidden_states of shape (sequence, batch, 16), got"
+        " (4, 2, 32) (layer mha)",
+    ),
+    "an encoder's output as a list": (
+        lambda: te.MultiheadAttention(32, 2, attention_type="cross", device="cpu", name="mha")(
+            X, encoder_output=[1.0]
+        ),
+        TypeError,
+        "[MultiheadAttention] expected encoder_output to be a torch.Tensor, got list (layer mha)",
     ),
 }
 

@@ -150,24 +150,24 @@ def test_an_input_that_is_kept_as_it_came_changes_no_bit(device, tokens):
     layers = [te.Linear(32, 48, device=device, params_dtype=torch.bfloat16) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     layers[1].save_original_input = True
-    kept, results = [], []
+    saved_shapes, results = [], []
     for layer in layers:
         saved = []
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t) or t, lambda t: t
         )
         for _ in range(2):  # the second time as the first
-            given.grad = layer.weight.grad = layer.bias.grad = None
+            leaf.grad = layer.weight.grad = layer.bias.grad = None
             with hooks, te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
-                out = layer(given)
+                out = layer(leaf)
             out.backward(torch.ones_like(out))
-        kept.append([(t.dtype, tuple(t.shape)) for t in saved])
-        results.append((out, given.grad, layer.weight.grad, layer.bias.grad))
+        saved_shapes.append([(t.dtype, tuple(t.shape)) for t in saved])
+        results.append((out, leaf.grad, layer.weight.grad, layer.bias.grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
     original = (torch.bfloat16, (tokens, 32))
-    assert original in kept[1] and original not in kept[0]
+    assert original in saved_shapes[1] and original not in saved_shapes[0]
     refused = pytest.raises(ValueError, match="save_original_input with DelayedScaling")
     with refused, te.fp8_autocast():
         layers[1](x)

@@ -94,8 +94,8 @@ def saved_bytes(layer, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_only_the_input_is_kept(recipe):
     plain, again = pair()
-    kept, of_input = saved_bytes(again, recipe)
-    assert kept == of_input < saved_bytes(plain, recipe)[0] / 2
+    saved, input_bytes = saved_bytes(again, recipe)
+    assert saved == input_bytes < saved_bytes(plain, recipe)[0] / 2
 
 
 def test_the_forward_runs_again():

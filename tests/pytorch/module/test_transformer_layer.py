@@ -94,8 +94,8 @@ def test_against_definition(device, case):
         inputs.append(torch.randn(BATCH, 9, HIDDEN).to(dtype))
         cross = {"cross_seen": seen_of("no_mask", keys=9)}
     exact = [x.double().requires_grad_() for x in inputs]
-    given = [swapped(x, case).to(device).requires_grad_() for x in inputs]
-    out = layer(given[0], encoder_output=given[1] if cross else None)
+    module_inputs = [swapped(x, case).to(device).requires_grad_() for x in inputs]
+    out = layer(module_inputs[0], encoder_output=module_inputs[1] if cross else None)
     parameters = reference.parameters_of(layer)
     expected = reference.transformer_layer(
         parameters,
@@ -106,12 +106,12 @@ def test_against_definition(device, case):
         **cross,
     )
     assert out.dtype is dtype
-    assert out.shape == given[0].shape
+    assert out.shape == module_inputs[0].shape
     assert relative_error(swapped(out, case), expected) < bound_of(dtype, device)
     upstream = torch.randn(expected.shape).to(dtype)
     expected.backward(upstream.double())
     swapped(out, case).backward(upstream.to(device))
-    for a, b in zip(given, exact, strict=True):
+    for a, b in zip(module_inputs, exact, strict=True):
         assert relative_error(swapped(a.grad, case), b.grad) < 2 * bound_of(dtype, device)
     assert_same_gradients(layer, parameters, 2 * bound_of(dtype, device))
 
@@ -157,11 +157,11 @@ def test_cross_attention_masks(device):
         memory.double(),
         ~one,
     )
-    given = (x.to(device), None, None, None, memory.to(device))
-    by_pair = layer(*given, tuple(m.to(device) for m in pair))
-    by_one = layer(*given, one.to(device))
-    by_name = layer(*given, one.to(device), enc_dec_attn_mask_type="arbitrary")
-    unmasked = layer(*given, one.to(device), enc_dec_attn_mask_type="no_mask")
+    module_inputs = (x.to(device), None, None, None, memory.to(device))
+    by_pair = layer(*module_inputs, tuple(m.to(device) for m in pair))
+    by_one = layer(*module_inputs, one.to(device))
+    by_name = layer(*module_inputs, one.to(device), enc_dec_attn_mask_type="arbitrary")
+    unmasked = layer(*module_inputs, one.to(device), enc_dec_attn_mask_type="no_mask")
     assert relative_error(by_pair, expected) < bound_of(torch.float32, device)
     assert relative_error(by_one, expected) < bound_of(torch.float32, device)
     assert torch.equal(by_name, by_one)
@@ -258,7 +258,7 @@ def test_groups_of_one_rank_are_accepted():
         (ValueError, "enc_dec_attn_mask_type in", {"enc_dec_attn_mask_type": "upper"}),
         (ValueError, "attn_input_format in", {"attn_input_format": "bhsd"}),
         (ValueError, "0 <= hidden_dropout < 1, got 1", {"hidden_dropout": 1.0}),
-        (ValueError, "0 <= drop_prob < 1, got 2", {"drop_path_rate": 2.0}),
+        (ValueError, "0 <= drop_path_rate < 1, got 2", {"drop_path_rate": 2.0}),
         (ValueError, "fuse_qkv_params=True with", {"fuse_wgrad_accumulation": True}),
         (
             ValueError,
@@ -287,7 +287,7 @@ def test_bad_constructor_arguments(error, message, arguments):
 def test_bad_inputs():
     x = torch.randn(LENGTH, BATCH, HIDDEN)
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
-    with pytest.raises(ValueError, match=r"\(\.\.\., 32\), got \(6, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"\(sequence, batch, 32\), got \(6, 2, 16\)"):
         make()(x[..., :16])
     with pytest.raises(TypeError, match=r"attention_mask of dtype torch\.bool"):
         make()(x, mask, "arbitrary")

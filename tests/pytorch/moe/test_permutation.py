@@ -31,10 +31,10 @@ def pairs(mask):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32])
-@pytest.mark.parametrize("given", ["given", -1, None])
-def test_rows_of_a_mask(kind, given, device):
+@pytest.mark.parametrize("row_count", ["exact", -1, None])
+def test_rows_of_a_mask(kind, row_count, device):
     x, mask, probs = problem(device)
-    rows = int(mask.sum()) if given == "given" else given
+    rows = int(mask.sum()) if row_count == "exact" else row_count
     out, weights, _ = moe_permute_with_probs(x, probs, mask.to(kind), rows)
     order = pairs(mask)
     assert torch.equal(out, torch.stack([x[t] for _, t in order]))
@@ -105,12 +105,14 @@ def test_chunks_in_another_order(lists, device):
     x, _, _ = problem(device)
     weights = torch.rand(TOKENS, device=device, requires_grad=True)
     sizes, order = [2, 0, 4, 3], [3, 1, 0, 2]
-    given = (sizes, order) if lists else (torch.tensor(sizes, device=device), torch.tensor(order))
-    rows, sorted_weights = moe_sort_chunks_by_index_with_probs(x, weights, *given)
+    lists_of_sizes = (
+        (sizes, order) if lists else (torch.tensor(sizes, device=device), torch.tensor(order))
+    )
+    rows, sorted_weights = moe_sort_chunks_by_index_with_probs(x, weights, *lists_of_sizes)
     for one, source in ((rows, x), (sorted_weights, weights)):
         chunks = source.split(sizes)
         assert torch.equal(one, torch.cat([chunks[i] for i in order]))
-    assert torch.equal(moe_sort_chunks_by_index(x, *given), rows)
+    assert torch.equal(moe_sort_chunks_by_index(x, *lists_of_sizes), rows)
     back = moe_sort_chunks_by_index(rows, [sizes[i] for i in order], [2, 1, 3, 0])
     assert torch.equal(back, x)
     upstream = torch.randn_like(x)

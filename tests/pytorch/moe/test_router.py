@@ -37,12 +37,13 @@ def by_definition(
     choice = [s + b for s, b in zip(scores, bias, strict=True)]
     among = None
     if case.get("num_groups"):
-        groups, kept = case["num_groups"], case["group_topk"]
+        groups, top_groups = case["num_groups"], case["group_topk"]
         size = EXPERTS // groups
         values = [
-            sum(sorted(choice[g * size : (g + 1) * size])[-(topk // kept) :]) for g in range(groups)
+            sum(sorted(choice[g * size : (g + 1) * size])[-(topk // top_groups) :])
+            for g in range(groups)
         ]
-        among = {e for g in best(values, kept) for e in range(g * size, (g + 1) * size)}
+        among = {e for g in best(values, top_groups) for e in range(g * size, (g + 1) * size)}
     chosen = best(choice, topk, among)
     weights = [scores[e] for e in chosen]
     if late:

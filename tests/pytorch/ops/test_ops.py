@@ -33,18 +33,18 @@ def defined(name: str, x: torch.Tensor) -> torch.Tensor:
 def test_activations(name: str, dtype: torch.dtype, device: str) -> None:
     module = getattr(ops, name)(cache_quantized_input=False)
     x = torch.randn(3, 5, 32).to(dtype)
-    given = x.to(device, copy=True).requires_grad_()
+    leaf = x.to(device, copy=True).requires_grad_()
     exact = x.double().requires_grad_()
-    out, expected = module(given), defined(name, exact)
+    out, expected = module(leaf), defined(name, exact)
     assert out.dtype is dtype and out.shape == expected.shape
     bound = 1e-5 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(out.double().cpu(), expected, rtol=bound, atol=bound)
     upstream = torch.randn(expected.shape).to(dtype)
     out.backward(upstream.to(device))
     expected.backward(upstream.double())
-    torch.testing.assert_close(given.grad.double().cpu(), exact.grad, rtol=bound, atol=bound)
+    torch.testing.assert_close(leaf.grad.double().cpu(), exact.grad, rtol=bound, atol=bound)
     with torch.no_grad():
-        assert_bitwise(copy.deepcopy(module)(given), out)
+        assert_bitwise(copy.deepcopy(module)(leaf), out)
 
 
 def test_dtype_of_autocast(device: str) -> None:

@@ -203,8 +203,8 @@ def flag(device):
 @pytest.mark.parametrize("pair", ["fp32 fp32", "fp16 fp32", "fp32 bf16", "bf16 bf16"])
 def test_scaled_lists(pair, device):
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    given, wanted = (kinds[name] for name in pair.split())
-    inputs = [p.detach() for p in parameters(device, given)]
+    kind, wanted = (kinds[name] for name in pair.split())
+    inputs = [p.detach() for p in parameters(device, kind)]
     outputs = [torch.empty_like(x, dtype=wanted) for x in inputs]
     found = flag(device)
     multi_tensor_applier(multi_tensor_scale, found, [inputs, outputs], 3.0)

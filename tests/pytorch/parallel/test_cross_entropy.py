@@ -76,16 +76,16 @@ def test_no_tokens(device):
 
 def test_only_the_gradient_is_kept():
     """In the dtype of the logits, whose memory it takes once."""
-    kept = []
+    saved = []
 
     def pack(tensor):
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     logits, target = problem("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         parallel_cross_entropy(logits, target)
-    assert [(t.dtype, t.numel()) for t in kept] == [(torch.bfloat16, logits.numel())]
+    assert [(t.dtype, t.numel()) for t in saved] == [(torch.bfloat16, logits.numel())]
 
 
 @pytest.mark.gpu

@@ -48,8 +48,8 @@ class Model(nn.Module):
 def everything(model: nn.Module) -> list[torch.Tensor]:
     """Gradients and scaling state."""
     states = [m.scaling for m in model.modules() if getattr(m, "scaling", None)]
-    kept = [t.clone() for s in states for v in s.values() for t in (v.scale, v.amax_history)]
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None] + kept
+    copies = [t.clone() for s in states for v in s.values() for t in (v.scale, v.amax_history)]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None] + copies
 
 
 def train(recipe: str, wrap: Wrap, device: str = "cpu", dropout: float = 0.0, steps: int = 3):

@@ -55,8 +55,8 @@ class Case:
         """Real queries and keys of each sequence: full, shorter, and without any token."""
         if not self.padded:
             return (self.queries,) * BATCH, (self.keys,) * BATCH
-        of_query = (self.queries, self.queries - 3, 0)
-        return of_query, of_query if self.alike else (self.keys, self.keys - 1, 0)
+        query_lengths = (self.queries, self.queries - 3, 0)
+        return query_lengths, query_lengths if self.alike else (self.keys, self.keys - 1, 0)
 
     @property
     def alike(self):
@@ -154,29 +154,32 @@ class Prepared:
 
 def _mask_arguments(case, device):
     """Arguments that say the mask, and the reference's seen keys."""
-    of_query, of_key = case.lengths
+    query_lengths, key_lengths = case.lengths
     arbitrary, arguments = None, {}
     if case.mask_type == "arbitrary":
         arbitrary = torch.rand(BATCH, 1, case.queries, case.keys) < 0.3
         arbitrary[0, 0, 1] = True  # a query that sees nothing
         arguments["attention_mask"] = arbitrary.to(device)
     elif case.qkv_format == "thd" or (case.padded and case.by_lengths):
-        arguments["cu_seqlens_q"] = ends = cu_seqlens(of_query, device)
-        arguments["cu_seqlens_kv"] = ends if case.alike else cu_seqlens(of_key, device)
+        arguments["cu_seqlens_q"] = ends = cu_seqlens(query_lengths, device)
+        arguments["cu_seqlens_kv"] = ends if case.alike else cu_seqlens(key_lengths, device)
     elif case.padded:
         masks = [
             torch.tensor([[j >= n for j in range(size)] for n in side]).view(BATCH, 1, 1, size)
-            for side, size in ((of_query, case.queries), (of_key, case.keys))
+            for side, size in ((query_lengths, case.queries), (key_lengths, case.keys))
         ]
         masks = [mask.to(device) for mask in masks]
         arguments["attention_mask"] = masks[0] if case.alike else tuple(masks)
     if case.room:
-        for name, side in (("cu_seqlens_q_padded", of_query), ("cu_seqlens_kv_padded", of_key)):
+        for name, side in (
+            ("cu_seqlens_q_padded", query_lengths),
+            ("cu_seqlens_kv_padded", key_lengths),
+        ):
             arguments[name] = cu_seqlens([n + GAP for n in side], device)
     if case.qkv_format == "thd":
-        arguments["max_seqlen_q"], arguments["max_seqlen_kv"] = max(of_query), max(of_key)
+        arguments["max_seqlen_q"], arguments["max_seqlen_kv"] = max(query_lengths), max(key_lengths)
     name = "padding_causal" if "," in case.mask_type else case.mask_type
-    pairs = list(zip(of_query, of_key, strict=True))
+    pairs = list(zip(query_lengths, key_lengths, strict=True))
     seen = reference.seen_keys(name, case.window, case.queries, case.keys, pairs, arbitrary)
     return arguments, seen
 
@@ -195,14 +198,14 @@ def _bias_arguments(case, device):
         return arguments, {case.bias.replace("_scale", ""): exact}
     arguments, slopes = {"core_attention_bias_type": "alibi"}, reference.slopes_of(HEADS)
     if case.bias == "slopes":
-        given = torch.rand(HEADS)
-        arguments["alibi_slopes"], slopes = given.to(device), given.double()
+        module_inputs = torch.rand(HEADS)
+        arguments["alibi_slopes"], slopes = module_inputs.to(device), module_inputs.double()
     pairs = list(zip(*case.lengths, strict=True))
     return arguments, {"post_bias": reference.alibi(slopes, case.queries, case.keys, pairs)}
 
 
 def prepare(case, device):
-    of_query, of_key = case.lengths
+    query_lengths, key_lengths = case.lengths
     arguments, seen = _mask_arguments(case, device)
     shapes = [
         (case.queries, HEADS, case.size),
@@ -214,7 +217,7 @@ def prepare(case, device):
         inputs[2] = torch.eye(case.keys, case.value_size).to(case.dtype)
         inputs[2] = inputs[2][None, :, None].expand(BATCH, -1, case.groups, -1).clone()
     if case.qkv_format == "thd":  # what is not a token has no value
-        for x, lengths in zip(inputs, (of_query, of_key, of_key), strict=True):
+        for x, lengths in zip(inputs, (query_lengths, key_lengths, key_lengths), strict=True):
             for row, length in zip(x, lengths, strict=True):
                 row[length:] = 0
     more, biases = _bias_arguments(case, device)
@@ -238,7 +241,7 @@ def module_of(case):
     )
 
 
-def _kept(case, result):
+def _dropout_mask(case, result):
     """What dropout multiplied the weights with, read off a result whose values are one-hot."""
     if not case.dropout:
         return None
@@ -249,28 +252,30 @@ def _kept(case, result):
 def check(case, device):
     """Run a case on whichever backend is chosen, and compare results and gradients."""
     problem = prepare(case, device)
-    of_query, of_key = case.lengths
-    sides = (of_query, of_key, of_key)
+    query_lengths, key_lengths = case.lengths
+    sides = (query_lengths, key_lengths, key_lengths)
     exact = [x.double().requires_grad_() for x in problem.inputs]
-    given = [
+    module_inputs = [
         to_format(x, case, side).to(device).requires_grad_()
         for x, side in zip(problem.inputs, sides, strict=True)
     ]
-    out = module_of(case)(*given, **problem.arguments)
+    out = module_of(case)(*module_inputs, **problem.arguments)
     assert out.dtype is case.dtype
-    assert out.shape == (*given[0].shape[:-2], HEADS * case.value_size)
+    assert out.shape == (*module_inputs[0].shape[:-2], HEADS * case.value_size)
     unflat = out.unflatten(-1, (HEADS, case.value_size))
-    result, between = from_format(unflat, case, of_query, case.queries)
-    kept = _kept(case, result)
-    expected = reference.attention(*exact, problem.seen, **problem.biases, kept=kept)
+    result, between = from_format(unflat, case, query_lengths, case.queries)
+    dropout_mask = _dropout_mask(case, result)
+    expected = reference.attention(
+        *exact, problem.seen, **problem.biases, dropout_mask=dropout_mask
+    )
     assert norm_error(result, expected) < BOUND[case.dtype]
     blind, unseen = (~problem.seen.any(axis)[:, 0] for axis in (-1, -2))
     assert int(result.detach().cpu()[blind].count_nonzero()) == 0
     assert int(between.count_nonzero()) == 0
-    if kept is not None:
+    if dropout_mask is not None:
         weights = reference.attention(*exact, problem.seen, **problem.biases).detach()
         seen = weights[..., : case.keys].permute(0, 2, 1, 3) > LEAST
-        share = float((kept[seen] != 0).double().mean())
+        share = float((dropout_mask[seen] != 0).double().mean())
         assert abs(share - (1 - case.dropout)) < 5 * (0.25 / int(seen.sum())) ** 0.5
 
     upstream = torch.randn(expected.shape).to(case.dtype)
@@ -278,7 +283,7 @@ def check(case, device):
     result.backward(upstream.to(device))
     longest = (case.queries, case.keys, case.keys)
     apart = (blind, unseen, unseen)
-    for x, e, side, size, none in zip(given, exact, sides, longest, apart, strict=True):
+    for x, e, side, size, none in zip(module_inputs, exact, sides, longest, apart, strict=True):
         grad, between = from_format(x.grad, case, side, size)
         assert norm_error(grad, e.grad) < 2 * BOUND[case.dtype]
         assert int(grad.cpu()[none].count_nonzero()) == 0

@@ -31,7 +31,7 @@ def philox(group: int, seed: int) -> list[int]:
     return counter
 
 
-def kept(shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
+def dropout_mask(shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
     """True where element `i`'s word, as a number in [0, 1), is at least `p` (rounded to fp32)."""
     count = torch.Size(shape).numel()
     words = [word for group in range(-(-count // 4)) for word in philox(group, seed)]

@@ -46,9 +46,9 @@ def serve(monkeypatch):
         results[0].copy_(attend(inputs, *options, *extras).flatten(-2))
 
     def backward(inputs, *options_and_results):
-        *options, extras, kept, (grad, *written) = options_and_results
+        *options, extras, saved, (grad, *written) = options_and_results
         how = *options, *extras, *(x is not None for x in written[3:]), kernels.AS_INPUTS
-        found = attention_backward(grad, *inputs, *kept, *how)
+        found = attention_backward(grad, *inputs, *saved, *how)
         for memory, gradient in zip(written, found, strict=True):
             if memory is not None:
                 memory.copy_(gradient)
@@ -119,14 +119,14 @@ def scores(q, k, scale, bias, alibi):
 
 def seen(q, k, ends, left, right, bottom_right):
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    of_query, of_key = (
+    query_lengths, key_lengths = (
         torch.full((batch,), size) if e is None else e.diff()
         for e, size in zip(ends, (queries, keys), strict=True)
     )
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
-    of_query, of_key = of_query.view(-1, 1, 1, 1), of_key.view(-1, 1, 1, 1)
-    own = i + (of_key - of_query if bottom_right else 0)
-    mask = (i < of_query) & (j < of_key)
+    query_lengths, key_lengths = query_lengths.view(-1, 1, 1, 1), key_lengths.view(-1, 1, 1, 1)
+    own = i + (key_lengths - query_lengths if bottom_right else 0)
+    mask = (i < query_lengths) & (j < key_lengths)
     if left >= 0:
         mask = mask & (j >= own - left)
     return mask & (j <= own + right) if right >= 0 else mask

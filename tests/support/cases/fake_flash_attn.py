@@ -85,16 +85,16 @@ class _Tail(torch.autograd.Function):
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, options):
     assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
-    of_query, of_key = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    assert max(b - a for a, b in pairwise(of_query)) <= longest[0]
-    assert max(b - a for a, b in pairwise(of_key)) <= longest[1]
-    q = _Tail.apply(q, of_query[-1])
-    k, v = _Tail.apply(k, of_key[-1]), _Tail.apply(v, of_key[-1])
+    query_ends, key_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert max(b - a for a, b in pairwise(query_ends)) <= longest[0]
+    assert max(b - a for a, b in pairwise(key_ends)) <= longest[1]
+    q = _Tail.apply(q, query_ends[-1])
+    k, v = _Tail.apply(k, key_ends[-1]), _Tail.apply(v, key_ends[-1])
     parts = [
         _attend(q[a:b], k[c:d], v[c:d], **options)
-        for (a, b), (c, d) in zip(pairwise(of_query), pairwise(of_key), strict=True)
+        for (a, b), (c, d) in zip(pairwise(query_ends), pairwise(key_ends), strict=True)
     ]
-    tail = v.new_full((q.shape[0] - of_query[-1], q.shape[1], v.shape[-1]), float("nan"))
+    tail = v.new_full((q.shape[0] - query_ends[-1], q.shape[1], v.shape[-1]), float("nan"))
     return torch.cat((*parts, tail))
 
 

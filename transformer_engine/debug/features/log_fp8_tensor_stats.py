@@ -70,7 +70,7 @@ class LogFp8TensorStats(Scheduled):
     )
     built_in_statistics = True
 
-    def statistics_demand(
+    def requested_statistics(
         self, config: dict[str, Any], tensor: str, schedule: Any
     ) -> list[Subscription]:
         """What is read off the rows of a tensor.

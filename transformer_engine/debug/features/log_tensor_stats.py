@@ -57,7 +57,7 @@ class LogTensorStats(Scheduled):
     built_in_statistics = True
     logged_call = "look_at_tensor_before_process"
 
-    def statistics_demand(
+    def requested_statistics(
         self, config: dict[str, Any], tensor: str, schedule: Any
     ) -> list[Subscription]:
         """What is read off the rows of a tensor.

@@ -1,1 +1,1 @@
-"""Statistics of tensors: one buffer a device, one copy a step, formatted when it has landed."""
+"""Statistics of tensors: one buffer a device, one copy a step, formatted when it has arrived."""

@@ -52,7 +52,7 @@ class Slot:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that nobody waits for."""
+    """An asynchronous copy."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
@@ -85,8 +85,8 @@ class DeviceBuffer:
         Raises:
             RuntimeError: memory is needed inside a CUDA graph capture.
         """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing:
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise RuntimeError(
                 "[statistics] a tensor is inspected for the first time inside a CUDA graph "
                 "capture; run one step with the same layers before capturing"

@@ -12,8 +12,8 @@ import torch
 
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.statistics.buffer import DeviceBuffer
-from transformer_engine.debug.statistics.landing import Due, Landing
 from transformer_engine.debug.statistics.layout import digest
+from transformer_engine.debug.statistics.pending import Due, PendingCopy
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.ranks import GroupRows, group_size
 from transformer_engine.debug.statistics.subscription import Subscription
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
     from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
-_MOST_LANDINGS = 64  # steps in flight before one is waited for
+_MOST_PENDING = 64  # steps in flight before one is waited for
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 LOCAL = object()  # instead of a group: rows that stay on their rank
 
 
-class Account:
+class CostCounter:
     """What inspecting has cost so far."""
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Collector:
         self.manager = manager
         self.iteration: int = manager.iteration
         self.stepped = False  # ever
-        self.account = Account()
+        self.cost = CostCounter()
         self.weights_over_tp_group = weights_over_tp_group
         self._tensors: dict[tuple[str, str, torch.device], TensorStatistics | None] = {}
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._groups: dict[Any, GroupRows] = {}
-        self._landings: deque[Landing] = deque()
+        self._pending: deque[PendingCopy] = deque()
         self._schedules: list[Any] | None = None
         self._lock = threading.RLock()
 
@@ -75,15 +75,7 @@ class Collector:
         tp_group: Any = None,
         tp_size: int = 1,
     ) -> TensorStatistics | None:
-        """The statistics of one tensor; None where no statistic looks at it.
-
-        Args:
-            layer: its name.
-            tensor: activation, weight, gradient, output, dgrad or wgrad.
-            device: that the tensor lives on.
-            tp_group: tensor parallel group of the layer.
-            tp_size: its size.
-        """
+        """The statistics of one tensor of a layer; None where none is configured."""
         key = (layer, tensor, device)
         if key in self._tensors:
             found = self._tensors[key]
@@ -140,7 +132,7 @@ class Collector:
         found: list[Subscription] = []
         for routed in self.manager.route(NAMESPACE, layer, "inspect_tensor", tensor):
             if getattr(routed.feature, "built_in_statistics", False):
-                found += routed.feature.statistics_demand(routed.config, tensor, routed.schedule)
+                found += routed.feature.requested_statistics(routed.config, tensor, routed.schedule)
         return found
 
     def moved(self) -> None:
@@ -182,8 +174,8 @@ class Collector:
                 self._send()
             finally:
                 self._begin()
-            self._log(keep=_MOST_LANDINGS)
-        self.account.seconds += time.perf_counter() - start
+            self._log(keep=_MOST_PENDING)
+        self.cost.seconds += time.perf_counter() - start
 
     def _send(self) -> None:
         by_group: dict[Any, list[TensorStatistics]] = {}
@@ -204,7 +196,7 @@ class Collector:
         }
         if not sent:
             return
-        self.account.steps += 1
+        self.cost.steps += 1
         taken = {device: buffer.take() for device, buffer in self._buffers.items()}
         for key, tensors in sent.items():
             if key is LOCAL:
@@ -223,9 +215,9 @@ class Collector:
             ]
         return any(schedule.due(self.iteration) for schedule in self._schedules)
 
-    def _land(self, landing: Landing) -> None:
-        self.account.bytes += landing.nbytes
-        self._landings.append(landing)
+    def _add_pending(self, copy: PendingCopy) -> None:
+        self.cost.bytes += copy.nbytes
+        self._pending.append(copy)
 
     def _send_local(
         self, tensors: list[TensorStatistics], taken: dict[torch.device, torch.Tensor]
@@ -233,7 +225,7 @@ class Collector:
         for device, rows in taken.items():
             due = _due(t for t in tensors if t.buffer.device == device)
             if due:
-                self._land(Landing(rows, self.iteration, due))
+                self._add_pending(PendingCopy(rows, self.iteration, due))
 
     def _send_group(
         self,
@@ -247,15 +239,15 @@ class Collector:
         self._log(keep=0)  # the headers of the step before decide whether ranks still agree
         layout = together.layout(tensors)
         gathered = together.gather(layout, taken, self.iteration)
-        self.account.collectives += 1
-        self._land(Landing(gathered, self.iteration, _due(tensors), (together, layout)))
+        self.cost.collectives += 1
+        self._add_pending(PendingCopy(gathered, self.iteration, _due(tensors), (together, layout)))
 
     def _log(self, keep: int) -> None:
-        """Log what has landed; all but the last `keep` steps are waited for."""
-        while self._landings and self._landings[0].landed(wait=len(self._landings) > keep):
-            landing = self._landings.popleft()
-            for layer, tensor, values in landing.statistics():
-                self.manager.log_statistics(landing.iteration, layer, tensor, values)
+        """Log what has arrived; waits for all but the last `keep` steps."""
+        while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
+            copy = self._pending.popleft()
+            for layer, tensor, values in copy.statistics():
+                self.manager.log_statistics(copy.iteration, layer, tensor, values)
 
     def drain(self) -> None:
         """Log everything that was sent; waits for the device."""

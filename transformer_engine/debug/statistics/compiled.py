@@ -16,9 +16,9 @@ import torch
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch._torch_private import graph_task
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.inspector import show_to_inspector
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import (
     IDENTITY,
@@ -59,7 +59,7 @@ class Feed:
         """The statistics that are due; arguments as of `fp8.inspector.show_to_inspector`."""
         if self._of_forward and graph_task() != -1:
             return  # in a backward: this forward is computed again
-        statistics, captured = self._statistics, capturing()
+        statistics, captured = self._statistics, is_capturing()
         if not (statistics.due or captured):
             return
         if self._silent:
@@ -69,7 +69,7 @@ class Feed:
         if x is not None:
             statistics.feed(x, rows, columns, self._quantizer, captured)
         elif rows is not None:
-            statistics.feed_kept(rows, self._dtype, self._quantizer, captured)
+            statistics.feed_fp8_weight(rows, self._dtype, self._quantizer, captured)
 
 
 def _matrix(
@@ -105,43 +105,45 @@ class TracedStatistics(WrappingQuantizer):
         """Cached weights are those of the wrapped quantizer."""
         return self.inner.cache_key
 
-    def inner_demand(self, demand: Demand) -> Demand:
+    def inner_request(self, request: OperandRequest) -> OperandRequest:
         """All of it."""
-        return Demand(self.inner, demand.rowwise, demand.columnwise, demand.bias_grad)
+        return OperandRequest(self.inner, request.rowwise, request.columnwise, request.bias_grad)
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast, and look."""
-        return self.finish(x, self.inner.operands(x, self.inner_demand(demand)), demand)
+        return self.finish(x, self.inner.operands(x, self.inner_request(request)), request)
 
-    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+    def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
         """The same; statistics leave the padding out."""
-        return self.finish(x, self.inner.padded(x, padding, self.inner_demand(demand)), demand)
+        return self.finish(x, self.inner.padded(x, padding, self.inner_request(request)), request)
 
-    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+    def refreshed(
+        self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
+    ) -> Operands:
         """The same."""
-        return self.finish(x, self.inner.refreshed(x, self.inner_demand(demand), cached), demand)
+        return self.finish(x, self.inner.refreshed(x, self.inner_request(request), cached), request)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The weight as it is."""
         self._look(None, weight, None)
-        return self.inner.kept(weight, self.inner_demand(demand), dtype)
+        return self.inner.from_fp8(weight, self.inner_request(request), dtype)
 
     def finish(
-        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
         """After a kernel that made the plain tensor too."""
         operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
         self._look(x, operands.rowwise, operands.columnwise)
         return operands
 
-    def note(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast."""
-        self.inner.note(x)
+    def record_amax(self, x: torch.Tensor) -> None:
+        """Also of the wrapped quantizer."""
+        self.inner.record_amax(x)
         self._look(x, None, None)
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of a GEMM goes by."""
-        x = self.inner.result(x)
+    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Take statistics of the result."""
+        x = self.inner.process_gemm_output(x)
         self._look(x, None, None)
         return x
 
@@ -156,13 +158,6 @@ def traced(
     layer: str, quantizers: GemmQuantizers, device: torch.device, dtype: torch.dtype, session: str
 ) -> GemmQuantizers:
     """The quantizers of a layer for a graph that is being traced.
-
-    Args:
-        layer: its name.
-        quantizers: that it would have without a session.
-        device: of its tensors.
-        dtype: of activations.
-        session: names the one that runs; another one needs another graph.
 
     Raises:
         RuntimeError: a feature that needs Python is selected for the layer.

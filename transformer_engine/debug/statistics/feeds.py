@@ -12,7 +12,7 @@ from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.rows import WIDTH, Kind
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, scale_pair
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
 from transformer_engine.pytorch.kernels.moments import (
@@ -84,7 +84,7 @@ class Cast:
     format: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge what the cast did into a casts row; errors where somebody asks for them."""
+        """Merge what the cast did into a casts row; its errors where they are requested."""
         fields = row[:CAST_MOMENTS_FIELDS]
         cast_moments(self.x, self.codes, self.scales, self.format, fields, active, squared_error)
 
@@ -166,14 +166,6 @@ def cast(
 ) -> Cast | BlockCast | Scales | str:
     """What a casts slot is fed with, or why there is nothing to feed it with.
 
-    Args:
-        x: the tensor in high precision; None where it exists in FP8 alone.
-        side: what the GEMMs of that direction take.
-        source: the slot's.
-        quantizer: the layer's, of this tensor.
-        layer: name of the layer, for errors.
-        tensor: which of its tensors.
-
     Raises:
         ValueError: the recipe cannot be evaluated after the fact.
     """
@@ -240,7 +232,7 @@ def _cast_again(x: torch.Tensor, source: Source, quantizer: Fp8Quantizer) -> Cas
     """A cast that the layer does not make, for its statistics alone."""
     columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(rows_of(x), x.shape[-1])
-    made = quantizer.operands(flat, Demand(quantizer, not columnwise, columnwise))
+    made = quantizer.operands(flat, OperandRequest(quantizer, not columnwise, columnwise))
     matrix = made.columnwise if columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
     if quantizer.layout.in_blocks:

@@ -48,12 +48,7 @@ class Layout:
         return len(self.names)
 
     def rows(self, taken: Mapping[torch.device, torch.Tensor], on: torch.device) -> torch.Tensor:
-        """The rows of all slots in order, `[slots, 16]`, on a device.
-
-        Args:
-            taken: rows of each device's buffer.
-            on: where to.
-        """
+        """The rows of all slots in order, `[slots, 16]`, from each device's buffer."""
         parts = [
             taken[device][index].to(on, non_blocking=on.type == "cuda")
             for device, index in self._positions.items()

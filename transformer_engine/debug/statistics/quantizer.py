@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Quantizer, WrappingQuantizer
 
 if TYPE_CHECKING:
@@ -44,36 +44,38 @@ class StatisticsQuantizer(WrappingQuantizer):
         """Casts are compared with what was cast; moments are taken by the kernel."""
         return self.statistics.wants_tensor(self.captured)
 
-    def inner_demand(self, demand: Demand, numel: int = 0) -> Demand:
+    def inner_request(self, request: OperandRequest, numel: int = 0) -> OperandRequest:
         """All of it, and the moments."""
         row, active = self.statistics.moments_row(numel, self.captured)
-        sides = demand.rowwise, demand.columnwise
-        return Demand(self.inner, *sides, demand.bias_grad, row, active)
+        sides = request.rowwise, request.columnwise
+        return OperandRequest(self.inner, *sides, request.bias_grad, row, active)
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast, and take statistics."""
-        inner = self.inner_demand(demand, x.numel())
-        return self.finish(x, self.inner.operands(x, inner), demand)
+        inner = self.inner_request(request, x.numel())
+        return self.finish(x, self.inner.operands(x, inner), request)
 
-    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+    def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
         """The same; statistics leave the padding out."""
         if not padding:
-            return self.operands(x, demand)
+            return self.operands(x, request)
         self.statistics.feed_moments(x, self.captured)
-        return self.finish(x, self.inner.padded(x, padding, demand), demand)
+        return self.finish(x, self.inner.padded(x, padding, request), request)
 
-    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+    def refreshed(
+        self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
+    ) -> Operands:
         """The same."""
-        inner = self.inner_demand(demand, x.numel())
-        return self.finish(x, self.inner.refreshed(x, inner, cached), demand)
+        inner = self.inner_request(request, x.numel())
+        return self.finish(x, self.inner.refreshed(x, inner, cached), request)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The weight as it is; its values are dequantised where they are looked at."""
-        self.statistics.feed_kept(weight, dtype, self.inner, self.captured)
-        return self.inner.kept(weight, demand, dtype)
+        self.statistics.feed_fp8_weight(weight, dtype, self.inner, self.captured)
+        return self.inner.from_fp8(weight, request, dtype)
 
     def finish(
-        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
         """What is left to do after a kernel that has taken the moments."""
         operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
@@ -83,14 +85,14 @@ class StatisticsQuantizer(WrappingQuantizer):
             self.statistics.feed_casts(x, rowwise, columnwise, self.inner, self.captured)
         return operands
 
-    def note(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast."""
-        self.inner.note(x)
+    def record_amax(self, x: torch.Tensor) -> None:
+        """Also of the wrapped quantizer."""
+        self.inner.record_amax(x)
         self._look(x)
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of a GEMM goes by."""
-        x = self.inner.result(x)
+    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Take statistics of the result."""
+        x = self.inner.process_gemm_output(x)
         self._look(x)
         return x
 

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 def group_size(group: Any) -> int:
-    """Ranks that reduce together; 1 where this process reduces with nobody."""
+    """The number of ranks that reduce together."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
         return 1
     return dist.get_world_size(group)
@@ -63,11 +63,6 @@ class GroupRows:
     ) -> torch.Tensor:
         """All ranks' payloads, `[ranks, capacity, 16]`; every rank of the group must call.
 
-        Args:
-            layout: of this rank.
-            taken: rows of each device's buffer.
-            iteration: that ended.
-
         Raises:
             RuntimeError: ranks look at different tensors, on every rank.
         """
@@ -98,7 +93,7 @@ class GroupRows:
         self._outgrown = False
 
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of all ranks merged, `[slots, 16]`, from a payload that has landed.
+        """The rows of all ranks merged, `[slots, 16]`, from a payload that has arrived.
 
         Slots beyond the capacity come out empty, and the next step makes room for them.
 

@@ -53,13 +53,7 @@ def empty_row(kind: Kind) -> list[float]:
 
 
 def read(kind: Kind, row: Sequence[float], numel: int = 0) -> dict[str, float]:
-    """Every statistic of a row that has a count, by name.
-
-    Args:
-        kind: what the row holds.
-        row: its sixteen fields.
-        numel: of a weight, which counts once; zero where feeds accumulate.
-    """
+    """Every statistic of a row, by name; `numel` is of a weight, 0 where feeds accumulate."""
     if kind is Kind.MOMENTS:
         return statistics(one_feed(row, numel))
     if kind is Kind.CASTS:

@@ -41,8 +41,8 @@ class StatisticsListener:
         manager.statistics.end()
         if lost and not hasattr(sys, "last_value"):  # else the program dies of something worse
             manager.log_message(_NEVER_STEPPED, level=logging.WARNING)
-        if manager.statistics.account.steps:
-            manager.log_message(str(manager.statistics.account))
+        if manager.statistics.cost.steps:
+            manager.log_message(str(manager.statistics.cost))
 
 
 _LISTENER = StatisticsListener()

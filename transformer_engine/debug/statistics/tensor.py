@@ -124,12 +124,7 @@ class TensorStatistics:
         return captured or (slot.due and not (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
-        """Merge a tensor's moments in a pass of their own.
-
-        Args:
-            x: any shape and strides.
-            captured: see the class.
-        """
+        """Merge a tensor's moments in a pass of their own; see the class for `captured`."""
         row, active = self._rows(self._moments, x.numel(), captured)
         if row is not None:
             moments(feeds.plain(x), row, active)
@@ -195,17 +190,10 @@ class TensorStatistics:
         self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
 
-    def feed_kept(
+    def feed_fp8_weight(
         self, weight: Fp8Matrix, dtype: torch.dtype, quantizer: Any, captured: bool = False
     ) -> None:
-        """Everything that is due about a weight that exists in FP8 alone.
-
-        Args:
-            weight: codes and scales.
-            dtype: that its values are looked at in.
-            quantizer: of the layer's weight.
-            captured: see the class.
-        """
+        """All due statistics of a weight that exists in FP8 alone; see the class for `captured`."""
         values = [self._moments, *(self.slots[source] for source in self._blocks)]
         if any(self._open(slot, captured) for slot in values):
             x = dequantize(weight.codes, weight.format, weight.scales, dtype)

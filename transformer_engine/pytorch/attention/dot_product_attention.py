@@ -295,7 +295,7 @@ class DotProductAttention(ScaledModule):
         call = self._call(shapes, query.device, own, cache, casts)
         out = self._core(query, key, value, call)
         if casts is not None and casts.columns is not None:
-            casts.columns.note_amaxes(out)
+            casts.columns.record_amaxes(out)
         return out if step is None else step.restored(out)
 
     @property

@@ -112,9 +112,9 @@ class InferenceParams:
         self.cache_manager = custom_cache_manager
         if custom_cache_manager is not None:
             return
-        given = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "dtype": dtype}
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given):
+        required = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "dtype": dtype}
+        missing = [name for name, value in required.items() if value is None]
+        if len(missing) == len(required):
             if is_paged:
                 raise ValueError(f"[InferenceParams] expected {', '.join(missing)} with is_paged")
             return
@@ -297,10 +297,10 @@ class InferenceParams:
         if self.kind == "fixed":
             step = self._fixed_step(("angles", layer_number), query, qkv_format)
             return angles, step.starts, None
-        of_query, of_key = angles
+        query_angles, key_angles = angles
         start = self.sequence_len_offset
-        rest = of_query[start:]
-        return (rest, rest if of_key is of_query else of_key[start:]), None, None
+        rest = query_angles[start:]
+        return (rest, rest if key_angles is query_angles else key_angles[start:]), None, None
 
     # ---- The form with named sequences ----
 

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import DotProduc
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments, check_sizes
-from transformer_engine.pytorch.module.inputs import given, names_layer
+from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.names import layer_name
@@ -174,7 +174,7 @@ class MultiheadAttention(FlowModule):
             "return_input": return_input,
         }
         column, row = ("column", "row") if set_parallel_mode else (None, None)
-        self._add_input_projections(
+        self._add_projections(
             fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
         )
         self.core_attention = DotProductAttention(
@@ -228,9 +228,7 @@ class MultiheadAttention(FlowModule):
         self._split_query = Heads(("query",), self.layout)
         self._split_kv = Heads(("key", "value"), self.layout)
 
-    def _add_input_projections(
-        self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
-    ) -> None:
+    def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
         """Register the projections of the input, under the names that checkpoints have."""
         query, key = self.layout.query_features, self.layout.key_features
         parts = {"query": query, "key": key, "value": key}
@@ -325,7 +323,7 @@ class MultiheadAttention(FlowModule):
             ValueError: see `DotProductAttention.forward`; no `encoder_output` in cross attention.
             TypeError: see `DotProductAttention.forward`.
         """
-        names: tuple[str, ...] = ("hidden_states",)
+        check_hidden(self, "hidden_states", hidden_states, self.hidden_size, self.qkv_format)
         values: tuple[torch.Tensor, ...] = (hidden_states,)
         if self.attention_type == "cross":
             if encoder_output is None:
@@ -333,8 +331,9 @@ class MultiheadAttention(FlowModule):
                     "[MultiheadAttention] expected encoder_output with attention_type 'cross', got"
                     " None"
                 )
-            names, values = ("hidden_states", "encoder_output"), (hidden_states, encoder_output)
-        arguments = given(
+            check_hidden(self, "encoder_output", encoder_output, self.hidden_size, self.qkv_format)
+            values = (hidden_states, encoder_output)
+        arguments = explicit_arguments(
             attention_mask=attention_mask,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
@@ -351,6 +350,7 @@ class MultiheadAttention(FlowModule):
             rotary_pos_emb=rotary_pos_emb,
             **core,
         )
+        names = ("hidden_states", "encoder_output")[: len(values)]
         return run_layer(self, names, values, arguments)
 
     def flow_key(self) -> Hashable:
@@ -377,7 +377,7 @@ class MultiheadAttention(FlowModule):
         Args:
             flow: runs it, or lists its stages.
             values: hidden states; in cross attention, encoder output behind them.
-            arguments: of `forward`, those that were given.
+            arguments: of `forward` that differ from their defaults.
         """
         core = dict(arguments)
         microbatch = core.pop("is_first_microbatch", None)
@@ -404,7 +404,7 @@ class MultiheadAttention(FlowModule):
     def _project(
         self, flow: Flow, modules: dict[str, Any], values: Sequence[Any], microbatch: Any
     ) -> tuple[Any, ...]:
-        """Query, key, value, and the norm's output or input where somebody asks for it."""
+        """Query, key, value, and the norm's output or input where it is returned."""
         own = self.attention_type == "self"
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
         module = modules[normed if self.input_layernorm else plain]

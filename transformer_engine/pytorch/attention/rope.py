@@ -17,7 +17,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.parameters import default_device
@@ -191,7 +191,7 @@ class Rope(Stage):
         return True
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Rotate."""
         rotated = _by_kernel(inputs[0], *parameters, *plan.options, False)
@@ -209,7 +209,7 @@ class Rope(Stage):
         return (_rotate(t.float(), angle, interleaved).to(t.dtype),)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """Rotate the gradient by the same angles the other way."""
         return (_by_kernel(grads[0], *saved.tensors, *plan.options, True),), (None,) * 3
@@ -252,12 +252,7 @@ def check_freqs(
     tensor_format: str,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Check angles for a tensor of these sizes; see `apply_rotary_pos_emb`.
-
-    Raises:
-        ValueError: shapes that do not fit together.
-        TypeError: `freqs` is no tensor.
-    """
+    """Raise unless angles fit a tensor of these sizes; see `apply_rotary_pos_emb`."""
     if not isinstance(freqs, torch.Tensor):
         _refuse_type("freqs", freqs)
     dimensions = 3 if tensor_format == "thd" else 4

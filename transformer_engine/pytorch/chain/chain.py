@@ -31,9 +31,9 @@ class Step(NamedTuple):
         inputs: numbers of the values that it reads.
         parameters: numbers of its parameters, which are neighbours.
         outputs: numbers of the values that it makes.
-        consumer: the step that alone reads its first result, first of all; -1 where that is
-            something else, or the result leaves the chain. It may request what it wants to read.
-        producer: the step that made its first input, if nobody else reads that; else -1.
+        consumer: the only step that reads its first result, as its first input; else -1. It may
+            request operands.
+        producer: the step that made its first input, if no other step reads that; else -1.
         last_reads: the values that no later step reads, and that stay in the chain.
     """
 
@@ -150,8 +150,8 @@ class Chain:
                 readers[value].append(i)
             makers.update(dict.fromkeys(step.outputs, i))
 
-        def talk(maker: int, value: int) -> int:
-            """The step that may say how it wants to read a value; -1: none."""
+        def consumer_of(maker: int, value: int) -> int:
+            """The step that may request operands of a value; -1: none."""
             reader = readers[value][0] if len(readers[value]) == 1 else -1
             if reader < 0 or value in self.outputs or steps[reader].inputs[0] != value:
                 return -1
@@ -160,11 +160,11 @@ class Chain:
         for i, step in enumerate(steps):
             maker = makers.get(step.inputs[0], -1)
             first = maker >= 0 and steps[maker].outputs[0] == step.inputs[0]
-            producer = maker if first and talk(maker, step.inputs[0]) == i else -1
+            producer = maker if first and consumer_of(maker, step.inputs[0]) == i else -1
             ended = [v for v in set(step.inputs) if readers[v][-1] == i and v not in self.outputs]
             unread = [v for v in step.outputs if not readers[v] and v not in self.outputs]
             yield step._replace(
-                consumer=talk(i, step.outputs[0]),
+                consumer=consumer_of(i, step.outputs[0]),
                 producer=producer,
                 last_reads=tuple(ended + unread),
             )
@@ -223,12 +223,12 @@ class Chain:
 
 
 def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> list[Saved]:
-    """Run some steps of a plan's chain, stage by stage; autograd does not look.
+    """Run some steps of a plan's chain, stage by stage, without autograd.
 
     Args:
         plan: of the call.
         values: of the chain, parameters included. What steps make is put there, seeds are drawn
-            and put there, and what nobody will read is taken out.
+            and put there, and values that are read no more are removed.
         start: the first step.
         stop: the one behind the last.
     """

@@ -255,7 +255,7 @@ def _joined(chain: Chain, plans: Sequence[CallPlan], needs: tuple[bool, ...]) ->
 
 
 def _is_observed(module: Any) -> bool:
-    """Whether somebody must see that a module is called, or has made it do something else."""
+    """Whether hooks observe a module, or its `forward` was replaced."""
     return (
         _FORWARDS.get(type(module)) is not type(module).forward
         or "forward" in module.__dict__
@@ -268,7 +268,7 @@ def _is_observed(module: Any) -> bool:
 
 
 def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
-    """Whether somebody is told as soon as one of these has its gradient."""
+    """Whether hooks run as soon as one of these has its gradient."""
     for parameter in parameters:
         if parameter is not None and (
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
@@ -303,7 +303,7 @@ def run_layer(
         layer: that was called.
         names: of the values.
         values: that come in.
-        groups: arguments that were given, by name.
+        groups: arguments that differ from their defaults, by name.
     """
     if _may_fuse(values[0]):
         key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])

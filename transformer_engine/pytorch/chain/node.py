@@ -30,7 +30,7 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
             for stage, _ in plan.caching:
                 stage.detach_cache()
             if plan.columns is not None:
-                plan.columns.note_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
+                plan.columns.record_amaxes(result[0] if len(plan.chain.outputs) > 1 else result)
             return result
         return _apply(plan, step, *inputs)
     if plan.exporting:

@@ -60,12 +60,7 @@ class Part:
         self._plans: dict[Hashable, CallPlan] = {}
 
     def plan_call(self, values: Incoming, *arguments: Any) -> Planned:
-        """The plan of a call, and the parameters of the chain.
-
-        Args:
-            values: that come in.
-            arguments: of the call, behind the values.
-        """
+        """The plan of a call on `values`, and the parameters of the chain."""
         raise NotImplementedError
 
     def planned(
@@ -75,14 +70,7 @@ class Part:
         options: Any,
         needs: tuple[bool, ...] | None = None,
     ) -> Planned:
-        """The plan for these parameters; options are hashable.
-
-        Args:
-            values: that come in.
-            parameters: of the stages.
-            options: what else they must know.
-            needs: of the plan; None for whatever of these requires a gradient.
-        """
+        """The plan for these parameters; options are hashable, `needs` may be derived from both."""
         dtype = values.like.dtype
         needs = values.with_parameters(parameters) if needs is None else needs
         if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ class CallPlan:
         dtype: of activations.
         needs: whether a gradient is wanted, of each value that comes in and of each parameter.
         quantizers: of each Matmul in order.
-        first_microbatch: what the caller said.
+        first_microbatch: the caller's `is_first_microbatch`.
 
     Attributes:
         requires_grad: autograd will call backward.

@@ -1,8 +1,8 @@
-"""Recordings: the `_C` calls of a piece of Python, noted once and repeated by one call.
+"""Recordings: the `_C` calls of a piece of Python, recorded once and repeated by one call.
 
 The Python of a chain decides which kernels run, on which memory. For equal facts and equal shapes
 it decides the same every time, so it is watched once, with stand-ins in place of tensors and with
-kernels that only note their arguments. What it leaves behind is a recording of `_C` (see
+kernels that only record their arguments. What it leaves behind is a recording of `_C` (see
 csrc/bindings/recording.h) and a plan of its memory: every tensor becomes a slice of a buffer. The
 buffers (slots) of a call are, in this order,
 
@@ -99,7 +99,7 @@ class Recorded(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Holds what is allocated, and notes whether torch was asked for more than that."""
+    """Holds what is allocated, and the name of an operator of torch that computes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Rec
 from transformer_engine.pytorch.chain.stages.base import Saved
 
 # Up to this many bytes of input the host takes longer than the GPU. Beyond, kernels take longer,
-# and stages need less memory: each asks for its own when its turn comes, and lets go of it.
+# and stages need less memory: each allocates its own, and frees it when it is done.
 HOST_BOUND_BYTES = 16 * 1024 * 1024
 _MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
 _MOST_SHAPES = 32  # that are recorded for one plan

@@ -249,7 +249,7 @@ def _capture(
 ) -> None:
     with _without_collector():
         for subject in subjects:
-            subject.note_states()
+            subject.record_states()
             if settings.caches_weights:
                 subject.capture_weights(settings)
         for graph, forward in order.steps():

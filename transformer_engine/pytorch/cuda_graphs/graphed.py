@@ -57,11 +57,11 @@ class Subject:
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
         self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
-        self.kept: list[Any] = []
+        self.cached_weights: list[Any] = []
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
 
-    def note_states(self) -> None:
-        """Remember the FP8 state whose addresses graphs hold."""
+    def record_states(self) -> None:
+        """Record the FP8 state whose addresses graphs hold."""
         self.states = [
             (module, direction, state, state.version)
             for module in self.scaled
@@ -69,11 +69,7 @@ class Subject:
         ]
 
     def check_states(self) -> None:
-        """Graphs go on reading the state that they were captured with.
-
-        Raises:
-            RuntimeError: a module has another one by now.
-        """
+        """Raise RuntimeError where a module has another state than the one that was captured."""
         for module, direction, state, version in self.states:
             if module.scaling.get(direction) is not state or state.version != version:
                 raise RuntimeError(
@@ -89,10 +85,10 @@ class Subject:
         """
         self.weights = torch.cuda.CUDAGraph()
         own = replace(settings, pool=torch.cuda.graph_pool_handle())
-        with capturing(own, self, "cast of weights", self.weights):
+        with capture_into(own, self, "cast of weights", self.weights):
             for module in self.ours:
                 module.renew_weights()
-        self.kept = [stage.cached_weight for m in self.ours for stage in m.chain.matmuls]
+        self.cached_weights = [stage.cached_weight for m in self.ours for stage in m.chain.matmuls]
 
     def trackers(self) -> list[Any]:
         """RNG state trackers of its modules, each once."""
@@ -103,10 +99,10 @@ class Subject:
 
 
 @contextmanager
-def capturing(
+def capture_into(
     settings: Settings, subject: Subject, what: str, graph: torch.cuda.CUDAGraph
 ) -> Iterator[None]:
-    """Capture into a graph; what goes wrong is said about the callable.
+    """Capture into a graph; errors name the callable.
 
     Raises:
         RuntimeError: what runs inside cannot be captured.
@@ -126,8 +122,8 @@ def capturing(
                 raise
     except Exception as error:
         cause = first or error
-        with suppress(Exception):  # what went wrong first is what is said
-            _settle(subject)
+        with suppress(Exception):  # the first error is the one to report
+            _end_failed_capture(subject)
         raise RuntimeError(
             f"[make_graphed_callables] the {what} of {subject.where} cannot be captured:"
             f" {type(cause).__name__}: {cause} (what waits for the device, as .item(), .cpu() or"
@@ -135,8 +131,8 @@ def capturing(
         ) from cause
 
 
-def _settle(subject: Subject) -> None:
-    """After a failed capture torch's generators believe that it goes on; a good one ends that."""
+def _end_failed_capture(subject: Subject) -> None:
+    """Reset torch's generators, which expect a failed capture to go on, by an empty capture."""
     graph = torch.cuda.CUDAGraph()
     for tracker in subject.trackers():
         tracker.register_with(graph)
@@ -222,7 +218,7 @@ class Graphed:
 
     def capture_forward(self) -> None:
         """The first graph."""
-        with capturing(self.settings, self.subject, "forward", self.forward_graph):
+        with capture_into(self.settings, self.subject, "forward", self.forward_graph):
             self.outputs = tuple(self.run())
         self.differentiable = tuple(_has_gradient(t) for t in self.outputs)
 
@@ -234,7 +230,7 @@ class Graphed:
             return
         self.grad_outputs = tuple(torch.empty_like(t) for t in outputs)
         self.backward_graph = torch.cuda.CUDAGraph()
-        with capturing(self.settings, self.subject, "backward", self.backward_graph):
+        with capture_into(self.settings, self.subject, "backward", self.backward_graph):
             found = iter(self._gradients(outputs, self.grad_outputs))
         inputs = [next(found) if t.requires_grad else None for t in self.inputs]
         self.gradients = (*inputs, *found)
@@ -287,15 +283,15 @@ class Graphed:
                 f"[make_graphed_callables] expected arguments as {self.subject.where} was captured "
                 f"with, {self.structure}, got {structure}"
             )
-        for i, (own, given) in enumerate(zip(self.leaves, leaves, strict=True)):
-            if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
-                same = own.shape == given.shape and own.dtype is given.dtype
+        for i, (own, new) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if isinstance(own, torch.Tensor) and isinstance(new, torch.Tensor):
+                same = own.shape == new.shape and own.dtype is new.dtype
             else:
-                same = own is given or own == given
+                same = own is new or own == new
             if not same:
                 raise ValueError(
                     f"[make_graphed_callables] expected argument {i} of {self.subject.where} as it "
-                    f"was captured with, {_described(own)}, got {_described(given)}"
+                    f"was captured with, {_described(own)}, got {_described(new)}"
                 )
         return tuple(t for t in leaves if isinstance(t, torch.Tensor))
 
@@ -308,9 +304,9 @@ class _Replay(torch.autograd.Function):
         # Autograd makes the gradient of a leaf its own, and adds to it.
         ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
         with torch.no_grad():
-            for own, given in zip(graphed.inputs, inputs, strict=False):
-                if own.data_ptr() != given.data_ptr():
-                    own.copy_(given)
+            for own, new in zip(graphed.inputs, inputs, strict=False):
+                if own.data_ptr() != new.data_ptr():
+                    own.copy_(new)
         graphed.forward_graph.replay()
         outputs = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in graphed.outputs)
         tensors = zip(outputs, graphed.differentiable, strict=True)
@@ -322,8 +318,8 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         graphed: Graphed = ctx.graphed
-        given = [g for g, own in zip(grads, graphed.differentiable, strict=True) if own]
-        for own, grad in zip(graphed.grad_outputs, given, strict=True):
+        new = [g for g, own in zip(grads, graphed.differentiable, strict=True) if own]
+        for own, grad in zip(graphed.grad_outputs, new, strict=True):
             if grad is None:
                 own.zero_()
             elif own.data_ptr() != grad.data_ptr():

@@ -136,15 +136,13 @@ def cast_there_and_back(
     return _quantize_dequantize(x, quantizer.exported_scale(x).reciprocal(), quantizer.format)
 
 
-def kept_values(weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str) -> torch.Tensor:
-    """The values of a weight that is kept in FP8.
+def dequantized_weight(
+    weight: QuantizedTensor, fp8: bool, dtype: torch.dtype, layer: str
+) -> torch.Tensor:
+    """The values of an FP8 weight from a table, because ONNX cannot reinterpret bytes.
 
-    Args:
-        weight: looked up in a table, because ONNX cannot reinterpret bytes.
-        fp8: its GEMM is one in FP8: fp32 values behind a cast that changes none of them. There is
-            one scale then, because `Float8BlockScaling` is not exported.
-        dtype: of activations, what is returned otherwise.
-        layer: for errors.
+    For a GEMM in FP8 they are fp32 behind a cast that changes none of them. There is one scale
+    then, because `Float8BlockScaling` is not exported.
     """
     if weight.requires_grad:  # torch.export takes no parameter apart that does
         refuse(weight.label, "call model.requires_grad_(False) first", layer)

@@ -143,7 +143,7 @@ class fp8_autocast(autocast):
 
 def one_of(op: str, **spellings: Any) -> Any:
     """The argument that was given under one of its names, or None."""
-    given = [name for name, value in spellings.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"[{op}] expected one of {' and '.join(given)}, got both")
-    return spellings[given[0]] if given else None
+    names = [name for name, value in spellings.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"[{op}] expected one of {' and '.join(names)}, got both")
+    return spellings[names[0]] if names else None

@@ -34,7 +34,7 @@ from transformer_engine.pytorch.fp8.scaling_state import (
     ScalingGroup,
     ScalingState,
 )
-from transformer_engine.pytorch.recompute.regions import Region, rehearsing
+from transformer_engine.pytorch.recompute.regions import RecomputeRegion, in_first_forward
 
 
 class Step:
@@ -96,10 +96,10 @@ class AutocastStack:
         step: of the outermost one.
         outer: the scopes around it.
         entered_in_graph: the outermost scope was entered in compiled code.
-        runs_again: code is being compiled that its graph will compute again.
+        in_compiled_checkpoint: code is being compiled that its graph will compute again.
         in_backward: the outermost scope was entered in a backward.
         regions: whose first forward is running, outermost first.
-        repeated: the region that is being run again.
+        recomputed: the region whose forward is computed again.
         model_inits: scopes of `quantized_model_init`.
         exporting: within an enabled `onnx_export`.
         before: the stack that leaving the scope restores; None is the one outside of all scopes.
@@ -110,10 +110,10 @@ class AutocastStack:
         self.step = Step()
         self.outer: list[Scope] = []
         self.entered_in_graph = False
-        self.runs_again = False
+        self.in_compiled_checkpoint = False
         self.in_backward = False
-        self.regions: tuple[Region, ...] = ()
-        self.repeated: Region | None = None
+        self.regions: tuple[RecomputeRegion, ...] = ()
+        self.recomputed: RecomputeRegion | None = None
         self.model_inits: tuple[Any, ...] = ()
         self.exporting = False
         self.before: AutocastStack | None = None
@@ -147,7 +147,7 @@ class AutocastStack:
         if self.in_backward:
             return
         compiling = torch.compiler.is_compiling()
-        recorded = torch.is_grad_enabled() or (not compiling and rehearsing())
+        recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
         if left.calibrating or (left.enabled and recorded):
             if compiling:
                 process_state().forward_pending = True

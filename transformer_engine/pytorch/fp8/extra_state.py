@@ -30,12 +30,7 @@ _PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archiv
 
 
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """The state of a module as CPU bytes.
-
-    Args:
-        scaling: of the two directions; empty without delayed scaling.
-        weights: fp32 scales of every weight that is kept in FP8.
-    """
+    """The state of a module as CPU bytes: of both directions, and the scales of FP8 weights."""
     if not (scaling or weights):
         return torch.empty(0, dtype=torch.uint8)
     states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
@@ -94,8 +89,8 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
 
     Weights kept in FP8 replace a scale that cannot be theirs, so that they take any value.
     """
-    kept = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    lengths = {sum(weight.scales.numel() for weight in kept)}
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    lengths = {sum(weight.scales.numel() for weight in quantized)}
     for layout in (one for one in LAYOUTS.values() if one.transposes):
         sums = {0}
         for weight in weights:  # one of sizes that FP8 cannot take has no scales
@@ -104,7 +99,9 @@ def _check_weight_scales(scales: torch.Tensor, weights: Sequence[torch.Tensor], 
         lengths |= sums
     count = scales.numel()
     sound = (
-        bool(kept) or not count or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
+        bool(quantized)
+        or not count
+        or bool((scales.isfinite() & (scales >= 0)).all() & scales.any())
     )
     if count not in lengths or not sound:
         raise ValueError(

@@ -8,7 +8,7 @@ from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.library import library_op
 
 
-@library_op(writes_unseen=True)
+@library_op(has_side_effects=True)
 def show_to_inspector(
     x: torch.Tensor | None,
     row_codes: torch.Tensor | None,

@@ -65,7 +65,7 @@ def scale_pair(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Operands:
-    """A tensor made ready for its GEMMs; a side that no GEMM will take is None.
+    """A tensor as its GEMMs take it; a side that no GEMM takes is None.
 
     `bias_grad` travels along where the kernel that quantised a gradient summed its columns too.
     """
@@ -83,11 +83,10 @@ class Operands:
         self.bias_grad = bias_grad
 
 
-class Demand:
-    """What the next GEMMs want of a tensor: by which quantizer, which sides, a bias gradient.
+class OperandRequest:
+    """The sides of a tensor that the next GEMMs take, their quantizer, and the bias gradient.
 
-    Who looks at the tensor may also want its `moments` merged into a row, where the flag `active`
-    allows it; see `kernels.moments.moments`.
+    Its `moments` are merged into a row for the debugger; see `kernels.moments.moments`.
     """
 
     __slots__ = ("active", "bias_grad", "columnwise", "moments", "quantizer", "rowwise")
@@ -126,7 +125,7 @@ class FusedArguments(NamedTuple):
 
 
 class FusedOutputs(NamedTuple):
-    """What such a kernel returns; None where it was not asked for."""
+    """What such a kernel returns; None where it was not requested."""
 
     plain: torch.Tensor | None
     codes: torch.Tensor | None
@@ -138,19 +137,18 @@ class FusedOutputs(NamedTuple):
 class PendingCast(NamedTuple):
     """A result that its quantizer casts later; `scales` where the kernel has found them.
 
-    The chain casts it once the stage has returned and nothing holds what the stage took: that and
-    the codes together would set the peak of memory.
+    The chain casts it when the inputs of the stage are freed, which lowers the peak of memory.
     """
 
     plain: torch.Tensor
     scales: torch.Tensor | None
-    request: Demand
+    request: OperandRequest
     bias_grad: torch.Tensor | None
 
     def cast(self) -> Operands:
         """The operands; the column sums have been taken already."""
         request, quantizer = self.request, self.request.quantizer
-        sides = Demand(
+        sides = OperandRequest(
             quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
         )
         operands = quantizer.cast(self.plain, self.scales, sides)

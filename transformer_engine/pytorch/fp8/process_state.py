@@ -43,9 +43,9 @@ class ProcessState:
         scopes: that were entered, by value.
         compiled_groups: of scaling states that compiled code uses, by (recipe, process group). A
             graph does not tell which modules ran, so each update covers the whole group.
-        forward_pending: compiled code has left the forward update to whoever comes next.
+        forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
-        noted: some region of a checkpoint has calls.
+        has_regions: some region of a checkpoint has calls.
         announced: what is reported once, however many modules it concerns.
         compiled_in_fp8: layers, see `recompute.compiled_scales`.
         gemm_counts: GEMMs that ran.
@@ -60,7 +60,7 @@ class ProcessState:
         self._groups: weakref.WeakValueDictionary[int, ScalingGroup] = weakref.WeakValueDictionary()
         self.compiled_groups: dict[tuple[Any, Hashable], ScalingGroup] = {}
         self.forward_pending = self.backward_pending = False
-        self.noted = False
+        self.has_regions = False
         self.announced: set[str] = set()
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
         self.gemm_counts: dict[tuple[str, str, str], int] = {}

@@ -16,10 +16,10 @@ import torch
 
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.fp8.operands import (
-    Demand,
     Fp8Matrix,
     FusedArguments,
     FusedOutputs,
+    OperandRequest,
     Operands,
     PendingCast,
     Result,
@@ -35,7 +35,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Quantizer:
-    """Base: `operands(x, demand)` makes a 2-D tensor ready for the GEMMs named in the demand.
+    """Base: `operands(x, request)` makes a 2-D tensor ready for the GEMMs named in the request.
 
     A class that is made with `native=True` calls nothing but `_C`, the same for every tensor of a
     shape, so that its calls may be recorded. Subclasses have to say so again.
@@ -69,59 +69,55 @@ class Quantizer:
         """Cached weights of equal keys can stand for each other."""
         return self.scaling
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Quantise `x` `[rows, cols]` (fp32, fp16 or bf16, contiguous)."""
         raise NotImplementedError
 
-    def cast(self, x: torch.Tensor, scales: torch.Tensor | None, request: Demand) -> Operands:
+    def cast(
+        self, x: torch.Tensor, scales: torch.Tensor | None, request: OperandRequest
+    ) -> Operands:
         """`operands`, with the scales that the producer of `x` has found, if it has."""
         return self.operands(x, request)
 
-    def padded(self, x: torch.Tensor, padding: int, demand: Demand) -> Operands:
+    def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
         """Quantise `x` with so many zero rows added; they change no result."""
-        return self.operands(pad(x, padding), demand)
+        return self.operands(pad(x, padding), request)
 
-    def refreshed(self, x: torch.Tensor, demand: Demand, cached: Operands | None) -> Operands:
+    def refreshed(
+        self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
+    ) -> Operands:
         """Quantise `x`; what is cached of it has an equal `cache_key` and may be written to."""
-        return self.operands(x, demand)
+        return self.operands(x, request)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The operands of a weight that exists in FP8 alone.
 
-        A column-wise side that is wanted and None here is made of the weight in backward, for the
-        time of one GEMM.
-
-        Args:
-            weight: codes `[out, in]`.
-            demand: which sides GEMMs will take.
-            dtype: of operands in high precision.
+        A column-wise side that is None here is made in the backward, for one GEMM. Operands in
+        high precision have `dtype`.
         """
         raise NotImplementedError
 
-    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """What a kernel that makes the tensor does for this quantizer: nothing but the tensor.
 
         Epsilons are literals here: torch.compile makes an input of a default that is a float.
-
-        Args:
-            request: of the next GEMM; None where there is none.
         """
         return FusedArguments(True, epsilon=0.0)
 
-    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Result:
-        """What such a kernel has made, as the result of its stage: a tensor yet to be cast."""
+    def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Result:
+        """The outputs of such a kernel as the result of its stage: here, a pending cast."""
         assert made.plain is not None and request is not None
         return PendingCast(made.plain, made.scales, request, made.bias_grad)
 
-    def note(self, x: torch.Tensor) -> None:
-        """`x` goes by without a cast: take down what would have been taken down with it."""
+    def record_amax(self, x: torch.Tensor) -> None:
+        """Record the amax of `x`, which is used without a cast."""
 
-    def result(self, x: torch.Tensor) -> torch.Tensor:
-        """What becomes of the result of a GEMM (of output, dgrad and wgrad quantizers)."""
+    def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of a GEMM, as it is used (of output, dgrad and wgrad quantizers)."""
         return x
 
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
-        """What does the same again, with the scale of the first time, and leaves no trace."""
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
+        """The quantizer of a recompute: the first scale, and no amax is recorded."""
         return self
 
     def persistent_tensors(self) -> Tensors:
@@ -140,7 +136,7 @@ class Quantizer:
 class WrappingQuantizer(Quantizer):
     """Base of quantizers that add something to another one's work (the debugger does).
 
-    Kernels that produce a tensor serve `inner_demand`, with a plain result beside where
+    Kernels that produce a tensor serve `inner_request`, with a plain result beside where
     `needs_plain`, and `finish` makes of both what the GEMMs will take.
     """
 
@@ -148,40 +144,40 @@ class WrappingQuantizer(Quantizer):
 
     @property
     def needs_plain(self) -> bool:
-        """Whether `finish` must be given the plain tensor."""
+        """Whether `finish` needs the plain tensor."""
         return True
 
-    def inner_demand(self, demand: Demand) -> Demand:
-        """The part of a demand that the wrapped quantizer serves."""
+    def inner_request(self, request: OperandRequest) -> OperandRequest:
+        """The request that the wrapped quantizer serves."""
         raise NotImplementedError
 
     def finish(
-        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, demand: Demand
+        self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
-        """The operands of `x`; `cast` is what a kernel made of `inner_demand`."""
+        """The operands of `x`; `cast` is what a kernel made of `inner_request`."""
         raise NotImplementedError
 
-    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """Those of the wrapped quantizer, and the plain tensor where it is needed."""
         assert request is not None
-        plain, inner = self.needs_plain, self.inner_demand(request)
+        plain, inner = self.needs_plain, self.inner_request(request)
         fused = inner.quantizer.fused_arguments(inner)
         return fused._replace(plain=True) if plain else fused
 
-    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Operands:
+    def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Operands:
         """What the wrapped quantizer makes of it, finished."""
         assert request is not None
-        inner = self.inner_demand(request)
+        inner = self.inner_request(request)
         cast = inner.quantizer.fused_result(inner, made)
         return self.finish(
             made.plain, cast.cast() if isinstance(cast, PendingCast) else cast, request
         )
 
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same around what repeats the wrapped one."""
-        again = copy.copy(self)
-        again.inner = self.inner.repeating(scale)
-        return again
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
+        """The same around the wrapped quantizer's own."""
+        copied = copy.copy(self)
+        copied.inner = self.inner.for_recompute(scale)
+        return copied
 
     def persistent_tensors(self) -> Tensors:
         """Those of the wrapped quantizer."""
@@ -191,24 +187,24 @@ class WrappingQuantizer(Quantizer):
 class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Both sides are `x`."""
-        if demand.moments is not None:
-            moments(x.contiguous(), demand.moments, demand.active)
+        if request.moments is not None:
+            moments(x.contiguous(), request.moments, request.active)
         return Operands(x, x)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The values, dequantised for this call."""
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
-        return Operands(self.operands(x, demand).rowwise, None)
+        return Operands(self.operands(x, request).rowwise, None)
 
-    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The kernel takes the moments."""
         if request is None:
             return FusedArguments(True, epsilon=0.0)
         return FusedArguments(True, epsilon=0.0, moments=request.moments, active=request.active)
 
-    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Value:
+    def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Value:
         """The tensor, with the bias gradient where the kernel has summed it."""
         plain = made.plain
         assert plain is not None
@@ -216,21 +212,21 @@ class IdentityQuantizer(Quantizer, native=True):
 
 
 class CalibratingQuantizer(IdentityQuantizer):
-    """High precision that notes `max |x|`, so that FP8 can start from a known scale."""
+    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
 
     def __init__(self, amax: torch.Tensor) -> None:
         self.amax = amax
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Both sides are `x`; its amax replaces the running one."""
-        self.note(x)
-        return super().operands(x, demand)
+        self.record_amax(x)
+        return super().operands(x, request)
 
-    def note(self, x: torch.Tensor) -> None:
+    def record_amax(self, x: torch.Tensor) -> None:
         """The amax."""
         self.amax.copy_(amax_of(x))
 
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
         """High precision alone."""
         return IDENTITY
 
@@ -240,7 +236,7 @@ class CalibratingQuantizer(IdentityQuantizer):
 
 
 class Fp8Quantizer(Quantizer):
-    """What FP8 quantizers share: the format, and how scales belong to the codes.
+    """Base of FP8 quantizers.
 
     Args:
         format: element type of the codes, a value of `DType`.
@@ -255,14 +251,14 @@ class Fp8Quantizer(Quantizer):
         self.format = format
         self.matrix_format = self.layout.code(format)
 
-    def kept(self, weight: Fp8Matrix, demand: Demand, dtype: torch.dtype) -> Operands:
+    def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
         """The codes as they are."""
         return Operands(weight, None)
 
     def cast_with(
         self,
         x: torch.Tensor,
-        request: Demand,
+        request: OperandRequest,
         scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
@@ -313,7 +309,7 @@ SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
 class GemmQuantizers:
     """The six quantizers of one Matmul: three before its GEMMs, three after them.
 
-    One that is not given is the identity.
+    None stands for the identity.
     """
 
     __slots__ = (
@@ -345,7 +341,7 @@ class GemmQuantizers:
         self.dgrad = dgrad or IDENTITY
         self.wgrad = wgrad or IDENTITY
         self.fp8 = self.input.is_fp8
-        self.wrapped = False  # somebody looks at these GEMMs
+        self.wrapped = False  # the debugger inspects these GEMMs
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         # They do nothing but call `_C`, the same for every tensor of a shape.
         self.native = all(quantizer.native for quantizer in six)
@@ -353,7 +349,7 @@ class GemmQuantizers:
         self.fast_accumulation = (self.fp8, False, False)
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
-        """The same, or a copy in which those of some names are others that look at its GEMMs."""
+        """The same with some quantizers replaced by those of the debugger; self where none is."""
         own = {name: getattr(self, name) for name in SIX}
         changed = {name: q for name, q in changed.items() if q is not own[name]}
         if not changed:
@@ -364,16 +360,12 @@ class GemmQuantizers:
         copy.wrapped = self.wrapped or any(q is not IDENTITY for q in changed.values())
         return copy
 
-    def repeating(self, scales: torch.Tensor | None) -> GemmQuantizers:
-        """Those of a forward that repeats another; gradients are there for the first time.
-
-        Args:
-            scales: fp32 `[3]` of input, weight and output in that forward, under delayed scaling.
-        """
+    def for_recompute(self, scales: torch.Tensor | None) -> GemmQuantizers:
+        """Those of a recompute, with the fp32 `[3]` scales of the first forward, if any."""
         first = [None if scales is None else scales[i : i + 1] for i in range(2)]
         again = GemmQuantizers(
-            self.input.repeating(first[0]),
-            self.weight.repeating(first[1]),
+            self.input.for_recompute(first[0]),
+            self.weight.for_recompute(first[1]),
             self.grad_output,
             self.output,
             self.dgrad,

@@ -58,31 +58,27 @@ class Columns(NamedTuple):
     values: torch.Tensor | None = None
     counted: Sequence[torch.Tensor] = ()
 
-    def note_amaxes(self, after: torch.Tensor) -> None:
+    def record_amaxes(self, after: torch.Tensor) -> None:
         """Count the amaxes of a call, of which `after` is a result."""
         if self.values is not None:
             count_amaxes(after, self.values, [*self.counted])
 
 
 def columns_of(
-    state: ScalingState, indices: Sequence[int], recording: bool, runs_again: bool
+    state: ScalingState, indices: Sequence[int], recording: bool, recomputed: bool
 ) -> Columns:
     """These columns of a module's forward state, in the scope that is open.
 
-    Args:
-        state: of the module.
-        indices: of the columns.
-        recording: amaxes are taken down.
-        runs_again: compiled code that may compute this call again in its backward.
+    With `recomputed`, the backward of a compiled graph may compute this call again.
     """
     scales = [state.scales[i] for i in indices]
     amaxes = [state.amaxes[i] for i in indices]
     untraced: list[torch.Tensor | None] = [None] * len(indices)
-    unsettled = autocast_stack().entered_in_graph
-    if not (unsettled or (recording and torch.compiler.is_compiling())):
+    flush = autocast_stack().entered_in_graph
+    if not (flush or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
-    rows = 2 if recording and runs_again else 1
-    values = scales_of_call(scales, unsettled, recording, rows)
+    rows = 2 if recording and recomputed else 1
+    values = scales_of_call(scales, flush, recording, rows)
     own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
     if rows == 1:
         return Columns(own[0], amaxes if recording else untraced)
@@ -126,17 +122,13 @@ def build_quantizers(
     if not scope.enabled:
         return Built([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
-    columns = columns_of(forward, cast, recording, autocast_stack().runs_again)
+    columns = columns_of(forward, cast, recording, autocast_stack().in_compiled_checkpoint)
     gemms = [rules.gemm_quantizers(recipe, _columns(columns, backward, i)) for i in indices]
     return Built(gemms, moved, columns)
 
 
 def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> None:
-    """Check that a state which was loaded is of so many GEMMs.
-
-    Raises:
-        ValueError: it is of another number.
-    """
+    """Raise ValueError where a loaded state is of another number of GEMMs."""
     for direction, columns in ((FORWARD, FORWARD_COLUMNS), (BACKWARD, BACKWARD_COLUMNS)):
         state = scaling.get(direction)
         if state is not None and state.scale.numel() != gemms * columns:
@@ -183,13 +175,9 @@ def _trained_columns(module: ScaledModule) -> list[GemmColumns]:
 def with_weight_scales(
     scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor]
 ) -> dict[str, ScalingState]:
-    """The same states with the scales of weights kept in FP8, which modules do not cast.
+    """The states with the scales fp32 `[2]` of weights kept in FP8, which modules do not cast.
 
     Modules that keep them in high precision start with these.
-
-    Args:
-        scaling: of a module.
-        weights: fp32 `[2]` = {1/scale, scale}, one for each of its GEMMs.
     """
     forward = deepcopy(scaling[FORWARD])
     for gemm, scales in enumerate(weights):

@@ -25,7 +25,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         super().__init__()
         self.gemm_count = gemms
         self.scaling: dict[str, ScalingState] = {}  # by direction; empty before delayed scaling
-        self.in_foreign_region = False  # see `repeated`
+        self.in_foreign_region = False  # see `is_recompute`
 
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import keep_address
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 
@@ -76,11 +76,11 @@ class ScalingState:
         if old.shape[0] == length:
             return
         # Row 0 is the running step, then oldest ... newest: keep row 0 and the end.
-        kept = min(length, old.shape[0]) - 1
+        rows_to_copy = min(length, old.shape[0]) - 1
         history = old.new_zeros(length, old.shape[1])
         history[0] = old[0]
-        if kept:
-            history[length - kept :] = old[old.shape[0] - kept :]
+        if rows_to_copy:
+            history[length - rows_to_copy :] = old[old.shape[0] - rows_to_copy :]
         self.replace(self.scale, history)
 
 
@@ -133,7 +133,7 @@ class ScalingMembers:
         # References rather than ids: another state may lie where a dead one lay.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
-            if capturing():
+            if is_capturing():
                 raise RuntimeError(
                     "[delayed_scaling] the FP8 modules of this autocast changed inside a CUDA "
                     "graph capture; run one step with the same modules before capturing"

@@ -39,7 +39,7 @@ class InitialValue:
         self._value = None
 
 
-def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
+def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
     """The parameter in FP8, or in high precision where FP8 cannot take its sizes or dtype."""
     fits = values.dtype in HIGH_PRECISION and not any(n % FEATURE_ALIGNMENT for n in values.shape)
     if not fits:
@@ -50,18 +50,18 @@ def keep(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
     quantizer = WeightQuantizer.for_layout(layout, label=label, **settings)
     parameter = nn.Parameter(quantizer.unwritten(values))
     if not values.is_meta:
-        start(parameter, values, init)
+        initialize(parameter, values, init)
     return parameter
 
 
-def start(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
+def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
     """Let an FP8 parameter start with these values."""
     values = values.detach()
     parameter.quantize_(values)
     if init.preserve:
-        kept = InitialValue(values.clone() if values.device.type == "cpu" else values.cpu())
-        parameter.get_high_precision_init_val = kept.get
-        parameter.clear_high_precision_init_val = kept.clear
+        initial = InitialValue(values.clone() if values.device.type == "cpu" else values.cpu())
+        parameter.get_high_precision_init_val = initial.get
+        parameter.clear_high_precision_init_val = initial.clear
 
 
 def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
@@ -78,13 +78,10 @@ def rename(module: nn.Module, layer: str) -> None:
             quantizer.label = f"{name} of layer {layer}"
 
 
-def apply(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
+def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -> None:
     """`nn.Module._apply`: codes move, the nominal dtype changes, the scales stay.
 
-    Args:
-        module: its FP8 parameters are changed and stay the same objects.
-        function: what `_apply` was given.
-        to_others: applies it to everything but them.
+    `to_others` applies the function to all that is not an FP8 parameter.
     """
     weights = fp8_weights(module)
     for name in weights:
@@ -176,12 +173,8 @@ def _cast(
     return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)
 
 
-def check(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
-    """Refuse a recipe that cannot take the module's FP8 weights; warn where nothing is in FP8.
-
-    Raises:
-        RuntimeError: the weights were made for another recipe.
-    """
+def validate(module: TransformerEngineBaseModule, recipe: Any, enabled: bool) -> None:
+    """Raise where the recipe is not that of the FP8 weights; warn where nothing is in FP8."""
     for name, weight in fp8_weights(module).items():
         rowwise = rowwise_of(weight)
         if rowwise is None:

@@ -15,7 +15,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.memory import new_empty
-from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_whole
+from transformer_engine.pytorch.kernels.packed import empty_like_parts, empty_packed
 
 SBHD, BSHD, THD = 0, 1, 2
 NO_SEQUENCES = (None, None, None, None)
@@ -94,7 +94,7 @@ def attention_forward(
     """
     *lead, heads, _ = query.shape
     out = new_empty(query, (*lead, heads * value.shape[-1]))
-    kept = empty_statistics(query, settings[0]) if statistics else None
+    statistics_out = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
         _C.attention_forward(
@@ -104,9 +104,9 @@ def attention_forward(
             dropout,
             sequences,
             (bias, sink, seed),
-            (out, kept),
+            (out, statistics_out),
         )
-    return out, kept
+    return out, statistics_out
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _gradients_of(
 ) -> tuple[_Gradients, tuple[torch.Tensor, ...]]:
     """Memory of gradients: what is returned, and what is written."""
     if together >= PACKED:
-        whole, parts = empty_whole(inputs, together == PACKED_BY_HEAD, launch)
+        whole, parts = empty_packed(inputs, together == PACKED_BY_HEAD, launch)
         return (whole, None, None), parts
     if together == AS_INPUTS and launch:
         parts = empty_like_parts(*inputs)

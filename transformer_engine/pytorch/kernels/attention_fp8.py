@@ -50,18 +50,18 @@ def fp8_attention_forward(
         `[batch, heads, queries]`; None where not asked for.
     """
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    kept = empty_statistics(query, settings[0]) if statistics else None
+    statistics_out = empty_statistics(query, settings[0]) if statistics else None
     if launch:
         found = scales.new_zeros(2)
         _C.fp8_attention_forward(
             (query, key, value),
             settings,
             scale,
-            (out, kept),
+            (out, statistics_out),
             (scales, found),
         )
         _raise(amaxes, found)
-    return out, kept
+    return out, statistics_out
 
 
 @library_op()

@@ -1,4 +1,4 @@
-"""Casts between dtypes of high precision, as tapes can hold them."""
+"""Casts between dtypes of high precision, which recordings can hold."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _has_no_memory(first: Any) -> bool:
 
 
 def library_op(
-    *, writes: Collection[str] = (), writes_unseen: bool = False
+    *, writes: Collection[str] = (), has_side_effects: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.te.<its name>`.
 
@@ -90,8 +90,7 @@ def library_op(
         writes: the tensors that are written to, except amaxes (docs/adr/0003): raising a maximum
             is idempotent and no graph reads it, while a declared write of forward state in
             backward cannot be compiled.
-        writes_unseen: what it is called for shows in no tensor that a graph knows: compilers must
-            keep its calls, though nobody takes a result.
+        has_side_effects: compilers must keep its calls, although no tensor of the graph shows them.
     """
 
     def register(body: Callable[P, R]) -> Callable[P, R]:
@@ -106,7 +105,7 @@ def library_op(
         _LIBRARY.impl(name, body, "CUDA")
         torch.library.register_fake(f"te::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.te, name)
-        if writes_unseen:
+        if has_side_effects:
             keep_calls(operator.default)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

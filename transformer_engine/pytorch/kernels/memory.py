@@ -2,7 +2,7 @@
 
 It takes half of the time of `torch.empty_strided`, which takes half of that of `torch.empty`. It
 allocates on the current device, and no mode of torch would see it: where there is one, torch's own
-way it is. A tape is recorded under such a mode, and knows no memory but what that has seen.
+way it is. A recording is made under such a mode, and knows no other memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def empty_cast_moments(device: torch.device | str | None = None) -> torch.Tensor
     return torch.tensor(EMPTY_CAST_MOMENTS, dtype=torch.float64, device=device)
 
 
-@library_op(writes_unseen=True)
+@library_op(has_side_effects=True)
 def moments(
     x: torch.Tensor, row: torch.Tensor, active: torch.Tensor | None = None, *, launch: bool = True
 ) -> None:
@@ -81,7 +81,7 @@ def merge_moments(
         _C.moments(x, row, active)
 
 
-@library_op(writes_unseen=True)
+@library_op(has_side_effects=True)
 def cast_moments(
     x: torch.Tensor,
     codes: torch.Tensor,

@@ -14,89 +14,85 @@ from transformer_engine.pytorch.kernels.memory import new_empty
 Sizes = tuple[int, ...]
 
 
-class Places(NamedTuple):
-    """Where parts lie in `[..., features]`.
+class PackedLayout(NamedTuple):
+    """The memory layout of parts of one tensor `[..., features]`.
 
     Attributes:
         shape: of the whole.
         parts: shape, strides and first element of each part. No torch.Size: it costs 0.7 us.
-        lie: strides of each part, and bytes from the start of the first one.
+        strides: strides of each part, and bytes from the start of the first one.
         by_head: the parts of each head are together.
     """
 
     shape: Sizes
     parts: tuple[tuple[Sizes, Sizes, int], ...]
-    lie: list[tuple[Sizes, int]]
+    strides: list[tuple[Sizes, int]]
     by_head: bool
 
 
 def empty_like_parts(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Uninitialised tensors of the same shapes; of parts that fill one tensor, such parts.
-
-    Args:
-        parts: `[..., heads, size]` each, of one dtype.
-    """
-    places = places_of(*parts)
-    if places is None:
+    """Uninitialised tensors like these `[..., heads, size]`, packed into one if these are."""
+    layout = packed_layout_of(*parts)
+    if layout is None:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts)
-    whole = new_empty(parts[0], places.shape)
-    return tuple([whole.as_strided(*place) for place in places.parts])
+    whole = new_empty(parts[0], layout.shape)
+    return tuple([whole.as_strided(*part) for part in layout.parts])
 
 
-def empty_whole(
+def empty_packed(
     parts: tuple[torch.Tensor, ...], by_head: bool, with_parts: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """An uninitialised tensor `[..., features]` for such parts, and the parts of it.
+    """An uninitialised tensor `[..., features]` for parts `[..., heads, size]`, and its parts.
 
-    Args:
-        parts: `[..., heads, size]` each, of one dtype.
-        by_head: the parts of each head are to be together.
-        with_parts: make them; sizes may be symbols without.
+    With `by_head`, the parts of each head are together. Without `with_parts` none are made, and
+    sizes may be symbols.
     """
     first = parts[0]
     if not with_parts:
         features = sum([x.shape[-2] * x.shape[-1] for x in parts])
         return new_empty(first, (*first.shape[:-2], features)), ()
-    places = _together(tuple([x.shape for x in parts]), by_head)
-    whole = new_empty(first, places.shape)
-    return whole, tuple([part_of(whole, *place) for place in places.parts])
+    layout = _contiguous_layout(tuple([x.shape for x in parts]), by_head)
+    whole = new_empty(first, layout.shape)
+    return whole, tuple([part_of(whole, *part) for part in layout.parts])
 
 
 @lru_cache(maxsize=1024)
-def _together(shapes: tuple[torch.Size, ...], by_head: bool) -> Places:
-    """Where parts of these shapes lie in a tensor of their own."""
+def _contiguous_layout(shapes: tuple[torch.Size, ...], by_head: bool) -> PackedLayout:
+    """The layout of parts of these shapes in a tensor of their own."""
     lead, features = shapes[0][:-2], sum([shape[-2:].numel() for shape in shapes])
     size = sum([shape[-1] for shape in shapes]) if by_head else shapes[0][-1]
     outer = torch.empty((*lead, features), device="meta").stride()
-    places = _places(shapes, (*outer[:-1], size, 1), 1)
-    assert places is not None and places.by_head is by_head
-    return places
+    layout = _packed_layout(shapes, (*outer[:-1], size, 1), 1)
+    assert layout is not None and layout.by_head is by_head
+    return layout
 
 
-def whole_of(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
-    """The tensor `[..., features]` of which these are the parts, lying in this way; else None."""
+def packed_base(parts: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
+    """The tensor `[..., features]` that these parts fill in this layout; else None."""
     whole: Any = parts[0]._base
     if whole is None or any([part._base is not whole for part in parts]):
         return None
-    places = places_of(*parts)
-    if places is None or places.by_head is not by_head or parts[0].data_ptr() != whole.data_ptr():
+    layout = packed_layout_of(*parts)
+    if layout is None or layout.by_head is not by_head or parts[0].data_ptr() != whole.data_ptr():
         return None
-    return whole if whole.shape == places.shape and whole.is_contiguous() else None
+    return whole if whole.shape == layout.shape and whole.is_contiguous() else None
 
 
-def places_of(*parts: torch.Tensor) -> Places | None:
-    """Of parts `[..., heads, size]` that fill one tensor; None of others."""
+def packed_layout_of(*parts: torch.Tensor) -> PackedLayout | None:
+    """The layout of parts `[..., heads, size]` that fill one tensor; None of others."""
     first = parts[0]
     start = first.data_ptr()
-    places = _places(tuple([x.shape for x in parts]), first.stride(), first.element_size())
-    if places is None or [(x.stride(), x.data_ptr() - start) for x in parts] != places.lie:
+    layout = _packed_layout(tuple([x.shape for x in parts]), first.stride(), first.element_size())
+    if layout is None or [(x.stride(), x.data_ptr() - start) for x in parts] != layout.strides:
         return None
-    return places
+    return layout
 
 
 @lru_cache(maxsize=1024)
-def _places(shapes: tuple[torch.Size, ...], strides: Sizes, item: int) -> Places | None:
-    """Where parts of these shapes lie if the first one has these strides; None: nowhere."""
+def _packed_layout(
+    shapes: tuple[torch.Size, ...], first_strides: Sizes, item: int
+) -> PackedLayout | None:
+    """The layout of such parts, with these strides of the first one; None where there is none."""
     lead = shapes[0][:-2]
     if any(shape[:-2] != lead for shape in shapes):
         return None
@@ -108,12 +104,12 @@ def _places(shapes: tuple[torch.Size, ...], strides: Sizes, item: int) -> Places
     if len({shape[-2] for shape in shapes}) == 1:
         ways.append((sizes, [sum(sizes)] * len(sizes)))  # head by head
     for by_head, (lengths, steps) in enumerate(ways):
-        if strides == (*outer[:-1], steps[0], 1):
+        if first_strides == (*outer[:-1], steps[0], 1):
             begins = accumulate([0, *lengths[:-1]])
             parts = tuple(
                 (tuple(shape), (*outer[:-1], step, 1), begin)
                 for shape, step, begin in zip(shapes, steps, begins, strict=True)
             )
-            lie = [(own, begin * item) for _, own, begin in parts]
-            return Places(whole, parts, lie, bool(by_head))
+            strides = [(own, begin * item) for _, own, begin in parts]
+            return PackedLayout(whole, parts, strides, bool(by_head))
     return None

@@ -30,7 +30,7 @@ def quantize(
         x: fp32, fp16 or bf16, contiguous.
         format: value of `DType` (5 = E4M3, 6 = E5M2).
         scale: fp32 `[1]`, delayed scaling; None where `scales` already holds the pair.
-        amax: fp32 `[1]`, raised to `max |x|`; None where nobody asks.
+        amax: fp32 `[1]`, raised to `max |x|`; may be None.
         scales: fp32 `[2]` = {1/scale, scale} with `scale=None`; None to allocate and write it.
         rowwise: return codes `[..., cols]`.
         columnwise: return the transposed codes `[cols, rows]`.

@@ -1,4 +1,4 @@
-"""What constructors of modules refuse whatever they make."""
+"""Checks of the arguments that constructors of modules share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from transformer_engine.pytorch.parallel.groups import check_group
 
 
 def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
-    """Arguments that count something.
-
-    Raises:
-        TypeError: one is no int.
-        ValueError: one is less than `least`.
-    """
+    """Raise unless every argument is an int of at least `least`."""
     for name, size in sizes.items():
         try:
             small = operator.index(size) < least
@@ -34,11 +29,7 @@ def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any)
 
 
 def check_numbers(module: str, layer: str | None, /, **values: Any) -> None:
-    """Arguments that are rates, factors or small terms.
-
-    Raises:
-        TypeError: one is no real number.
-    """
+    """Raise TypeError unless every argument is a real number."""
     for name, value in values.items():
         if not isinstance(value, numbers.Real):
             raise TypeError(
@@ -51,11 +42,7 @@ def _where(layer: str | None) -> str:
 
 
 def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
-    """TypeError for keywords that a constructor does not know, with the nearest that it does.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise TypeError for unknown keywords of a constructor, with the nearest known one."""
     known = [name for name in inspect.signature(module).parameters if name != "others"]
     described = []
     for name in sorted(unknown):
@@ -67,12 +54,7 @@ def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoRet
 
 
 def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
-    """Groups of one rank are accepted, larger ones are not implemented.
-
-    Raises:
-        TypeError: it is no group.
-        NotImplementedError: it has several ranks.
-    """
+    """Raise unless a group has one rank: several are not implemented."""
     kind, layer = type(module).__name__, str(module.name)
     check_group(kind, argument, group, layer)
     if group is None:

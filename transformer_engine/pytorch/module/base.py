@@ -43,7 +43,7 @@ from transformer_engine.pytorch.module.inputs import (
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
-from transformer_engine.pytorch.recompute.compiled_scales import note_scope
+from transformer_engine.pytorch.recompute.compiled_scales import record_scope
 from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -160,7 +160,7 @@ class TransformerEngineBaseModule(ScaledModule):
             features: its last size must be this.
             parameters: of the chain.
             bias: the last one of the module, applied or not.
-            first_microbatch: what the caller said.
+            first_microbatch: the caller's `is_first_microbatch`.
 
         Returns:
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
@@ -211,7 +211,7 @@ class TransformerEngineBaseModule(ScaledModule):
             x: the input.
             parameters: of the chain.
             needs: see `CallPlan`; empty where autograd does not record.
-            first_microbatch: what the caller said.
+            first_microbatch: the caller's `is_first_microbatch`.
             stack: of this thread.
             in_first_forward: see `CallPlan`.
         """
@@ -242,7 +242,7 @@ class TransformerEngineBaseModule(ScaledModule):
         if not exporting():
             # Names would be conditions of the graph: layers that are alike share one.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
-            note_scope(kind, weights, autocast_stack().scope.enabled)
+            record_scope(kind, weights, autocast_stack().scope.enabled)
 
     def _make_plan(
         self,
@@ -267,7 +267,7 @@ class TransformerEngineBaseModule(ScaledModule):
         plan.columns = columns
         in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
         plan.fp8_weights = tuple(in_fp8)
-        fp8_weights.check(self, scope.recipe, scope.enabled)
+        fp8_weights.validate(self, scope.recipe, scope.enabled)
         return self.chain.prepare(plan)
 
     def _quantizers_in(
@@ -310,7 +310,7 @@ class TransformerEngineBaseModule(ScaledModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.drop_plans()
         apply = super()._apply
-        fp8_weights.apply(self, fn, lambda: apply(fn, recurse))
+        fp8_weights.apply_fn(self, fn, lambda: apply(fn, recurse))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.module.arguments import check_numbers
 
 
@@ -28,7 +28,7 @@ class DropSamples(Stage):
     parameter_count = 1
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Draw by torch's generator, and multiply."""
         (x,), (cu_seqlens,), (p, batch_dim) = inputs, parameters, plan.options
@@ -44,7 +44,7 @@ class DropSamples(Stage):
         return (x * factor,), Saved((factor,) if plan.requires_grad else ())
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The same factors."""
         return (grads[0] * saved.tensors[0],), None

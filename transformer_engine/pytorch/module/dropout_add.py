@@ -24,13 +24,7 @@ class Residual(Part):
     def plan_call(
         self, values: Incoming, p: float = 0.0, bias: torch.Tensor | None = None
     ) -> Planned:
-        """See `Part`.
-
-        Args:
-            values: branch and residual.
-            p: probability of dropping an element; 0 where not training.
-            bias: `[cols]`, added to the branch.
-        """
+        """See `Part`; the values are branch and residual, `bias` is added to the branch."""
         return self.planned(values, (bias, None), p)
 
 

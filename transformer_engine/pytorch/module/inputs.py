@@ -1,4 +1,4 @@
-"""What modules do with arguments, whatever they compute: refuse some, name the layer, hand on."""
+"""Checks of the inputs of modules, whose errors name the layer and the argument."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 _is_compiling = torch.compiler.is_compiling
 _Tensor, _strided = torch.Tensor, torch.strided
 
+# The leading sizes of a tensor, by format.
+LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
 Parameters = Sequence[torch.Tensor | None]
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def refuse_input(module: str, parameter: str, value: object, layer: str | None) -> NoReturn:
-    """TypeError for an input that is no tensor, or not a dense one.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise TypeError for an input that is not a dense tensor."""
     where = f" (layer {layer})" if layer else ""
     wanted, got = "a torch.Tensor", type(value).__name__
     if isinstance(value, torch.Tensor):
@@ -32,13 +30,27 @@ def refuse_input(module: str, parameter: str, value: object, layer: str | None) 
     raise TypeError(f"[{module}] expected {parameter} to be {wanted}, got {got}{where}")
 
 
-def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
-    """The input is a dense tensor whose last size is this.
+def check_hidden(
+    module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
+) -> None:
+    """Raise unless this is hidden states, or an encoder's output, in a format like `sbhd`."""
+    kind = type(module).__name__
+    if not isinstance(x, _Tensor) or x.layout is not _strided:
+        refuse_input(kind, parameter, x, module.name)  # type: ignore[arg-type]
+    shape = x.shape
+    if not shape or shape[-1] != features or len(shape) != (2 if format == "thd" else 3):
+        raise ValueError(
+            f"[{kind}] expected {parameter} of shape ({LEADING[format]}, {features}), got"
+            f" {tuple(shape)}"
+        )
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"[{kind}] expected {parameter} of float32, float16 or bfloat16, got {x.dtype}"
+        )
 
-    Raises:
-        TypeError: it is no such tensor.
-        ValueError: its last size is another.
-    """
+
+def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
+    """Raise unless the input is a dense tensor whose last size is this."""
     if not isinstance(x, _Tensor) or x.layout is not _strided:
         refuse_input(type(module).__name__, "inp", x, module.name)  # type: ignore[arg-type]
     shape = x.shape
@@ -50,11 +62,7 @@ def check_features(module: nn.Module, x: torch.Tensor, features: int) -> None:
 
 
 def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> None:
-    """The input lies where every parameter does.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError unless the input is on the device of every parameter."""
     for parameter in parameters:
         if parameter is not None and parameter.device != x.device:
             raise ValueError(
@@ -64,11 +72,7 @@ def check_device(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> 
 
 
 def checked_dtype(module: nn.Module, x: torch.Tensor, parameters: Parameters) -> torch.dtype:
-    """The input's dtype, which every parameter must have.
-
-    Raises:
-        TypeError: it is not one of GEMMs, or a parameter has another one.
-    """
+    """The input's dtype; raise unless GEMMs take it and every parameter has it."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"[{type(module).__name__}] expected inp of float32, float16 or bfloat16, got "
@@ -113,16 +117,16 @@ def names_layer(forward: Forward) -> Forward:
     return named  # type: ignore[return-value]
 
 
-def given(
+def explicit_arguments(
     *, checkpoint_core_attention: bool, core_attention_bias_type: str, **others: Any
 ) -> dict[str, Any]:
-    """Arguments of attention, less those that are as they would be without being given.
+    """The arguments of attention that differ from their defaults.
 
     Each keyword costs half a microsecond on its way through `nn.Module.__call__`.
     """
-    said = {name: x for name, x in others.items() if x is not None}
+    explicit = {name: x for name, x in others.items() if x is not None}
     if checkpoint_core_attention:
-        said["checkpoint_core_attention"] = checkpoint_core_attention
+        explicit["checkpoint_core_attention"] = checkpoint_core_attention
     if core_attention_bias_type not in ("no_bias", None):
-        said["core_attention_bias_type"] = core_attention_bias_type
-    return said
+        explicit["core_attention_bias_type"] = core_attention_bias_type
+    return explicit

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
@@ -51,7 +51,7 @@ class L2Normalization(SingleStageModule):
         if known is not None:
             return known
         size, value = (self.hidden_size,), self.hidden_size**-0.5
-        if compiling or capturing():
+        if compiling or is_capturing():
             return like.new_full(size, value, dtype=torch.float32)
         with torch.inference_mode(False):
             # Copied from the host, it is there for every stream before the host goes on.

@@ -10,7 +10,7 @@ from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.masks.masks import check_mask_dtype, mask_type
 from transformer_engine.pytorch.export.onnx import exporting, refuse_training
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
-from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.inputs import check_hidden
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
@@ -19,7 +19,7 @@ BATCH_DIM = {"sbhd": 1, "bshd": 0, "thd": 0}
 
 
 def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad: bool) -> None:
-    """Check the constructor's arguments as the layer has noted them, but for those of children."""
+    """Check the constructor's arguments, but for those that children check."""
     kind, name = "TransformerLayer", layer.name
     check_sizes(kind, name, hidden_size=layer.hidden_size, ffn_hidden_size=ffn_hidden_size)
     rates = {"hidden_dropout": layer.hidden_dropout, "drop_path_rate": layer.drop_path_rate}
@@ -37,10 +37,9 @@ def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad:
             f"[TransformerLayer] expected attn_input_format in {{{', '.join(BATCH_DIM)}}},"
             f" got {layer.attn_input_format!r}"
         )
-    if not 0.0 <= layer.hidden_dropout < 1.0:
-        raise ValueError(
-            f"[TransformerLayer] expected 0 <= hidden_dropout < 1, got {layer.hidden_dropout}"
-        )
+    for rate, value in rates.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"[TransformerLayer] expected 0 <= {rate} < 1, got {value}")
     if fuses_only_wgrad:
         raise ValueError(
             "[TransformerLayer] expected fuse_qkv_params=True with fuse_wgrad_accumulation=True,"
@@ -59,8 +58,8 @@ def _check_parallel_mlp(layer: TransformerLayer) -> None:
         "output_layernorm=True": layer.output_layernorm,
         "layer_type='decoder'": layer.layer_type == "decoder",
     }
-    for argument, given in refused.items():
-        if given:
+    for argument, enabled in refused.items():
+        if enabled:
             raise ValueError(
                 f"[TransformerLayer] expected parallel_attention_mlp=True without {argument},"
                 " got both"
@@ -70,18 +69,15 @@ def _check_parallel_mlp(layer: TransformerLayer) -> None:
 def check_inputs(
     layer: TransformerLayer,
     hidden_states: torch.Tensor,
+    encoder_output: torch.Tensor | None,
     mask: AttentionMask | None,
     kind: str | None,
 ) -> None:
-    """Check what `forward` is given."""
-    if not isinstance(hidden_states, torch.Tensor) or hidden_states.layout is not torch.strided:
-        refuse_input("TransformerLayer", "hidden_states", hidden_states, layer.name)
-    shape = hidden_states.shape
-    if not shape or shape[-1] != layer.hidden_size:
-        raise ValueError(
-            f"[TransformerLayer] expected hidden_states of shape (..., {layer.hidden_size}),"
-            f" got {tuple(shape)}"
-        )
+    """Check the arguments of `forward`."""
+    format = layer.attn_input_format
+    check_hidden(layer, "hidden_states", hidden_states, layer.hidden_size, format)
+    if encoder_output is not None:
+        check_hidden(layer, "encoder_output", encoder_output, layer.hidden_size, format)
     if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0]):
         raise ValueError(
             f"[TransformerLayer] expected hidden_states of sequence length {layer.seq_length},"

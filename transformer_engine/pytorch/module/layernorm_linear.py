@@ -17,7 +17,7 @@ from transformer_engine.pytorch.module.arguments import (
     refuse_parallel_sizes,
 )
 from transformer_engine.pytorch.module.linear import (
-    OneWeight,
+    SingleGemmModule,
     parallel_mode_of,
     weight_attributes,
 )
@@ -36,7 +36,7 @@ from transformer_engine.pytorch.module.parameters import (
 
 
 @joins_chains
-class LayerNormLinear(OneWeight):
+class LayerNormLinear(SingleGemmModule):
     """Applies layer normalisation followed by a linear transformation.
 
     Args:

@@ -46,7 +46,7 @@ def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
     return mode
 
 
-class OneWeight(TransformerEngineBaseModule):
+class SingleGemmModule(TransformerEngineBaseModule):
     """A module of one GEMM, whose weight and bias may be split into several parameters."""
 
     in_features: int
@@ -61,7 +61,7 @@ class OneWeight(TransformerEngineBaseModule):
 
 
 @joins_chains
-class Linear(OneWeight):
+class Linear(SingleGemmModule):
     """Applies `y = x . A^T + b`; a drop-in replacement of `torch.nn.Linear`.
 
     Args:

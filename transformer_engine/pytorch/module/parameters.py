@@ -86,8 +86,8 @@ class ParameterSet:
             self._initialise(spec, parameter)
         if self._init.enabled and spec.gemm_weight:
             label = f"{spec.name} of layer {module.name}"
-            kept = fp8_weights.keep(parameter.detach(), self._init, label)
-            parameter = _with_attributes(kept, spec)
+            fp8_parameter = fp8_weights.make_parameter(parameter.detach(), self._init, label)
+            parameter = _with_attributes(fp8_parameter, spec)
         module.register_parameter(spec.name, parameter)
 
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class ParameterSet:
             elif isinstance(parameter, QuantizedTensor):
                 values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
                 self._initialise(spec, values)
-                fp8_weights.start(parameter, values, self._init)
+                fp8_weights.initialize(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
 

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
 from transformer_engine.pytorch.module.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.module.drop_path import DropPath
 from transformer_engine.pytorch.module.dropout_add import Residual
-from transformer_engine.pytorch.module.inputs import given, names_layer
+from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layer_checks import (
     BATCH_DIM,
     check_inputs,
@@ -320,9 +320,9 @@ class TransformerLayer(FlowModule):
             ValueError: another size of `hidden_states`; see `DotProductAttention.forward`.
             TypeError: see `DotProductAttention.forward`.
         """
-        check_inputs(self, hidden_states, attention_mask, self_attn_mask_type)
+        check_inputs(self, hidden_states, encoder_output, attention_mask, self_attn_mask_type)
         hidden_states = hidden_states.contiguous()
-        core = given(
+        core = explicit_arguments(
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
@@ -372,7 +372,7 @@ class TransformerLayer(FlowModule):
         Args:
             flow: runs it, or lists its stages.
             values: hidden states; in a decoder, encoder output behind them.
-            core: arguments of self-attention, those that were given.
+            core: arguments of self-attention that differ from their defaults.
             cross: the same of cross-attention.
         """
         modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
@@ -422,7 +422,7 @@ class TransformerLayer(FlowModule):
         return flow.run(self._residual, branch, residual)
 
     def _cross_mask_type(self, mask: AttentionMask | None, override: str | None) -> str:
-        """Mask type of cross-attention: as said, else what the mask itself means."""
+        """Mask type of cross-attention: the explicit one, else the one that the mask implies."""
         kind = override or self.enc_dec_attn_mask_type
         if kind is None:
             if mask is None:

@@ -232,14 +232,14 @@ def _row_id_map(
             f"{tuple(routing_map.shape)}"
         )
     tokens, columns = routing_map.shape
-    given = rows is not None and rows > 0
+    known_rows = rows is not None and rows > 0
     if map_type == "index":
-        places = routing_map.flatten().argsort(stable=True)[: rows if given else None]
+        places = routing_map.flatten().argsort(stable=True)[: rows if known_rows else None]
         return torch.stack([places // columns, places % columns], 1)
     chosen = routing_map.bool()
-    if not given or routing_map.device.type == "cpu":
+    if not known_rows or routing_map.device.type == "cpu":
         ones = int(chosen.sum())
-        if given and rows != ones:
+        if known_rows and rows != ones:
             raise ValueError(
                 f"[moe_permute] expected num_out_tokens={ones}, the ones of the mask, got {rows}"
             )

@@ -152,8 +152,8 @@ def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int
         )
     grouped = choice.unflatten(-1, (groups, experts // groups))
     best = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
-    kept = _chosen(best, best.topk(group_topk, dim=-1).indices)
-    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    chosen_groups = _chosen(best, best.topk(group_topk, dim=-1).indices)
+    return grouped.masked_fill(~chosen_groups.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def _chosen(like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

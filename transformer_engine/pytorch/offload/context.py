@@ -107,7 +107,7 @@ def _same(output: Any = None) -> Any:
     return output
 
 
-class Kept(NamedTuple):
+class OnDevice(NamedTuple):
     """A tensor that stays, and whose layer is known."""
 
     group: Group
@@ -123,7 +123,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         layers: to offload.
-        model_layers: in the context; None where that is yet to be seen.
+        model_layers: in the context; None until they are counted.
         activations: offload them.
         weights: offload their FP8 casts.
         copies: how.
@@ -168,7 +168,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         return self._open
 
     def due(self, index: int) -> int:
-        """The layer after which the memory of an offloaded one is let go of.
+        """The layer after which the memory of an offloaded one is freed.
 
         Copies have equal shares of the forward; those of the last layer cannot have any.
         """
@@ -185,9 +185,9 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         if graph_task() != -1:  # a forward that is run again, for tensors that are needed at once
             return x
         group = self._group()
-        return group.save(x) if self._sends(group.index) and self._takes(x) else Kept(group, x)
+        return group.save(x) if self._sends(group.index) and self._takes(x) else OnDevice(group, x)
 
-    pack.tensors_apart = True  # type: ignore[attr-defined]  # weights not among activations
+    pack.separate_tensors = True  # type: ignore[attr-defined]  # weights not among activations
 
     def _takes(self, x: torch.Tensor) -> bool:
         wanted = self.weights if getattr(x, "weight_offloading", False) else self.activations
@@ -201,11 +201,11 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             and self.copies.takes(x)
         )
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        view: View | Kept = kept
+        if isinstance(saved, torch.Tensor):
+            return saved
+        view: View | OnDevice = saved
         if not view.group.entered:
             self._enter(view.group)
         return view.tensor()

@@ -33,7 +33,7 @@ class Copies(Protocol):
         """What is computed from here on comes after an event."""
 
     def free(self, host: torch.Tensor) -> None:
-        """Nobody needs these bytes on the host any more."""
+        """Free these bytes on the host."""
 
 
 class Stored:
@@ -126,7 +126,7 @@ class Group:
             self._leaving = worth
 
     def let_go(self) -> None:
-        """Wait for the copies, and let go of the memory on the device.
+        """Wait for the copies, and free the memory on the device.
 
         Raises:
             RuntimeError: a tensor was written to since it was saved.
@@ -146,7 +146,7 @@ class Group:
         self._saved, self._leaving = [], []
 
     def bring_back(self) -> bool:
-        """Begin to copy back what was let go of and is still wanted; whether there was any."""
+        """Begin to copy back what was freed and is still needed; whether there was any."""
         alive = [s for ref in self._stored if (s := ref()) is not None and s.bytes is None]
         self._stored = []
         if alive:

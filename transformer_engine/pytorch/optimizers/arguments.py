@@ -6,11 +6,7 @@ from typing import Any
 
 
 def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
-    """Check arguments `name=(value, the only one that is implemented)`.
-
-    Raises:
-        NotImplementedError: for the first that has another value.
-    """
+    """Raise NotImplementedError unless each `name=(value, the only supported one)` agrees."""
     for name, (value, only) in arguments.items():
         if value != only:
             raise NotImplementedError(

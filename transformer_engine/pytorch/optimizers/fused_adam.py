@@ -9,7 +9,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
@@ -112,7 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
                 capture.
         """
         refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
-        if capturing():
+        if is_capturing():
             raise RuntimeError(
                 "[FusedAdam] expected no CUDA graph capture, whose replays would repeat the number "
                 "of this step; torch.optim.AdamW(capturable=True) counts on the GPU"
@@ -230,14 +230,14 @@ class FusedAdam(torch.optim.Optimizer):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor):
-                        kept = torch.zeros_like(parameter, dtype=torch.float32)
-                        self.state[parameter][name] = kept.copy_(value)
+                        state = torch.zeros_like(parameter, dtype=torch.float32)
+                        self.state[parameter][name] = state.copy_(value)
 
 
 def _initial(param: Any) -> torch.Tensor:
-    """A parameter in fp32, as it was before it was quantised where that was kept."""
-    kept = getattr(param, "get_high_precision_init_val", lambda: None)()
-    if kept is None:
+    """A parameter in fp32, before it was quantised, where that value still exists."""
+    value = getattr(param, "get_high_precision_init_val", lambda: None)()
+    if value is None:
         return param.detach().float()
     param.clear_high_precision_init_val()
-    return kept.to(param.device, torch.float32)
+    return value.to(param.device, torch.float32)

@@ -8,11 +8,7 @@ import torch.distributed as dist
 
 
 def check_group(op: str, argument: str, group: Any, layer: str | None = None) -> None:
-    """A process group, None, or what `torch.distributed` gives ranks outside of a group.
-
-    Raises:
-        TypeError: something else.
-    """
+    """Raise TypeError unless this is a process group, None, or torch's mark of a non-member."""
     if group is None or not dist.is_available():
         return
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:

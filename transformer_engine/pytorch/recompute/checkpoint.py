@@ -1,4 +1,4 @@
-"""`checkpoint`: activations of a part of a model are computed again instead of kept."""
+"""`checkpoint`: activations of a part of a model are computed again instead of saved."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine.pytorch._torch_private import graph_task, tree_flatten, tree_unflatten
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.recompute.regions import Region, announce, place
+from transformer_engine.pytorch.recompute.regions import (
+    RecomputeRegion,
+    attach_region,
+    recompute_context,
+)
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 
@@ -91,7 +95,7 @@ def checkpoint(
             _check_compiled(distributes, get_rng_state_tracker is not None)
         own, torchs = _split(kwargs, use_reentrant)
         return checkpoint_in_graph(lambda: function(*args, **own), torchs.get("context_fn"))
-    if preserve_rng_state and capturing():
+    if preserve_rng_state and is_capturing():
         raise RuntimeError(
             "[checkpoint] expected preserve_rng_state=False inside a CUDA graph capture, got True: "
             "a graph cannot go back to earlier random numbers; this is for functions that draw none"
@@ -127,11 +131,7 @@ def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[st
 
 
 def _check_compiled(distributes: bool, tracked: bool) -> None:
-    """Refuse what no graph can do.
-
-    Raises:
-        NotImplementedError: one of them.
-    """
+    """Raise NotImplementedError for what no graph can do."""
     if distributes:
         raise NotImplementedError(
             "[checkpoint] expected distribute_saved_activations=False under torch.compile, got "
@@ -155,7 +155,7 @@ def _is_positional(args: tuple[Any, ...]) -> bool:
 
 
 class _Function:
-    """A function with modules of ours: the first call is noted, further ones repeat it."""
+    """A function with modules of ours: the first call is recorded, later ones recompute it."""
 
     def __init__(self, function: Callable[..., Any], tracker: Any) -> None:
         stack = autocast_stack()
@@ -163,8 +163,8 @@ class _Function:
         self.tracker = tracker
         self.states = None if tracker is None else snapshot(tracker.get_states())
         self.scope = stack.scope
-        self.around = place(stack.repeated, stack.regions)
-        self.region: Region | None = None
+        self.around = recompute_context(stack.recomputed, stack.regions)
+        self.region: RecomputeRegion | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._first() if self.region is None else self._again(self.region):
@@ -173,21 +173,22 @@ class _Function:
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
         stack = autocast_stack()
-        self.region = Region()
-        before = stack.repeated, stack.regions
-        announce(self.region)
-        # A region within another one that is being run again repeats a part of that.
-        stack.repeated, stack.regions = self.around.repeats, (*self.around.records, self.region)
+        self.region = RecomputeRegion()
+        before = stack.recomputed, stack.regions
+        attach_region(self.region)
+        # A region within a recomputed one recomputes a part of it.
+        stack.recomputed = self.around.recomputed
+        stack.regions = (*self.around.open_regions, self.region)
         try:
             yield
         finally:
-            stack.repeated, stack.regions = before
+            stack.recomputed, stack.regions = before
 
     @contextlib.contextmanager
-    def _again(self, region: Region) -> Iterator[None]:
+    def _again(self, region: RecomputeRegion) -> Iterator[None]:
         stack = autocast_stack()
-        before = stack.repeated, stack.regions
-        stack.repeated, stack.regions = region, ()
+        before = stack.recomputed, stack.regions
+        stack.recomputed, stack.regions = region, ()
         region.restart()
         states = StatesOf(self.tracker, self.states) if self.tracker else contextlib.nullcontext()
         try:
@@ -200,7 +201,7 @@ class _Function:
                 if graph_task() != -1:
                     region.finish()
         finally:
-            stack.repeated, stack.regions = before
+            stack.recomputed, stack.regions = before
 
 
 @contextlib.contextmanager
@@ -225,10 +226,10 @@ def _distributed(group: Any) -> Iterator[None]:
         own[: mine.numel()].copy_(mine)
         return own, x.shape
 
-    def unpack(kept: Any) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        own, shape = kept
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        own, shape = saved
         whole = own.new_empty(ranks * own.numel())
         dist.all_gather_into_tensor(whole, own, group=group)
         return whole[: shape.numel()].view(shape)

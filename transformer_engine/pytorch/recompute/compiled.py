@@ -20,8 +20,8 @@ _Policy = torch_checkpoint.CheckpointPolicy
 
 def _policy(context: object, operator: object, *args: object, **kwargs: object) -> Any:
     """Everything is computed again, but for scales, which by then have moved on, and new states."""
-    kept = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
-    return _Policy.MUST_SAVE if operator in kept else _Policy.PREFER_RECOMPUTE
+    must_save = (torch.ops.te.scales_of_call.default, torch.ops.te.spread.default)
+    return _Policy.MUST_SAVE if operator in must_save else _Policy.PREFER_RECOMPUTE
 
 
 _contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, _policy)
@@ -37,18 +37,15 @@ def checkpoint_in_graph(
 ) -> Any:
     """What `function` returns, which the backward of the graph computes again.
 
-    Both runs draw the same random numbers. What it does to the state of Python happens once.
-
-    Args:
-        function: closes over its arguments.
-        context_fn: of torch's checkpoint; with it, layers with delayed scaling are refused.
+    Both runs draw the same random numbers. What it does to the state of Python happens once. With
+    torch's `context_fn`, layers with delayed scaling are refused.
     """
     stack = autocast_stack()
     # All of an outer one is computed again.
-    if stack.runs_again or _exports() or not torch.is_grad_enabled():
+    if stack.in_compiled_checkpoint or _exports() or not torch.is_grad_enabled():
         return function()
     _read_numbers(stack.scope.recipe)
-    stack.runs_again = True
+    stack.in_compiled_checkpoint = True
     try:
         return torch_checkpoint.checkpoint(
             lambda: without_side_effect_checks(function),
@@ -56,7 +53,7 @@ def checkpoint_in_graph(
             context_fn=context_fn or _contexts,
         )
     finally:
-        stack.runs_again = False
+        stack.in_compiled_checkpoint = False
 
 
 def _read_numbers(recipe: Recipe | None) -> None:

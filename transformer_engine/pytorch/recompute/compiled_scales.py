@@ -17,7 +17,12 @@ from transformer_engine.pytorch.kernels.library import library_op
 
 @library_op()
 def scales_of_call(
-    scales: list[torch.Tensor], settles: bool, recorded: bool, rows: int, *, launch: bool = True
+    scales: list[torch.Tensor],
+    flush: bool,
+    recorded: bool,
+    rows: int,
+    *,
+    launch: bool = True,
 ) -> torch.Tensor:
     """What a call of a compiled layer with delayed scaling casts with: fp32 `[rows, scales]`.
 
@@ -26,9 +31,8 @@ def scales_of_call(
 
     Args:
         scales: fp32 `[1]` each.
-        settles: do the updates first that compiled code has put off. Where a scope is entered in
-            eager mode, entering it does them; between the operators of a graph nothing may run, so
-            that the first who asks for scales does them, and whoever casts comes later.
+        flush: first run the updates that compiled code has deferred. A scope entered in eager mode
+            runs them itself; between the operators of a graph nothing may run.
         recorded: by autograd.
         rows: 1 or 2.
 
@@ -42,13 +46,13 @@ def scales_of_call(
             " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
             " inside of the checkpointed function, or use Float8CurrentScaling"
         )
-    if launch and settles:
+    if launch and flush:
         process_state().flush()
     copies = torch.cat(scales).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
-@library_op(writes_unseen=True)
+@library_op(has_side_effects=True)
 def count_amaxes(
     after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True
 ) -> None:
@@ -65,7 +69,7 @@ def count_amaxes(
 
 
 @torch.compiler.assume_constant_result
-def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
+def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
     """A layer is being compiled.
 
     Args:
@@ -79,7 +83,7 @@ def note_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> No
     known = process_state().compiled_in_fp8
     if fp8:
         known.add((kind, weights))
-    elif (kind, weights) in known and graph_task() != -1 and autocast_stack().repeated is None:
+    elif (kind, weights) in known and graph_task() != -1 and autocast_stack().recomputed is None:
         raise RuntimeError(
             "[checkpoint] expected the autocast of a compiled layer to be open when a checkpoint"
             f" runs its forward again, got none for {kind} of weights {[*weights]}: enter the"

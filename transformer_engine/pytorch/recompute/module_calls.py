@@ -18,9 +18,9 @@ from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 from transformer_engine.pytorch.recompute.regions import (
     Call,
-    Place,
-    Region,
-    place,
+    RecomputeContext,
+    RecomputeRegion,
+    recompute_context,
 )
 
 if TYPE_CHECKING:
@@ -29,17 +29,13 @@ if TYPE_CHECKING:
 
 
 def may_recompute(stack: AutocastStack) -> bool:
-    """Whether a call may be the first or the second of a region.
-
-    Args:
-        stack: of this thread.
-    """
+    """Whether a call in this stack's scope may be the first or the second of a region."""
     state = process_state()
     if (stack.scope.number or state.inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
     ):
         return True
-    return state.noted and graph_task() != -1
+    return state.has_regions and graph_task() != -1
 
 
 def plan_in_region(
@@ -50,52 +46,45 @@ def plan_in_region(
 ) -> tuple[CallPlan, Step | None]:
     """The plan of a call that may be the first or the second of a region, or neither.
 
-    Args:
-        module: that is called.
-        x: its input.
-        parameters: of its chain.
-        first_microbatch: what the caller said.
-
-    Returns:
-        The plan, and the step that ends behind the backward of the call, if any.
+    With the step that ends behind the backward of the call, if any.
 
     Raises:
-        RuntimeError: the call repeats one that cannot be found.
+        RuntimeError: the first call of a recomputed one cannot be found.
     """
     stack = autocast_stack()
-    where = place(stack.repeated, stack.regions)
+    where = recompute_context(stack.recomputed, stack.regions)
     needs: tuple[bool, ...] = ()
-    if where.rehearses or torch.is_grad_enabled():
-        needs = needs_of(where.rehearses or x.requires_grad, parameters)
-    if graph_task() == -1 or not repeats(module, where.repeats):
+    if where.in_first_forward or torch.is_grad_enabled():
+        needs = needs_of(where.in_first_forward or x.requires_grad, parameters)
+    if graph_task() == -1 or not is_recompute(module, where.recomputed):
         plan = module.plan_for(
-            x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+            x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
         )
         return _first_plan(module, plan, where, stack.scope)
-    assert where.repeats is not None
-    if not where.repeats.knows(module):  # it ran in high precision
+    assert where.recomputed is not None
+    if not where.recomputed.has_calls_of(module):  # it ran in high precision
         with stack.resumed(OUTSIDE):
             plan = module.plan_for(
-                x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+                x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
             )
             return plan, None
-    call = where.repeats.again(module)
+    call = where.recomputed.next_call(module)
     with stack.resumed(call.scope):
         plan = module.plan_for(
-            x, parameters, needs, first_microbatch, autocast_stack(), where.rehearses
+            x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
         )
     counts = plan.requires_grad or plan.in_first_forward
-    step = step_again(where.repeats, call, counts)
-    again = _recompute_plan(module, plan, call)
-    for region in where.records:
-        region.note(module, call._replace(step=step, plan=again))
-    return again, step if plan.requires_grad else None
+    step = recompute_step(where.recomputed, call, counts)
+    recompute_plan = _recompute_plan(module, plan, call)
+    for region in where.open_regions:
+        region.record_call(module, call._replace(step=step, plan=recompute_plan))
+    return recompute_plan, step if plan.requires_grad else None
 
 
-def repeats(module: ScaledModule, region: Region | None) -> bool:
-    """Whether a call within a backward repeats one of this region."""
+def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
+    """Whether a call within a backward computes one of this region recompute."""
     if module.in_foreign_region and (
-        region is None or (region.foreign and not region.knows(module))
+        region is None or (region.foreign and not region.has_calls_of(module))
     ):
         raise RuntimeError(
             f"[{type(module).__name__}] expected to find the forward that runs again in this "
@@ -107,43 +96,40 @@ def repeats(module: ScaledModule, region: Region | None) -> bool:
     return region is not None
 
 
-def first_call(module: ScaledModule, where: Place, counts: bool) -> Call:
-    """What regions must know of a call that they see for the first time, but for its plan.
+def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
+    """The first call of a module in the open regions, without its plan.
 
-    Args:
-        module: that is called, in the scope that is open.
-        where: the call happens.
-        counts: autograd records it, now or when it is repeated.
+    It counts where autograd records it, now or when it is recomputed.
     """
     stack = autocast_stack()
     scope = stack.scope
     step = module.take_backward_end() if counts else None
-    process_state().noted = True
-    if not where.records or any(region.foreign for region in where.records):
+    process_state().has_regions = True
+    if not where.open_regions or any(region.foreign for region in where.open_regions):
         module.in_foreign_region = True
     keeps_state = scope.enabled and rules_of(scope.recipe).keeps_state
-    scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.records else None
+    scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.open_regions else None
     return Call(scope, scales, step)
 
 
-def step_again(region: Region, call: Call, counts: bool) -> Step | None:
-    """The step that ends behind the backward of a call which repeats another; `counts` as above."""
+def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | None:
+    """The step that ends behind the backward of a recomputed call; `counts` as above."""
     step = call.step or region.owed
     region.owed = None if counts else step
     return step
 
 
 def _first_plan(
-    module: TransformerEngineBaseModule, plan: CallPlan, where: Place, scope: Scope
+    module: TransformerEngineBaseModule, plan: CallPlan, where: RecomputeContext, scope: Scope
 ) -> tuple[CallPlan, Step | None]:
-    """Of a first forward; the regions around it are told what it does."""
+    """The plan of a first forward, which the regions around it record."""
     if not (scope.enabled or scope.calibrating):
         return plan, None
-    call = first_call(module, where, plan.requires_grad or plan.in_first_forward)
+    call = record_first_call(module, where, plan.requires_grad or plan.in_first_forward)
     result = plan.copy()
-    for region in where.records:
-        region.note(module, call._replace(plan=result))
-    if where.apart:
+    for region in where.open_regions:
+        region.record_call(module, call._replace(plan=result))
+    if where.separate_tensors:
         result.recordings = None
     return result, call.step if plan.requires_grad else None
 
@@ -153,22 +139,25 @@ def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: C
 
     Recordings know scales by their address, so those of each call are put into one place.
     """
-    again = plan.recompute_plan
-    if again is None:
+    recompute = plan.recompute_plan
+    if recompute is None:
         scales = None if call.scales is None else call.scales.clone()
         quantizers = [
-            gemm.repeating(None if scales is None else scales[3 * i : 3 * i + 3])
+            gemm.for_recompute(None if scales is None else scales[3 * i : 3 * i + 3])
             for i, gemm in enumerate(plan.quantizers)
         ]
-        again = CallPlan(plan.dtype, plan.needs, quantizers, plan.first_microbatch)
-        again.requires_grad, again.in_first_forward = plan.requires_grad, plan.in_first_forward
-        again.is_recompute = True
-        again.recompute_scales, again.fp8_weights = scales, plan.fp8_weights
-        plan.recompute_plan = module.chain.prepare(again)
+        recompute = CallPlan(plan.dtype, plan.needs, quantizers, plan.first_microbatch)
+        recompute.requires_grad, recompute.in_first_forward = (
+            plan.requires_grad,
+            plan.in_first_forward,
+        )
+        recompute.is_recompute = True
+        recompute.recompute_scales, recompute.fp8_weights = scales, plan.fp8_weights
+        plan.recompute_plan = module.chain.prepare(recompute)
     elif call.scales is not None:
-        assert again.recompute_scales is not None
-        again.recompute_scales.copy_(call.scales)
-    result = again.copy()
+        assert recompute.recompute_scales is not None
+        recompute.recompute_scales.copy_(call.scales)
+    result = recompute.copy()
     assert call.plan is not None
     if plan.requires_grad and call.plan.requires_grad and not call.plan.recorded:
         result.recordings = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
@@ -141,7 +141,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         """The parts that the quantizer makes of other values of this shape."""
         sides = (self._rowwise_data is not None, self._columnwise_data is not None)
         assert self._quantizer is not None
-        made = self._quantizer.operands(plain, Demand(self._quantizer, *sides))
+        made = self._quantizer.operands(plain, OperandRequest(self._quantizer, *sides))
         return _parts(made.rowwise, made.columnwise)
 
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
@@ -224,7 +224,7 @@ class Float8BlockQuantizer(TensorMaking, BlockQuantizer):
         return tensor.ndim >= 2 and rows % run == 0 and cols % run == 0
 
     def _made(self, plain: torch.Tensor) -> Float8BlockwiseQTensor:
-        made = self.operands(plain, Demand(self, self.rowwise_usage, self.columnwise_usage))
+        made = self.operands(plain, OperandRequest(self, self.rowwise_usage, self.columnwise_usage))
         return Float8BlockwiseQTensor.from_operands(made, plain, self)
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, scale_pair
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
@@ -106,7 +106,7 @@ class Float8Tensor(QuantizedTensor):
     def quantized(self, plain: torch.Tensor) -> Parts:
         """The parts that the quantizer makes of other values of this shape."""
         assert self._quantizer is not None
-        made = self._quantizer.operands(plain, Demand(self._quantizer, True, False)).rowwise
+        made = self._quantizer.operands(plain, OperandRequest(self._quantizer, True, False)).rowwise
         assert isinstance(made, Fp8Matrix)
         return made.codes, made.scales
 
@@ -170,7 +170,7 @@ class _Float8Making(TensorMaking):
     """What public quantizers add: calling one gives a `Float8Tensor`."""
 
     def _made(self, plain: torch.Tensor) -> Float8Tensor:
-        operands = self.operands(plain, Demand(self, True, self.columnwise_usage))  # type: ignore[arg-type, attr-defined]
+        operands = self.operands(plain, OperandRequest(self, True, self.columnwise_usage))  # type: ignore[arg-type, attr-defined]
         return Float8Tensor.from_operands(operands, plain, self)  # type: ignore[arg-type]
 
 

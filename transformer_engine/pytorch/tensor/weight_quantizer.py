@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, current_scales
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -67,12 +67,7 @@ class WeightQuantizer(Fp8Quantizer):
         return self.holding(codes, codes.new_empty(shape, dtype=dtype), like.dtype)
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
-        """The cast of `values` with scales that an earlier one had, where these can hold them.
-
-        Args:
-            values: `[out, in]`, contiguous.
-            scales: what `QuantizedTensor.scales` was; None or of another kind: they get their own.
-        """
+        """The cast of `values` `[out, in]` with earlier scales, where these can hold them."""
         raise NotImplementedError
 
 
@@ -113,24 +108,24 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
         """A weight of these codes."""
         return Float8Tensor(codes.shape, dtype, codes, scales, self.format, quantizer=self)
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
         scales = current_scales(x, self.format, self.power_of_2, self.epsilon)
         if self.margin:
             factor = 2.0**self.margin
             scales = torch.cat([scales[:1] * factor, scales[1:] / factor])
-        return self.cast(x, scales, demand)
+        return self.cast(x, scales, request)
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values`, see the base class."""
-        demand = Demand(self, True, False)
-        matrix: Any = self.operands(values, demand).rowwise
+        request = OperandRequest(self, True, False)
+        matrix: Any = self.operands(values, request).rowwise
         if scales is None or scales.numel() != 2:
             return matrix
         inverse, scale = scales = scales.to(values.device)
         holds = (scale > 0) & (amax(values) * scale <= _LARGEST * _ROUNDED)
         holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
-        return self.cast(values, torch.where(holds, scales, matrix.scales), demand).rowwise  # type: ignore[return-value]
+        return self.cast(values, torch.where(holds, scales, matrix.scales), request).rowwise  # type: ignore[return-value]
 
 
 class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
@@ -176,15 +171,15 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values`, see the base class; each block decides for itself."""
-        matrix: Any = self.operands(values, Demand(self, True, False)).rowwise
+        matrix: Any = self.operands(values, OperandRequest(self, True, False)).rowwise
         if scales is None or scales.numel() != matrix.scales.numel():
             return matrix
-        given = scales.to(values.device).view(matrix.scales.shape)
+        old_scales = scales.to(values.device).view(matrix.scales.shape)
         rows, cols = values.shape
-        scale = given.reciprocal()
-        largest = _largest_of_blocks(values, given.shape, self.layout.run)
-        holds = (given > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
-        chosen = torch.where(holds, given, matrix.scales)
+        scale = old_scales.reciprocal()
+        largest = _largest_of_blocks(values, old_scales.shape, self.layout.run)
+        holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
+        chosen = torch.where(holds, old_scales, matrix.scales)
         each = self.layout.spread(chosen.reciprocal(), rows, cols)
         one = torch.ones(2, device=values.device)
         codes = quantize(values.float() * each, E4M3, None, None, one, True, False, None)[0]

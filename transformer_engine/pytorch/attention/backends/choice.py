@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.core.call import (
 )
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.formats import check_format
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.notices import warn_once
@@ -147,7 +147,7 @@ def _problem(
     )
 
 
-@remembered
+@memoize
 def _choose(*facts: Any) -> Backend:
     problem, allowed = _problem(*facts), facts[-1]
     for backend in ranked(problem, allowed):
@@ -182,9 +182,9 @@ def _announce(problem: Problem, chosen: Backend, allowed: AttentionVariables) ->
         _logger().debug("%s\n%s", problem, table(problem, allowed))
 
 
-@remembered
+@memoize
 def _logger() -> logging.Logger:
-    """The logger of NVTE_DEBUG, which prints even where nobody has set logging up."""
+    """The logger of NVTE_DEBUG, which prints even if logging is not configured."""
     logger = logging.getLogger("DotProductAttention")
     logger.setLevel(logging.DEBUG)
     if not logger.hasHandlers():
@@ -232,7 +232,7 @@ def table(problem: Problem, allowed: AttentionVariables) -> BackendTable:
     )
 
 
-@remembered
+@memoize
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a GPU; None for other devices, and where there is no GPU to ask."""
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -32,9 +32,9 @@ from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.core.projections import layout_of, views
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,
@@ -49,7 +49,7 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
-from transformer_engine.pytorch.kernels.packed import places_of
+from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
@@ -157,18 +157,13 @@ def _longest(sequences: Sequences, ends: torch.Tensor) -> int:
     return max(1, int(ends.diff().max()) if sequences.longest is None else sequences.longest)
 
 
-@remembered
+@memoize
 def settings_for(
     shape: CallShape, same: bool, alibi: bool, repeatable: bool, longest: tuple[int, int]
 ) -> tuple[int, ...]:
-    """What the shape of a call says to cuDNN.
+    """CuDNN's settings for the shape of a call, see `settings_of`.
 
-    Args:
-        shape: of the call.
-        same: each sequence has as many queries as keys, so that both diagonals are one.
-        alibi: see `settings_of`.
-        repeatable: see `deterministic` of `settings_of`.
-        longest: see `settings_of`.
+    With `same`, each sequence has as many queries as keys, so that both diagonals are one.
     """
     band, rule = shape.band, shape.rule
     if band is not None:
@@ -187,7 +182,7 @@ def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
     gradients with the strides of inputs: those are the parts of one tensor that
     `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
     """
-    if placed and (torch.compiler.is_compiling() or places_of(*inputs) is None):
+    if placed and (torch.compiler.is_compiling() or packed_layout_of(*inputs) is None):
         return tuple(x.contiguous() for x in inputs)
     strides = inputs[0].stride()
     if _in_eights(strides) and all([x.stride() == strides for x in inputs]):
@@ -204,13 +199,13 @@ def reads(*inputs: torch.Tensor) -> tuple[bool, ...]:
     return _read(tuple([(x.shape, x.stride()) for x in inputs]))
 
 
-@remembered
+@memoize
 def _in_eights(strides: tuple[int, ...]) -> bool:
     """Whether cuDNN can read tensors of these strides, whatever their sizes."""
     return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in strides[:-1])
 
 
-@remembered
+@memoize
 def _read(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> tuple[bool, ...]:
     """Which of tensors of these shapes and strides cuDNN can read."""
     return tuple([_in_steps_of_eight(*layout) for layout in layouts])
@@ -248,10 +243,10 @@ def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, 
     return sizes, settings_of(format, window, bottom_right, alibi, problem.repeatable, longest)
 
 
-@remembered
+@memoize
 def _refusal(problem: Problem) -> str:
     """What cuDNN itself says of a problem."""
-    if capturing():
+    if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
     bias: tuple[int, ...] = ()

@@ -33,8 +33,8 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.kernels.attention import (
     APART,
@@ -169,15 +169,10 @@ def _trains_in_fp8(problem: Problem, allowed: AttentionVariables) -> bool:
     return problem.training and _backward_in_fp8(problem, allowed)
 
 
-@remembered
+@memoize
 def _refusal(problem: Problem, in_fp8: bool) -> str:
-    """What cuDNN itself says of a problem; sizes that are not known are ordinary ones.
-
-    Args:
-        problem: to solve.
-        in_fp8: whether its backward, if there is one, is in FP8.
-    """
-    if capturing():
+    """Why cuDNN refuses a problem, or None; unknown sizes count as ordinary ones."""
+    if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
     device = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""Scores of attention and what becomes of them, in memory: the kernel of the unfused backend.
+"""Attention from scores in memory: the kernel of the unfused backend.
 
     weights = softmax(scale * query @ key^T + bias)        of the keys that the mask lets through
     result  = dropout(weights) @ value

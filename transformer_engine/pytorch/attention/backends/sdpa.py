@@ -37,7 +37,7 @@ from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     sum_repeated,
 )
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import Mask
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
@@ -157,7 +157,7 @@ def _kernel(inputs: Inputs, arguments: Arguments) -> SdpaKernel | None:
         return kernel_of((query.detach().requires_grad_(), key, value), arguments)
 
 
-@remembered
+@memoize
 def _has_fast_cudnn(device: int) -> bool:
     """Whether cuDNN is the fastest kernel of torch on a GPU: on Hopper and later."""
     return bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9

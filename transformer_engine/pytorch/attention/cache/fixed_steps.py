@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.core.call import Sequences
-from transformer_engine.pytorch.attention.core.memoize import remembered
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.capture import is_capturing
 
 
 class FixedStep(NamedTuple):
@@ -22,14 +22,14 @@ class FixedStep(NamedTuple):
         starts: int32 `[batch]`, tokens of each sequence before this step.
         rows: int64 `[new tokens]`, the row of each in a cache of `[max_sequence_length *
             max_batch_size, heads, size]`; the tokens are in the order of their format.
-        of_query: where queries are.
-        of_key: where keys and values are, the new ones included.
+        query_sequences: where queries are.
+        key_sequences: where keys and values are, the new ones included.
     """
 
     starts: torch.Tensor
     rows: torch.Tensor
-    of_query: Sequences
-    of_key: Sequences
+    query_sequences: Sequences
+    key_sequences: Sequences
 
 
 class Geometry(NamedTuple):
@@ -69,7 +69,7 @@ class FixedSteps:
             TypeError: an offset that is not of integers.
         """
         version = None if offset.is_inference() else offset._version
-        key = (offset.data_ptr(), version, geometry, capturing())
+        key = (offset.data_ptr(), version, geometry, is_capturing())
         if self._step is None or key != self._key or who in self._served:
             _check(offset, geometry)
             self._step, self._key = _step(offset, geometry), key
@@ -102,7 +102,7 @@ def _check(offset: torch.Tensor, geometry: Geometry) -> None:
 def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
     tokens, batch, sequence_first, _, max_tokens, max_batch = geometry
     rows, ends = _at_the_beginning(geometry, offset.device)
-    # An overflow that nobody sees writes over the last tokens, and over no other sequence's.
+    # An overflow on the device overwrites the last tokens of its own sequence only.
     starts = offset.clamp(0, max_tokens - tokens).to(torch.int32).expand(batch).contiguous()
     of_sequence = starts if sequence_first else starts[:, None]
     before = starts.new_zeros(batch + 1)
@@ -115,7 +115,7 @@ def _step(offset: torch.Tensor, geometry: Geometry) -> FixedStep:
     )
 
 
-@remembered
+@memoize
 def _at_the_beginning(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

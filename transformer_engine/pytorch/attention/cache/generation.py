@@ -50,19 +50,21 @@ def with_cache(
                 f" is a tensor, got {own.mask_type!r}"
             )
         key, value, step = params.append_there(*new, own.qkv_format)
-        one_query = step.of_query.longest == 1 and own.window in (None, NO_WINDOW)
+        one_query = step.query_sequences.longest == 1 and own.window in (None, NO_WINDOW)
         causal = hides.causal and not one_query  # one query is the last: it sees all there is
         mask_type = "padding_causal_bottom_right" if causal else "padding"
         own = own._replace(
-            mask_type=mask_type, query_sequences=step.of_query, key_sequences=step.of_key
+            mask_type=mask_type,
+            query_sequences=step.query_sequences,
+            key_sequences=step.key_sequences,
         )
         return (query, key, value), own, None
     named = CachedStep(params, *new, own.qkv_format)
     own = own._replace(
         qkv_format="bshd",
         mask_type=mask_type,
-        query_sequences=named.of_query,
-        key_sequences=named.of_key,
+        query_sequences=named.query_sequences,
+        key_sequences=named.key_sequences,
     )
     return named.batch_first(query, mask_type), own, named
 
@@ -92,12 +94,12 @@ class CachedStep:
                 "[InferenceParams] expected pre_step({sequence: new tokens, ...}) before each step"
                 " of the model, got no sequences"
             )
-        longest = max(params.cache_manager.new, default=0)  # known here: nobody waits for a device
+        longest = max(params.cache_manager.new, default=0)  # known on the host
         step = params.step(layer_number or 1, key, value, qkv_format)
         batch = step.keys.shape[0]
         self.keys, self.values = step.keys, step.values
-        self.of_query = Sequences(step.cu_seqlens_q[: batch + 1], longest=longest)
-        self.of_key = Sequences(step.cu_seqlens_kv[: batch + 1], longest=step.max_seqlen_kv)
+        self.query_sequences = Sequences(step.cu_seqlens_q[: batch + 1], longest=longest)
+        self.key_sequences = Sequences(step.cu_seqlens_kv[: batch + 1], longest=step.max_seqlen_kv)
         self.qkv_format = qkv_format
         self._packed: formats.PackedRows | None = None
 
@@ -111,9 +113,9 @@ class CachedStep:
                 f" InferenceParams of named sequences, got {mask_type!r}"
             )
         if self.qkv_format == "thd":
-            cu_seqlens = self.of_query.cu_seqlens
+            cu_seqlens = self.query_sequences.cu_seqlens
             assert cu_seqlens is not None
-            longest = self.of_query.longest
+            longest = self.query_sequences.longest
             self._packed = formats.packed_rows(query.shape[0], cu_seqlens, None, longest)
             query = formats.pad_sequences(query, self._packed)
         elif self.qkv_format == "sbhd":

@@ -76,8 +76,8 @@ class KVCacheManager:
         """The row of a token of the sequence at this place of the batch."""
         raise NotImplementedError
 
-    def make_room(self, kept: list[int], lengths: Mapping[Any, int]) -> None:
-        """The batch now consists of the old slots `kept`, then new sequences."""
+    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
+        """The batch now consists of the old slots `kept_slots`, then new sequences."""
         raise NotImplementedError
 
     def allocate_memory(self, layer_number: int, device: torch.device | None = None) -> None:
@@ -99,8 +99,8 @@ class KVCacheManager:
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """See `InferenceParams.pre_step`; on an error nothing has changed."""
         old = list(self.lengths)
-        kept = [slot for slot, name in enumerate(old) if name in step_dict]
-        lengths = {old[slot]: self.lengths[old[slot]] + step_dict[old[slot]] for slot in kept}
+        kept_slots = [slot for slot, name in enumerate(old) if name in step_dict]
+        lengths = {old[slot]: self.lengths[old[slot]] + step_dict[old[slot]] for slot in kept_slots}
         lengths |= {name: new for name, new in step_dict.items() if name not in lengths}
         if len(lengths) > self.max_batch_size:
             raise ValueError(
@@ -114,7 +114,7 @@ class KVCacheManager:
                     f" {self.max_seqlen} in all, got {step_dict[name]} and {length} (sequence"
                     f" {name!r})"
                 )
-        self.make_room(kept, lengths)
+        self.make_room(kept_slots, lengths)
         self.lengths = lengths
         self.new = [step_dict[name] for name in lengths]
         self._of_step.clear()
@@ -223,14 +223,14 @@ class NonPagedKVCacheManager(KVCacheManager):
         """Places follow one another."""
         return slot * self.max_seqlen + token
 
-    def make_room(self, kept: list[int], lengths: Mapping[Any, int]) -> None:
+    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
         """Move the sequences that go on together."""
-        if kept == list(range(len(kept))):
+        if kept_slots == list(range(len(kept_slots))):
             return
         for caches in self.cache.values():
             for cache in caches:
                 slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
-                slots[: len(kept)] = slots[kept]
+                slots[: len(kept_slots)] = slots[kept_slots]
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views: the rows of a sequence lie together."""
@@ -276,11 +276,11 @@ class PagedKVCacheManager(KVCacheManager):
         pages = self.pages[slot]
         return pages[page] * self.page_size + token % self.page_size if page < len(pages) else 0
 
-    def make_room(self, kept: list[int], lengths: Mapping[Any, int]) -> None:
+    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
         """Take back the pages of ended sequences, then hand out what the others need."""
-        pages = [self.pages[slot] for slot in kept]
-        pages += [[] for _ in range(len(lengths) - len(kept))]
-        ended = [self.pages[slot] for slot in range(len(self.pages)) if slot not in set(kept)]
+        pages = [self.pages[slot] for slot in kept_slots]
+        pages += [[] for _ in range(len(lengths) - len(kept_slots))]
+        ended = [self.pages[slot] for slot in range(len(self.pages)) if slot not in set(kept_slots)]
         free = self.free + [page for own in ended for page in own]
         wanted = [-(-n // self.page_size) for n in lengths.values()]
         missing = sum(n - len(own) for n, own in zip(wanted, pages, strict=True))

@@ -1,4 +1,4 @@
-"""What DotProductAttention refuses of its arguments, whatever the mask and the backend."""
+"""Checks of the arguments of DotProductAttention that depend on no mask or backend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_heads(
 def check_settings(
     layer: str, attention_type: str, attention_dropout: float, softmax_scale: float | None
 ) -> None:
-    """Check what the constructor is told beside sizes and masks."""
+    """Check the constructor's arguments other than sizes and masks."""
     if attention_type not in ("self", "cross"):
         raise ValueError(
             f"[DotProductAttention] expected attention_type 'self' or 'cross',"
@@ -101,9 +101,9 @@ def checked_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def _refuse_inputs(**inputs: Any) -> None:
-    for name, given in inputs.items():
-        if not isinstance(given, _Tensor) or given.layout is not _dense:
-            refuse_input("DotProductAttention", name, given, None)
+    for name, x in inputs.items():
+        if not isinstance(x, _Tensor) or x.layout is not _dense:
+            refuse_input("DotProductAttention", name, x, None)
 
 
 def arguments_of(
@@ -126,7 +126,7 @@ def arguments_of(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     **_: Any,
 ) -> CallArguments:
-    """What `DotProductAttention.forward` is told, with the module's settings where it is silent.
+    """The arguments of `DotProductAttention.forward`, or the module's settings where None.
 
     Further arguments have no effect.
     """
@@ -144,11 +144,7 @@ def arguments_of(
 
 
 def refuse_unimplemented(argument: str, value: object) -> NoReturn:
-    """NotImplementedError for an argument that may only be False so far.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError for an argument that may only be False so far."""
     raise NotImplementedError(
         f"[DotProductAttention] {argument}={value!r} is not implemented yet, only False is"
     )

@@ -119,7 +119,7 @@ def _recomputed(backend: Backend) -> Backend:
             return backend.forward(query, key, value, call, needs)
         casts = call.casts
         if casts is not None:  # by the backward, scales have moved on
-            casts = casts.repeatable()
+            casts = casts.with_copied_scales()
         states = _RandomStates(query.device) if call.dropout.p > 0.0 else None
         call = call._replace(casts=casts)
         out, _ = backend.forward(query, key, value, call, NO_BACKWARD)
@@ -131,7 +131,7 @@ def _recomputed(backend: Backend) -> Backend:
         states, casts = saved.facts
         call = call.with_tensors(CallTensors(*tensors))
         if casts is not None:
-            call = call._replace(casts=casts.again())
+            call = call._replace(casts=casts.for_recompute())
         random = nullcontext() if states is None else states.restored()
         with random, _without_torch_autocast(query):  # which has cast the inputs, or came later
             _, found = backend.forward(query, key, value, call, needs)

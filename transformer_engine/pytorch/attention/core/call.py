@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.casts import Casts
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import (
     Mask,
     MaskRule,
@@ -82,11 +82,11 @@ def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None)
         return NO_BIAS
     check_bias_type(type)
     takes_bias = type in ("pre_scale_bias", "post_scale_bias")
-    for name, given, wanted in (
+    for name, value, wanted in (
         ("core_attention_bias", tensor, takes_bias),
         ("alibi_slopes", slopes, type == "alibi" and slopes is not None),
     ):
-        if (given is not None) != wanted:
+        if (value is not None) != wanted:
             raise ValueError(
                 f"[attention] expected {name} to be {'a tensor' if wanted else 'None'} with"
                 f" core_attention_bias_type={type!r}, got {'None' if wanted else 'a tensor'}"
@@ -99,10 +99,9 @@ def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None)
 def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
     """A bias as backends see it; a mask of bool, of which 1 would be added, is a mistake."""
     if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-        given = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+        kind = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
         raise TypeError(
-            "[attention] expected core_attention_bias to be a tensor of floating point, got"
-            f" {given}"
+            f"[attention] expected core_attention_bias to be a tensor of floating point, got {kind}"
         )
     return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
 
@@ -185,7 +184,7 @@ class CallShape:
     keys: int
 
 
-@remembered
+@memoize
 def call_shape(
     qkv_format: str,
     heads: tuple[int, int],

@@ -34,9 +34,13 @@ from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
-from transformer_engine.pytorch.recompute.module_calls import first_call, repeats, step_again
+from transformer_engine.pytorch.recompute.module_calls import (
+    is_recompute,
+    recompute_step,
+    record_first_call,
+)
 from transformer_engine.pytorch.recompute.regions import (
-    place,
+    recompute_context,
 )
 
 GEMMS = 3
@@ -52,7 +56,7 @@ class Slot(NamedTuple):
     Attributes:
         scale: fp32 `[1]`.
         amax: fp32 `[1]`, raised to `max |x|`; None leaves no trace.
-        format: value of `DType`; None takes down the amax and casts nothing (calibration).
+        format: value of `DType`; None records the amax and casts nothing (calibration).
     """
 
     scale: torch.Tensor
@@ -107,13 +111,13 @@ class Casts(NamedTuple):
         """Nothing is cast."""
         return self.qkv.format is None
 
-    def repeatable(self) -> Casts:
-        """The same for a call that keeps nothing and runs again in the backward."""
+    def with_copied_scales(self) -> Casts:
+        """The same, with copies of the scales: for a call whose forward is computed again."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
 
-    def again(self) -> Casts:
-        """What repeats a call, and leaves no amax of its forward."""
+    def for_recompute(self) -> Casts:
+        """The same for the second forward, which records no amaxes."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(amax=None) for s in forward])
 
@@ -127,17 +131,12 @@ def casts_of(
 ) -> Casts | None:
     """The casts of a call of attention in the scope that is open; None where it asks for none.
 
-    Args:
-        module: DotProductAttention, with `GEMMS` GEMMs.
-        tensors: query, key and value.
-        checkpointed: the call may be computed again for its own sake.
-
     Raises:
         NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
     """
     stack = autocast_stack()
     compiling = torch.compiler.is_compiling()
-    in_backward = not compiling and process_state().noted and graph_task() != -1
+    in_backward = not compiling and process_state().has_regions and graph_task() != -1
     if not (in_backward or asks(stack.scope, module.name)):
         return None
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -146,17 +145,13 @@ def casts_of(
         not compiling and (top_hooks(True) is not None or not forward_grad_enabled())
     ):
         return _in_region(module, recording, device)
-    casts = _casts(module, recording, device, runs_again=checkpointed or stack.runs_again)
+    recomputed = checkpointed or stack.in_compiled_checkpoint
+    casts = _casts(module, recording, device, recomputed=recomputed)
     return casts._replace(step=module.take_backward_end()) if recording else casts
 
 
 def asks(scope: Scope, layer: str = "") -> bool:
-    """Whether a scope asks for FP8 attention, or for calibration of it.
-
-    Args:
-        scope: that is open.
-        layer: for the error.
-    """
+    """Whether a scope asks for FP8 attention, or for its calibration; `layer` is for the error."""
     recipe: Any = scope.recipe
     if not ((scope.enabled or scope.calibrating) and wants_fp8(recipe)):
         return False
@@ -177,24 +172,24 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
     """The casts of a call that may be the first or the second of a region, or neither."""
     stack = autocast_stack()
-    where = place(stack.repeated, stack.regions)
-    counts = recording or where.rehearses
-    region = where.repeats
-    if graph_task() == -1 or not repeats(module, region):
+    where = recompute_context(stack.recomputed, stack.regions)
+    counts = recording or where.in_first_forward
+    region = where.recomputed
+    if graph_task() == -1 or not is_recompute(module, region):
         if not asks(stack.scope, module.name):
             return None
         casts = _casts(module, counts, device)
-        call = first_call(module, where, counts)
+        call = record_first_call(module, where, counts)
     else:
         assert region is not None
-        if not region.knows(module):  # it ran in high precision
+        if not region.has_calls_of(module):  # it ran in high precision
             return None
-        call = region.again(module)
+        call = region.next_call(module)
         with stack.resumed(call.scope):
-            casts = _casts(module, counts, device, call.scales).again()
-        call = call._replace(step=step_again(region, call, counts))
-    for record in where.records:
-        record.note(module, call)
+            casts = _casts(module, counts, device, call.scales).for_recompute()
+        call = call._replace(step=recompute_step(region, call, counts))
+    for record in where.open_regions:
+        record.record_call(module, call)
     return casts._replace(step=call.step if recording else None)
 
 
@@ -203,16 +198,11 @@ def _casts(
     counts: bool,
     device: torch.device,
     scales: torch.Tensor | None = None,
-    runs_again: bool = False,
+    recomputed: bool = False,
 ) -> Casts:
-    """Slots of a call in the scope that is open.
+    """Slots of a call in the open scope; `scales` fp32 `[3 * GEMMS]` replace those of the state.
 
-    Args:
-        module: whose state they point into.
-        counts: amaxes are taken down.
-        device: of the tensors.
-        scales: fp32 `[3 * GEMMS]` to use in the forward instead of those of the state.
-        runs_again: see `columns_of`.
+    With `counts`, amaxes are recorded; see `columns_of` for `recomputed`.
     """
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
@@ -228,7 +218,7 @@ def _casts(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
     elif scope.enabled:
-        columns = columns_of(forward, indices, counts, runs_again)
+        columns = columns_of(forward, indices, counts, recomputed)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import once_differentiable
+from transformer_engine.pytorch.module.inputs import LEADING
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -30,7 +31,6 @@ def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
     return qkv_format
 
 
-_LEADING = {"sbhd": "sequence, batch", "bshd": "batch, sequence", "thd": "tokens"}
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
 Shapes = tuple[torch.Size, torch.Size, torch.Size]
@@ -39,14 +39,7 @@ Shapes = tuple[torch.Size, torch.Size, torch.Size]
 def check_shapes(
     qkv_format: str, heads: tuple[int, int], sizes: tuple[int, int], shapes: Shapes
 ) -> None:
-    """Check shapes of (query, key, value).
-
-    Args:
-        qkv_format: one of `FORMATS`.
-        heads: of queries, and of keys and values.
-        sizes: of keys, and of values.
-        shapes: what was given.
-    """
+    """Check shapes of (query, key, value); `heads` and `sizes` are of (query, key)."""
     query, key, value = shapes
     leading = 1 if qkv_format == "thd" else 2
     batch = _BATCH_DIM.get(qkv_format)
@@ -57,7 +50,7 @@ def check_shapes(
         and (batch is None or query[batch] == key[batch])
     )
     if not agree:
-        names = _LEADING[qkv_format]
+        names = LEADING[qkv_format]
         raise ValueError(
             f"[DotProductAttention] expected query_layer ({names}, {heads[0]}, {sizes[0]}),"
             f" key_layer ({names}, {heads[1]}, {sizes[0]}) and value_layer"

@@ -1,4 +1,4 @@
-"""Results of pure functions, kept by their arguments: in a training loop each costs one look-up."""
+"""Memoised pure functions: in a training loop each call costs one look-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from transformer_engine.pytorch.capture import capturing
+from transformer_engine.pytorch.capture import is_capturing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,10 +15,10 @@ R = TypeVar("R")
 _MOST = 4096
 
 
-def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """Like `functools.lru_cache`, of which torch.compile warns; while compiling it steps aside.
+def memoize(function: Callable[P, R]) -> Callable[P, R]:
+    """Like `functools.lru_cache`, which torch.compile warns about; not used while compiling.
 
-    Arguments are positional and hashable. Neither errors are kept, nor what is found while a CUDA
+    Arguments are positional and hashable. Not memoised: errors, and results found while a CUDA
     graph is captured: libraries cannot be asked everything then.
     """
     results: dict[object, R] = {}
@@ -30,7 +30,7 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
             return results[args]
         except KeyError:
             pass
-        if capturing():
+        if is_capturing():
             return function(*args, **kwargs)
         if len(results) >= _MOST:
             results.clear()

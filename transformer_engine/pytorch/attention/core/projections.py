@@ -19,9 +19,9 @@ from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.library import composite_op
-from transformer_engine.pytorch.kernels.packed import whole_of
+from transformer_engine.pytorch.kernels.packed import packed_base
 
 
 class HeadLayout(NamedTuple):
@@ -63,7 +63,7 @@ class _Split(torch.autograd.Function):
 
 
 def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch.Tensor | None:
-    """`whole_of` while a graph is made: tensors have no memory, and sizes may be symbols."""
+    """`packed_base` while a graph is made: tensors have no memory, and sizes may be symbols."""
     whole: Any = gradients[0]._base
     if whole is None or any([x._base is not whole for x in gradients]):
         return None
@@ -71,11 +71,11 @@ def _whole_in_graph(gradients: tuple[torch.Tensor, ...], by_head: bool) -> torch
     if layout is None or layout.interleaved is not by_head or whole.dim() != gradients[0].dim() - 1:
         return None
     parts = views(whole, layout)
-    lie = all(
+    is_match = all(
         x.stride() == part.stride() and x.storage_offset() == part.storage_offset()
         for x, part in zip(gradients, parts, strict=True)
     )
-    return whole if lie and whole.is_contiguous() else None
+    return whole if is_match and whole.is_contiguous() else None
 
 
 _apply = apply_of(_Split)
@@ -87,7 +87,7 @@ def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tens
         query, key, value = gradients
         query = query.unflatten(-2, (layout.groups, -1))
         return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).flatten(-3)
-    find = whole_of if type(gradients[0]) is torch.Tensor else _whole_in_graph
+    find = packed_base if type(gradients[0]) is torch.Tensor else _whole_in_graph
     whole = find(gradients, by_head=layout.interleaved)
     if whole is not None:
         return whole
@@ -186,13 +186,13 @@ class SplitHeads(Stage):
         return (x.view(*x.shape[:-1], layout.heads, layout.size),)
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """The parts."""
         return self.split(inputs[0]), Saved(())
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient of the projection."""
         if len(self.results) == 3:

@@ -71,15 +71,7 @@ class Rotation(Part):
         key_ends: torch.Tensor | None = None,
         inference_params: Any = None,
     ) -> Planned:
-        """See `Part`.
-
-        Args:
-            values: queries and keys.
-            angles: of `RotaryPositionEmbedding`, or a pair for queries and keys.
-            query_ends: where packed sequences of queries end.
-            key_ends: the same of keys.
-            inference_params: positions start where its sequences are; None for zero.
-        """
+        """See `Part`; the arguments are those of `apply_rotary_pos_emb`, for queries and keys."""
         query, key = values.likes
         heads, groups, size, _ = self.layout
         pair = angles if isinstance(angles, tuple | list) else (angles, angles)

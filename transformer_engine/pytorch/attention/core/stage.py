@@ -11,7 +11,7 @@ from transformer_engine.pytorch.attention.backends.backend import Saved as Saved
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 
 _BIAS, _SINK = CallTensors._fields.index("bias"), CallTensors._fields.index("sink")
 
@@ -76,7 +76,7 @@ class Attention(Stage):
             return draw(device)
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Attend."""
         backend, call, same_ends, same_starts, _ = plan.options
@@ -95,7 +95,7 @@ class Attention(Stage):
         return (out,), Saved((saved.log_sum_exp, *saved.tensors), saved.facts)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """Of query, key and value; those of bias and sink come with them."""
         backend, call, *_ = plan.options

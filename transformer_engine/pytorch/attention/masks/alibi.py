@@ -40,11 +40,8 @@ def alibi_bias(
 ) -> torch.Tensor:
     """The bias in fp32, `[1 or batch, heads, queries, keys]`.
 
-    Args:
-        slopes: fp32 `[1 or batch, heads, 1, 1]`.
-        queries: queries of a sequence, padding included.
-        keys: keys of a sequence, padding included.
-        shift: real keys minus real queries: one number, or `[batch, 1, 1, 1]`.
+    `slopes` are fp32 `[1 or batch, heads, 1, 1]`; `shift` is real keys minus real queries, one
+    number or `[batch, 1, 1, 1]`.
     """
     query = torch.arange(queries, device=slopes.device)[:, None]
     key = torch.arange(keys, device=slopes.device)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.core.memoize import remembered
+from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.notices import warn
 
@@ -79,7 +79,7 @@ def bottom_right(name: str) -> str:
 
 
 def as_window(window: Sequence[int] | None) -> Window | None:
-    """A window as a tuple, whatever sequence the user has."""
+    """A window, which may be any sequence, as a tuple."""
     if window is None:
         return None
     if not isinstance(window, Sequence):
@@ -96,14 +96,14 @@ class MaskRule(NamedTuple):
     bottom_right: bool
 
 
-@remembered
+@memoize
 def mask_rule(
     name: str,
     window: Window | None = None,
     bottom_right: bool | None = None,
     parameter: str = "attn_mask_type",
 ) -> MaskRule:
-    """Combine a mask type and a window; remembered, so a warning comes once per combination.
+    """Combine a mask type and a window; memoised, so a warning comes once per combination.
 
     Args:
         name: a mask type.
@@ -236,15 +236,7 @@ def build_mask(
     padding: Padding | None = None,
     arbitrary: torch.Tensor | None = None,
 ) -> Mask:
-    """Apply a rule to actual sizes.
-
-    Args:
-        rule: mask type and window.
-        queries: queries of a sequence, padding included.
-        keys: keys of a sequence, padding included.
-        padding: required by the padding types.
-        arbitrary: required by the type `arbitrary`.
-    """
+    """Apply a rule to the longest sequences of queries and keys, with the masks that it needs."""
     hidden = padding.hidden() if padding is not None else arbitrary
     left, right = rule.left, rule.right
     if left < 0 and right < 0:

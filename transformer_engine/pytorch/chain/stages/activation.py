@@ -13,7 +13,7 @@ from transformer_engine.pytorch.chain.stages.base import (
     Values,
     quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, FusedOutputs, Operands
+from transformer_engine.pytorch.fp8.operands import FusedOutputs, OperandRequest, Operands
 from transformer_engine.pytorch.kernels.activation import (
     DEFINITIONS,
     activation_backward,
@@ -36,7 +36,7 @@ class Activation(Stage):
         return True
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """`act(x)`, or `act(x1) * x2` for gated kinds."""
         (x,) = inputs
@@ -55,7 +55,7 @@ class Activation(Stage):
         return (function(gate) * linear,)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: CallPlan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
         (grad,) = grads

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 
 
-Values: TypeAlias = Sequence[Any]  # of a stage, in order; None is a gradient that nobody has
+Values: TypeAlias = Sequence[Any]  # of a stage, in order; None is no gradient
 Results: TypeAlias = tuple[Any, ...]
 
 
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
 class Stage:
     """Base of all stages.
 
-    `prepare` makes a plan: whatever the stage can decide once for all calls that share a
+    `prepare` makes a plan: what the stage can decide once for all calls that share a
     `CallPlan`. Methods get that of their stage back.
 
     Attributes:
@@ -62,12 +62,7 @@ class Stage:
         """The module that this stage is part of has another name now."""
 
     def prepare(self, call: CallPlan, first: int) -> Any:
-        """The plan; the call's where there is nothing to decide.
-
-        Args:
-            call: of the chain.
-            first: index of the stage's first parameter among the inputs of the call.
-        """
+        """The plan of the stage; its first parameter is number `first` of the call's inputs."""
         return call
 
     def recordable(self, plan: Any) -> bool:
@@ -83,7 +78,7 @@ class Stage:
         return False
 
     def cached(self, plan: Any) -> tuple[torch.Tensor | None, ...] | None:
-        """Those tensors; None where they are yet to be made."""
+        """Those tensors; None where they do not exist yet."""
         return None
 
     def detach_cache(self) -> None:
@@ -101,16 +96,16 @@ class Stage:
         """Where the weight gradient of this call goes; None for a fresh tensor."""
         return None
 
-    def request(self, plan: Any, x: torch.Tensor) -> Demand | None:
+    def request(self, plan: Any, x: torch.Tensor) -> OperandRequest | None:
         """What this stage wants its input to become; `x` is a tensor with as many tokens."""
         return None
 
-    def grad_request(self, plan: Any, grad: torch.Tensor) -> Demand | None:
+    def grad_request(self, plan: Any, grad: torch.Tensor) -> OperandRequest | None:
         """What this stage wants the gradient of its result to become."""
         return None
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: Any, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """The results, and what backward needs.
 
@@ -130,15 +125,15 @@ class Stage:
         raise NotImplementedError
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: Any, request: Demand | None
+        self, grads: Values, saved: Saved, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradients of the values that it read, and what `backward_params` carries on with.
 
         Args:
-            grads: of its results; None where nobody has one, but not of all of them.
+            grads: of its results; some may be None, not all.
             saved: what forward returned.
             plan: what `prepare` has returned.
-            request: of the stage that made the first input, if nobody else reads that.
+            request: of the stage that made the first input, if no other stage reads that.
         """
         raise NotImplementedError
 
@@ -147,6 +142,6 @@ class Stage:
         return ()
 
 
-def quantizer_of(request: Demand | None) -> Quantizer:
+def quantizer_of(request: OperandRequest | None) -> Quantizer:
     """The quantizer of a request; the identity where nothing is requested."""
     return IDENTITY if request is None else request.quantizer

@@ -12,8 +12,14 @@ from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.export.onnx import cast_there_and_back, kept_values
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
+from transformer_engine.pytorch.fp8.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    Side,
+    transposed,
+)
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dequantize import dequantize
@@ -59,7 +65,7 @@ def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int
 def _matrix(weight: torch.Tensor) -> Fp8Matrix:
     assert isinstance(weight, QuantizedTensor)
     matrix = rowwise_of(weight)
-    assert matrix is not None  # see `fp8_weights.check`
+    assert matrix is not None  # see `fp8_weights.validate`
     return matrix
 
 
@@ -84,7 +90,7 @@ def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
 
 
 class _Plan:
-    """What a Matmul decides once for all calls of a run."""
+    """What a Matmul decides once for all calls of a plan."""
 
     __slots__ = (
         "compiling",
@@ -122,13 +128,13 @@ class _Plan:
         self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], needs[first + 1]
-        self.input_in_backward: Demand | None = None  # the columns of the input are cast there
-        self.request = Demand(quantizers.input, True, self.needs_weight)
-        self.weight_request = Demand(quantizers.weight, True, self.needs_input)
+        self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
+        self.request = OperandRequest(quantizers.input, True, self.needs_weight)
+        self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
         bias_grad = call.dtype if self.needs_bias else None
-        self.grad_request: Demand | None = None  # only the bias is trained
+        self.grad_request: OperandRequest | None = None  # only the bias is trained
         if self.needs_input or self.needs_weight:
-            self.grad_request = Demand(
+            self.grad_request = OperandRequest(
                 quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
             )
 
@@ -137,7 +143,7 @@ class Matmul(Stage):
     """Two parameters: weight `[out, in]` and bias `[out]` (or None).
 
     Args:
-        index: which of the chain's Matmuls this is (the quantizers of a run are in that order).
+        index: which of the chain's Matmuls this is (the quantizers of a plan are in that order).
         layer: name of the module, for errors and reports.
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
@@ -151,7 +157,7 @@ class Matmul(Stage):
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
-        self.save_original_input = False  # keep it for backward as it came, instead of in FP8
+        self.save_original_input = False  # save it for backward unquantised
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
@@ -170,8 +176,8 @@ class Matmul(Stage):
                     "[Linear] save_original_input with DelayedScaling: the scale of the forward is "
                     f"gone when the input is cast again; use another recipe (layer {self.name})"
                 )
-            plan.request = Demand(quantizer, True, False)
-            plan.input_in_backward = Demand(quantizer, False, True)
+            plan.request = OperandRequest(quantizer, True, False)
+            plan.input_in_backward = OperandRequest(quantizer, False, True)
         return plan
 
     def recordable(self, plan: _Plan) -> bool:
@@ -192,16 +198,16 @@ class Matmul(Stage):
         """The FP8 weight of an earlier micro-batch."""
         return None if self._cached_operands(plan) is None else self._cached_tensors
 
-    def request(self, plan: _Plan, x: torch.Tensor) -> Demand | None:
+    def request(self, plan: _Plan, x: torch.Tensor) -> OperandRequest | None:
         """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
         return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.request
 
-    def grad_request(self, plan: _Plan, grad: torch.Tensor) -> Demand | None:
+    def grad_request(self, plan: _Plan, grad: torch.Tensor) -> OperandRequest | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
         return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_request
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """The product."""
         (x,) = inputs
@@ -217,7 +223,7 @@ class Matmul(Stage):
             operands = plan.quantizers.input.padded(x, padding, plan.request)
         if plan.fp8_weight:
             own = _matrix(weight)
-            w = plan.quantizers.weight.kept(own, plan.weight_request, plan.dtype)
+            w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
             w = self._weight_operands(weight, plan)
         y = gemm.fprop(
@@ -229,7 +235,7 @@ class Matmul(Stage):
             if plan.compiling and plan.requires_grad:  # functions in graphs save no views
                 y = y.clone()
         if plan.wrapped:
-            y = plan.quantizers.output.result(y)
+            y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
         column = x if plan.input_in_backward is not None else operands.columnwise
@@ -250,7 +256,7 @@ class Matmul(Stage):
         assert weight is not None
         x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=plan.is_first)
         if plan.fp8_weight:
-            weight = kept_values(weight, plan.fp8, plan.dtype, self.name)  # type: ignore[arg-type]
+            weight = dequantized_weight(weight, plan.fp8, plan.dtype, self.name)  # type: ignore[arg-type]
         else:
             weight = cast_there_and_back(weight, plan.quantizers.weight, plan.dtype)
         if bias is not None:
@@ -258,7 +264,7 @@ class Matmul(Stage):
         return (linear(x, weight, bias).to(plan.dtype),)
 
     def detach_cache(self) -> None:
-        """A weight that stays in the graph would hold all that the first micro-batch has saved."""
+        """Free what the first micro-batch saved: a cached weight would keep its graph alive."""
         if self.cached_weight is not None:
             key, cached = self.cached_weight
             self._cache(key, Operands(_detached(cached.rowwise), _detached(cached.columnwise)))
@@ -323,7 +329,7 @@ class Matmul(Stage):
         return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient of the input."""
         (grad,) = grads
@@ -344,7 +350,7 @@ class Matmul(Stage):
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
             dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
-        return (plan.quantizers.dgrad.result(dx) if plan.wrapped else dx,), operands
+        return (plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx,), operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
         """The weight gradient and the bias gradient."""
@@ -352,11 +358,7 @@ class Matmul(Stage):
         bias_grad = grad.bias_grad
         missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
         dense = grad.columnwise if plan.needs_weight else grad.rowwise
-        if (
-            missing_bias is not None
-            and isinstance(dense, torch.Tensor)
-            and _sums_apart(dense, plan)
-        ):
+        if missing_bias and isinstance(dense, torch.Tensor) and _sums_apart(dense, plan):
             bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
             missing_bias = None
         if not plan.needs_weight:
@@ -376,10 +378,10 @@ class Matmul(Stage):
         dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
         if quantizer is not IDENTITY:
             assert dw is not None
-            dw = quantizer.result(dw)
+            dw = quantizer.process_gemm_output(dw)
         if apart and quantizer.replaces:
             dw = _delivered(dw, wanted)
-        elif apart:  # adding within the GEMM may round otherwise: do as without being looked at
+        elif apart:  # adding within the GEMM may round otherwise: repeat it as without inspection
             dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
         return dw, summed if bias_grad is None else bias_grad
 

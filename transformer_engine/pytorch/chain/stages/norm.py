@@ -16,7 +16,12 @@ from transformer_engine.pytorch.chain.stages.base import (
     Values,
     quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, FusedOutputs, Operands
+from transformer_engine.pytorch.fp8.operands import (
+    FusedArguments,
+    FusedOutputs,
+    OperandRequest,
+    Operands,
+)
 from transformer_engine.pytorch.kernels.norm import (
     LAYER_NORM,
     RMS_NORM,
@@ -78,7 +83,7 @@ class Norm(Stage):
         return True
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Normalise."""
         (x,) = inputs
@@ -89,7 +94,7 @@ class Norm(Stage):
         apart = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
             # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
-            # place for whoever only looks.
+            # place for statistics.
             apart = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
             fused = fused._replace(plain=False, moments=None, active=None)
         plain = plan.dtype if fused.plain or self.tap == "output" else None
@@ -131,7 +136,7 @@ class Norm(Stage):
         return y, x if self.tap == "input" else y.to(plan.dtype)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """All three gradients come from one kernel; those of the parameters are carried."""
         grad, tap_grad = grads if self.tap is not None else (grads[0], None)

@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import Demand
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
     dropout_add_forward,
@@ -58,7 +58,7 @@ class DropoutAdd(Stage):
         return torch.randint(2**63 - 1, (1,), device=device) if plan.p > 0.0 else None
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: _Plan, request: Demand | None
+        self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """`residual + dropout(x + bias)`."""
         x, residual = inputs if len(inputs) > 1 else (inputs[0], None)
@@ -81,7 +81,7 @@ class DropoutAdd(Stage):
         return ((residual + total).to(residual.dtype),)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: _Plan, request: Demand | None
+        self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """Of `x` and of the residual; that of the bias comes from the same kernel."""
         (grad,) = grads

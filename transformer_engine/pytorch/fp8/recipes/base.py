@@ -62,13 +62,7 @@ class RecipeRules:
     def update_scales(
         self, members: ScalingMembers, states: list[ScalingState], amaxes: torch.Tensor | None
     ) -> None:
-        """End a step of the states of some modules, where the recipe keeps state.
-
-        Args:
-            members: whose recipe and direction these are.
-            states: on one device.
-            amaxes: fp32, of all their columns, reduced over ranks; None on a single rank.
-        """
+        """End a step of the states of `members`, on one device; `amaxes` are reduced over ranks."""
         raise NotImplementedError
 
     def numbers(self, recipe: Any) -> Sequence[float]:
@@ -96,12 +90,7 @@ class RecipeRules:
         return fits and weight.family in (None, self.weight_family)
 
     def what_if_quantizer(self, tensor: str, format: int) -> Fp8Quantizer | None:
-        """What casts a tensor on its own, for statistics of a recipe that is not in use.
-
-        Args:
-            tensor: activation, weight or gradient.
-            format: element type that the recipe in use casts it to.
-        """
+        """The cast of one tensor for statistics of a recipe that is not in use."""
         return None
 
 

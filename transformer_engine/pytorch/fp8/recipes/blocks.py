@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Float8BlockScaling, QParams
 from transformer_engine.pytorch.dtypes import E4M3, FP8_NAMES
-from transformer_engine.pytorch.fp8.operands import Demand, Fp8Matrix, Operands
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
@@ -42,18 +42,18 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         """Blocks of one kind stand for each other."""
         return (self.scaling, self.dimensions, self.power_of_2, self.epsilon)
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scales of all blocks and cast, in one pass."""
         codes, scales, transposed, column_scales, bias_grad = quantize_blocks(
             x,
             self.matrix_format,
             self.power_of_2,
             self.epsilon,
-            demand.rowwise,
-            demand.columnwise,
-            demand.bias_grad,
-            demand.moments,
-            demand.active,
+            request.rowwise,
+            request.columnwise,
+            request.bias_grad,
+            request.moments,
+            request.active,
         )
         rowwise = self._matrix(codes, scales)
         return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)

@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.common.recipe import Float8CurrentScaling, QParams
 from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
-from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, Operands
+from transformer_engine.pytorch.fp8.operands import FusedArguments, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.amax import current_scales
@@ -31,17 +31,19 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
-        return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), demand)
+        return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), request)
 
-    def cast(self, x: torch.Tensor, scales: torch.Tensor | None, request: Demand) -> Operands:
+    def cast(
+        self, x: torch.Tensor, scales: torch.Tensor | None, request: OperandRequest
+    ) -> Operands:
         """Cast with scales that the producer of `x` has found already, if it has."""
         if scales is None:
             return self.operands(x, request)
         return self.cast_with(x, request, scales=scales)
 
-    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The scale; the cast takes the moments."""
         return FusedArguments(
             True, self.format, current=True, power_of_2=self.power_of_2, epsilon=self.epsilon

@@ -8,7 +8,12 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.dtypes import FP8_NAMES
-from transformer_engine.pytorch.fp8.operands import Demand, FusedArguments, FusedOutputs, Operands
+from transformer_engine.pytorch.fp8.operands import (
+    FusedArguments,
+    FusedOutputs,
+    OperandRequest,
+    Operands,
+)
 from transformer_engine.pytorch.fp8.quantizers import (
     Fp8Quantizer,
     GemmQuantizers,
@@ -41,11 +46,11 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         self.scale = scale
         self.amax = amax
 
-    def operands(self, x: torch.Tensor, demand: Demand) -> Operands:
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
-        return self.cast_with(x, demand, self.scale, self.amax)
+        return self.cast_with(x, request, self.scale, self.amax)
 
-    def fused_arguments(self, request: Demand | None) -> FusedArguments:
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
         """The whole cast."""
         assert request is not None
         return FusedArguments(
@@ -60,12 +65,12 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
             active=request.active,
         )
 
-    def fused_result(self, request: Demand | None, made: FusedOutputs) -> Operands:
+    def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Operands:
         """The operands."""
         assert made.scales is not None
         return self.pack(made.codes, made.transposed, made.scales, made.bias_grad)
 
-    def repeating(self, scale: torch.Tensor | None) -> Quantizer:
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
         """The same format with a given scale."""
         assert scale is not None
         return DelayedQuantizer(scale, None, self.format)

@@ -1,4 +1,4 @@
-"""Rows on their way to the host, and what becomes of them there."""
+"""Rows that are being copied to the host, and the statistics read off them there."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Logged(NamedTuple):
     values: Mapping[str, float | None]
 
 
-class Landing:
-    """The rows of one step in one copy, on the host as soon as `landed` says so.
+class PendingCopy:
+    """The rows of one step in one copy, on the host as soon as `is_ready` says so.
 
     Args:
         rows: `[slots, 16]`, or `[ranks, capacity, 16]` with a layout, on any device.
@@ -62,8 +62,8 @@ class Landing:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def landed(self, wait: bool) -> bool:
-        """Whether the rows are here."""
+    def is_ready(self, wait: bool) -> bool:
+        """Whether the copy has finished."""
         if self._event is None:
             return True
         if wait:

@@ -9,14 +9,14 @@
 
 namespace te::inspect {
 
-class Place {
+class ConfigPath {
  public:
-  Place(std::vector<Problem>& problems, Severity mistakes)
+  ConfigPath(std::vector<Problem>& problems, Severity mistakes)
       : problems_(&problems), mistakes_(mistakes) {}
 
-  Place at(std::string_view key) const;
-  Place at(size_t index) const;
-  Place as_warnings() const;  // the same place, where mistakes do not matter
+  ConfigPath at(std::string_view key) const;
+  ConfigPath at(size_t index) const;
+  ConfigPath as_warnings() const;  // the same path, where mistakes do not matter
 
   const std::string& path() const { return path_; }
   void mistake(Mark mark, std::string message) const;
@@ -33,7 +33,7 @@ class Place {
 std::vector<const Node*> as_list(const Node& node);
 
 // The strings among as_list(node); anything else is a mistake.
-std::vector<std::string> strings(const Node& node, const Place& place);
+std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
 // The text of a key, whatever scalar it is.
 std::string key_text(const Node& key);

@@ -1,33 +1,33 @@
-#include "inspect/place.h"
+#include "inspect/config_path.h"
 
 #include <utility>
 
 namespace te::inspect {
 
-Place Place::at(std::string_view key) const {
-  Place inner = *this;
+ConfigPath ConfigPath::at(std::string_view key) const {
+  ConfigPath inner = *this;
   if (!inner.path_.empty()) inner.path_ += '.';
   inner.path_ += key;
   return inner;
 }
 
-Place Place::at(size_t index) const {
-  Place inner = *this;
+ConfigPath ConfigPath::at(size_t index) const {
+  ConfigPath inner = *this;
   inner.path_.append("[").append(std::to_string(index)).append("]");
   return inner;
 }
 
-Place Place::as_warnings() const {
-  Place inner = *this;
+ConfigPath ConfigPath::as_warnings() const {
+  ConfigPath inner = *this;
   inner.mistakes_ = Severity::Warning;
   return inner;
 }
 
-void Place::mistake(Mark mark, std::string message) const {
+void ConfigPath::mistake(Mark mark, std::string message) const {
   problems_->push_back({mistakes_, mark, path_, std::move(message)});
 }
 
-void Place::warn(Mark mark, std::string message) const {
+void ConfigPath::warn(Mark mark, std::string message) const {
   problems_->push_back({Severity::Warning, mark, path_, std::move(message)});
 }
 
@@ -39,14 +39,14 @@ std::vector<const Node*> as_list(const Node& node) {
   return items;
 }
 
-std::vector<std::string> strings(const Node& node, const Place& place) {
+std::vector<std::string> strings(const Node& node, const ConfigPath& path) {
   std::vector<std::string> found;
   size_t index = 0;
   for (const Node* item : as_list(node)) {
     if (item->is_string()) {
       found.push_back(item->as_string());
     } else {
-      place.at(index).mistake(item->mark, "expected a string, got " + brief(*item));
+      path.at(index).mistake(item->mark, "expected a string, got " + brief(*item));
     }
     ++index;
   }
