@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from transformer_engine.pytorch.chain.segments import Segment
+from transformer_engine.pytorch.chain.segment import Segment
 
 
 def segments_of(module: nn.Module) -> list[Segment]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine import _C
-from transformer_engine.pytorch.chain import recording, segments
+from transformer_engine.pytorch.chain import recording, segment, segments
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 MODULES = {
@@ -97,8 +97,9 @@ def test_gemms_are_counted_alike(by_stages):
 def test_kernels_are_called_by_the_recording_alone(monkeypatch):
     module = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.bfloat16)
     results(module, "delayed", "cpu")
-    monkeypatch.setattr(segments, "run_forward", None)
-    monkeypatch.setattr(segments, "run_backward", None)
+    for module in (segment, segments):
+        monkeypatch.setattr(module, "run_forward", None)
+        monkeypatch.setattr(module, "run_backward", None)
     results(module, "delayed", "cpu")
 
 
@@ -259,7 +260,7 @@ def test_scratch_memory_is_shared_by_tensors_that_do_not_meet():
 
 
 def test_calls_that_need_much_memory_run_by_stages(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.chain.segments._MOST_BYTES", 6000)
+    monkeypatch.setattr("transformer_engine.pytorch.chain.segment._MOST_BYTES", 6000)
     module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
     for rows in (16, 64):
         module(torch.ones(rows, 32, dtype=torch.bfloat16))
