@@ -97,9 +97,9 @@ def test_gemms_are_counted_alike(by_stages):
 def test_kernels_are_called_by_the_recording_alone(monkeypatch):
     module = te.LayerNormMLP(32, 64, device="cpu", params_dtype=torch.bfloat16)
     results(module, "delayed", "cpu")
-    for module in (segment, segments):
-        monkeypatch.setattr(module, "run_forward", None)
-        monkeypatch.setattr(module, "run_backward", None)
+    for where in (segment, segments):
+        monkeypatch.setattr(where, "run_forward", None)
+        monkeypatch.setattr(where, "run_backward", None)
     results(module, "delayed", "cpu")
 
 
