@@ -1,6 +1,6 @@
 """Writes transformer_engine/_C.pyi, from what the built module says of itself.
 
-    python tools/make_stub.py
+    PYTHONPATH=. python tools/make_stub.py
 
 pybind11 puts the signature of every function into its docstring. A test compares the file with the
 module, so that calls which mypy accepts are calls that the module takes.
