@@ -23,7 +23,7 @@ from transformer_engine.pytorch.fp8.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 
 
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """One stage of a chain.
 
     Attributes:
@@ -123,7 +123,7 @@ class Chain:
         steps, first = [], self.inputs
         for stage, read, results in built.stages:
             own = slice(first, first + stage.parameter_count)
-            steps.append(Step(stage, numbers(read), own, numbers(results)))
+            steps.append(ChainStep(stage, numbers(read), own, numbers(results)))
             first = own.stop
         self.parts = tuple(pairwise([*(built.parts or [0]), len(steps)]))
         self.steps = tuple(self._linked(steps))
@@ -141,7 +141,7 @@ class Chain:
             further = results if i == 0 else further
         return built.chain(value, *further)
 
-    def _linked(self, steps: Sequence[Step]) -> Iterable[Step]:
+    def _linked(self, steps: Sequence[ChainStep]) -> Iterable[ChainStep]:
         readers: dict[int, list[int]] = {value: [] for value in range(len(self.names))}
         makers: dict[int, int] = {}
         part_of = {i: part for part, (a, b) in enumerate(self.parts) for i in range(a, b)}
