@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-PACKAGES = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")
+from check_layering import PACKAGES
+
 ROOMS = "transformer_engine.pytorch"  # its folders; a file that lies flat in it is a room too
 MOST_FLAT = 12  # files in that folder
 # Arrows between rooms that close circles; each is to go, none may come.
