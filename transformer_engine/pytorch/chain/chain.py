@@ -45,9 +45,8 @@ class ChainStep(NamedTuple):
     producer: int = -1
     last_reads: tuple[int, ...] = ()
 
-    def draw_seed(self, plan: Any, values: list[Any], device: torch.device) -> None:
-        """Put a new seed among the parameters, where none is there."""
-        seed = self.parameters.stop - 1
+    def draw_seed(self, plan: Any, values: list[Any], seed: int, device: torch.device) -> None:
+        """Put a new seed into `values[seed]`, where none is there."""
         if values[seed] is None:
             values[seed] = self.stage.draw(plan, device)
 
@@ -243,7 +242,7 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
         if step.consumer >= 0 and isinstance(inputs[0], torch.Tensor):
             request = steps[step.consumer].stage.request(plans[step.consumer], inputs[0])
         if step.stage.draws:
-            step.draw_seed(plans[i], values, inputs[0].device)
+            step.draw_seed(plans[i], values, step.parameters.stop - 1, inputs[0].device)
         results, saved = step.stage.forward(inputs, values[step.parameters], plans[i], request)
         for v in step.last_reads:
             values[v] = None

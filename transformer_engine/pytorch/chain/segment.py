@@ -12,7 +12,6 @@ import torch
 
 from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import (
-    Chain,
     Targets,
     reader,
     run_backward,
@@ -55,7 +54,7 @@ class Segment:
     """Some steps of a chain, for one plan and one shape of its inputs.
 
     Args:
-        chain: of the plan.
+        plan: whose calls it runs.
         start: the first step.
         stop: the one behind the last.
         recordable: none of its stages does more than call `_C`.
@@ -69,9 +68,10 @@ class Segment:
         refused: why there is no recording, and will be none; `""` where there may be one.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int, recordable: bool) -> None:
+    def __init__(self, plan: CallPlan, start: int, stop: int, recordable: bool) -> None:
         self.start, self.stop = start, stop
         self.recordable = recordable
+        chain = plan.chain
         steps = chain.steps[start:stop]
         made = {v for step in steps for v in step.outputs}
         later = {v for step in chain.steps[stop:] for v in step.inputs}
@@ -84,7 +84,12 @@ class Segment:
         self.parameters = slice(steps[0].parameters.start, steps[-1].parameters.stop)
         numbers = [*self.reads, *range(self.parameters.start, self.parameters.stop)]
         self.read_inputs = reader(numbers)
-        self._draws = [(i, step.stage) for i, step in enumerate(steps, start) if step.stage.draws]
+        position = {v: i for i, v in enumerate(numbers)}  # among the inputs of a call
+        seeds = [(i, step.parameters.stop - 1) for i, step in enumerate(steps, start)]
+        self._seeds = [(i, position[v]) for i, v in seeds if chain.steps[i].stage.draws]
+        self._fp8_weights = [position[v] for v in plan.fp8_weights if v in position]
+        stages = [step.stage for step in steps]
+        self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
         self._trace = Trace(self, 0, None)
@@ -106,20 +111,17 @@ class Segment:
             The values that it makes, the tensors to save, and the trace.
         """
         if not self.refused:
-            if self._draws:
+            if self._seeds:
                 inputs = self._with_seeds(plan, inputs)
             brought = inputs
-            if plan.fp8_weights or plan.caching:
-                brought = self._with_weights(plan, inputs)
+            if self._fp8_weights or self._caching:
+                brought = self._with_weights(inputs)
             recorded = self.recorded or self._record(plan, brought, inputs)
             buffers = None if recorded is None else recorded.run(brought)
             if buffers is not None:
                 count_group(recorded.gemms)  # type: ignore[union-attr]
                 return self._results(buffers), self._saved(buffers), self._trace
-        values: list[Any] = [None] * len(plan.chain.names)
-        for v, x in zip(self.reads, inputs, strict=False):
-            values[v] = x
-        values[self.parameters] = inputs[len(self.reads) :]
+        values = self._values(plan, inputs)
         del inputs
         trace, tensors = traced(self, run_forward(plan, values, self.start, self.stop))
         return [values[v] for v in self.makes], tensors, trace
@@ -127,40 +129,53 @@ class Segment:
     def _with_seeds(self, plan: CallPlan, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, with new seeds where there are none."""
         found, device = list(inputs), inputs[0].device
-        shift = len(self.reads) - self.parameters.start
-        for i, stage in self._draws:
-            seed = plan.chain.steps[i].parameters.stop - 1 + shift
-            if found[seed] is None:
-                found[seed] = stage.draw(plan.stage_plans[i], device)
+        for i, seed in self._seeds:
+            plan.chain.steps[i].draw_seed(plan.stage_plans[i], found, seed, device)
         return tuple(found)
 
-    def _with_weights(self, plan: CallPlan, inputs: Any) -> tuple[Any, ...]:
+    def _with_weights(self, inputs: Any) -> tuple[Any, ...]:
         """The inputs; what weights in FP8 consist of, and what is cached of others, stands behind.
 
         Nothing at all where something is yet to be cached.
         """
         found = list(inputs)
-        shift = len(self.reads) - self.parameters.start
-        for i in plan.fp8_weights:
-            if self.parameters.start <= i < self.parameters.stop:
-                found += inputs[i + shift].parts
-                found[i + shift] = None
-        own = [step.stage for step in plan.chain.steps[self.start : self.stop]]
-        for stage, stage_plan in plan.caching:
-            if stage in own:
-                cached = stage.cached(stage_plan)
-                if cached is None:
-                    return ()
-                found += cached
+        for i in self._fp8_weights:
+            found += inputs[i].parts
+            found[i] = None
+        for stage, stage_plan in self._caching:
+            cached = stage.cached(stage_plan)
+            if cached is None:
+                return ()
+            found += cached
         return tuple(found)
 
-    def _persistent(self, plan: CallPlan) -> list[torch.Tensor]:
+    def _values(self, plan: CallPlan, inputs: Sequence[Any]) -> list[Any]:
+        """All values of the chain, where these inputs are known."""
+        values: list[Any] = [None] * len(plan.chain.names)
+        for v, x in zip(self.reads, inputs, strict=False):
+            values[v] = x
+        values[self.parameters] = inputs[len(self.reads) :]
+        return values
+
+    def _watch(
+        self,
+        plan: CallPlan,
+        inputs: Tensors,
+        ours: Buffers,
+        direct: Tensors,
+        python: Callable[[], tuple[Tensors, Tensors]],
+    ) -> Recorded | str:
+        """What `recording.record` returns, unless it needs too much memory."""
         steps, plans = plan.chain.steps, plan.stage_plans
-        return [
+        persistent = [
             tensor
             for i in range(self.start, self.stop)
             for tensor in steps[i].stage.persistent_tensors(plans[i])
         ]
+        recorded = recording.record(inputs, ours, direct, persistent, python)
+        if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
+            return recorded
+        return "it needs too much memory"
 
     def _record(
         self, plan: CallPlan, brought: Sequence[Any], inputs: Sequence[Any]
@@ -172,20 +187,16 @@ class Segment:
         watched: list[Saved] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            mine: list[Any] = [None] * len(plan.chain.names)
-            for v, x in zip(self.reads, ours, strict=False):
-                mine[v] = x
-            mine[self.parameters] = ours[len(self.reads) :]
-            for i in plan.fp8_weights:  # their codes and scales are brought directly
-                if self.parameters.start <= i < self.parameters.stop:
-                    mine[i] = inputs[i + len(self.reads) - self.parameters.start]
+            read: list[Any] = [*ours]
+            for i in self._fp8_weights:  # their codes and scales are brought directly
+                read[i] = inputs[i]
+            mine = self._values(plan, read)
             watched.extend(run_forward(plan, mine, self.start, self.stop))
             return [mine[v] for v in self.makes], [t for s in watched for t in s.tensors]
 
-        direct, persistent = brought[count:], self._persistent(plan)
-        recorded = recording.record(brought[:count], ours, direct, persistent, python)
-        if isinstance(recorded, str) or recorded.bytes > _MOST_BYTES:
-            self.refused = recorded if isinstance(recorded, str) else "it needs too much memory"
+        recorded = self._watch(plan, brought[:count], ours, brought[count:], python)
+        if isinstance(recorded, str):
+            self.refused = recorded
             return None
         self.recorded = recorded
         self._results = _reader_of(recorded.results)
@@ -232,11 +243,16 @@ class Segment:
                 count_group(recorded.gemms)
                 return list(results_of(memory))
         record = self._views(buffers, mine)
+        del inputs
+        buffers.clear()
+        return self._backward_by_stages(plan, made, record)
+
+    def _backward_by_stages(
+        self, plan: CallPlan, made: Sequence[torch.Tensor | None], record: list[Saved]
+    ) -> list[Any]:
         grads: list[Any] = [None] * len(plan.chain.names)
         for v, grad in zip(self.makes, made, strict=True):
             grads[v] = grad
-        del inputs, made
-        buffers.clear()
         run_backward(plan, grads, record, self.start, self.stop)
         return [*[grads[v] for v in self.reads], *grads[self.parameters]]
 
@@ -261,19 +277,13 @@ class Segment:
         record = self._views(ours[first:last], mine)
 
         def python() -> tuple[Tensors, Tensors]:
-            grads: list[Any] = [None] * len(plan.chain.names)
-            for v, grad in zip(self.makes, ours, strict=False):
-                grads[v] = grad
-            run_backward(plan, grads, record, self.start, self.stop)
-            needed = zip(grads[self.parameters], plan.needs[self.parameters], strict=True)
-            return [*[grads[v] for v in self.reads], *[g if n else None for g, n in needed]], ()
+            grads = self._backward_by_stages(plan, ours[:first], record)
+            parameters = zip(grads[len(self.reads) :], plan.needs[self.parameters], strict=True)
+            needed = [grad if need else None for grad, need in parameters]
+            return [*grads[: len(self.reads)], *needed], ()
 
-        recorded = recording.record(inputs, ours, (), self._persistent(plan), python)
-        if isinstance(recorded, str):
-            return recorded
-        if recorded.bytes > _MOST_BYTES:
-            return "it needs too much memory"
-        return recorded, _reader_of(recorded.results)
+        recorded = self._watch(plan, inputs, ours, (), python)
+        return recorded if isinstance(recorded, str) else (recorded, _reader_of(recorded.results))
 
 
 def _reader_of(places: Sequence[BufferSlice | None]) -> _Reader:

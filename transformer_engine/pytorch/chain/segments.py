@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain.chain import (
-    Chain,
     Targets,
     add_grads,
     run_backward,
@@ -151,12 +150,11 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
 
 
 def _segments(plan: CallPlan) -> list[Segment]:
-    chain: Chain = plan.chain
     steps = _recordable_steps(plan)
     segments = []
-    for possible, parts in groupby(chain.parts, lambda part: all(steps[slice(*part)])):
+    for possible, parts in groupby(plan.chain.parts, lambda part: all(steps[slice(*part)])):
         bounds = list(parts)
-        segments.append(Segment(chain, bounds[0][0], bounds[-1][1], possible))
+        segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible))
     return segments if any([segment.recordable for segment in segments]) else []
 
 
