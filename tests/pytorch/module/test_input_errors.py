@@ -25,6 +25,10 @@ def packed(ends):
     return thd(Q, Q, Q, cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 
+def decoder():
+    return te.TransformerLayer(32, 64, 2, layer_type="decoder", device="cpu", name="decoder")
+
+
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -102,11 +106,31 @@ FORWARDS = {
         "[attention] expected cu_seqlens_q to rise from 0 to at most 8 (the tokens), got"
         " [0, 6, 4, 8] (layer decoder.attention)",
     ),
-    "an inner layer's error keeps its name": (
+    "hidden states on another device": (
         lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X.to("meta")),
         ValueError,
-        "[LayerNormLinear] expected inp on cpu, where layer_norm_weight is, got meta"
-        " (layer layer.self_attention.layernorm_qkv)",
+        "[TransformerLayer] expected hidden_states on cpu, where the parameters are, got meta"
+        " (layer layer)",
+    ),
+    "hidden states of another dtype": (
+        lambda: te.MultiheadAttention(32, 2, device="cpu", name="mha")(X.half()),
+        TypeError,
+        "[MultiheadAttention] Data types for parameters must match when outside of autocast:"
+        " expected hidden_states of torch.float32, the parameters' dtype, got torch.float16"
+        " (layer mha)",
+    ),
+    "an encoder's output of another dtype": (
+        lambda: decoder()(X, encoder_output=X.half()),
+        TypeError,
+        "[TransformerLayer] Data types for parameters must match when outside of autocast:"
+        " expected encoder_output of torch.float32, the parameters' dtype, got torch.float16"
+        " (layer decoder)",
+    ),
+    "a decoder without an encoder's output": (
+        lambda: decoder()(X),
+        ValueError,
+        "[TransformerLayer] expected encoder_output, as layer_type is 'decoder', got None"
+        " (layer decoder)",
     ),
     "hidden states that are integers": (
         lambda: te.TransformerLayer(32, 64, 2, device="cpu", name="layer")(X.long()),

@@ -280,8 +280,7 @@ def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
 def _may_fuse(x: torch.Tensor) -> bool:
     """Whether a layer with this first input may run as one node."""
     return not (
-        torch.compiler.is_compiling()
-        or x.nbytes > HOST_BOUND_BYTES
+        x.nbytes > HOST_BOUND_BYTES
         or not x.numel()
         or x.is_meta
         or _torch_private.transforms_active()
@@ -305,12 +304,37 @@ def run_layer(
         values: that come in.
         groups: arguments that differ from their defaults, by name.
     """
-    if _may_fuse(values[0]):
-        key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
-        fused = layer._fused.get(key)
-        if fused is None or not fused.is_current():
-            fused = layer._fused[key] = _FusedLayer(layer, names, groups)
-        result = fused(values, groups)
-        if result is not NotImplemented:
-            return result
-    return layer.data_flow(EAGER, values, *groups)
+    if torch.compiler.is_compiling():
+        return layer.data_flow(EAGER, values, *groups)
+    try:
+        if _may_fuse(values[0]):
+            key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
+            fused = layer._fused.get(key)
+            if fused is None or not fused.is_current():
+                fused = layer._fused[key] = _FusedLayer(layer, names, groups)
+            result = fused(values, groups)
+            if result is not NotImplemented:
+                return result
+        return layer.data_flow(EAGER, values, *groups)
+    except (TypeError, ValueError):
+        _check_values(layer, names, values)
+        raise
+
+
+def _check_values(layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+    """Say that a value does not suit the layer's parameters, where a part of it says the same.
+
+    The part would name its own argument, which the caller of the layer does not know.
+    """
+    kind, like = type(layer).__name__, next(layer.parameters())
+    for name, x in zip(names, values, strict=True):
+        if x.device != like.device:
+            raise ValueError(
+                f"[{kind}] expected {name} on {like.device}, where the parameters are, got"
+                f" {x.device}"
+            ) from None
+        if x.dtype != like.dtype and autocast_dtype(x) is None:
+            raise TypeError(
+                f"[{kind}] Data types for parameters must match when outside of autocast: expected"
+                f" {name} of {like.dtype}, the parameters' dtype, got {x.dtype}"
+            ) from None

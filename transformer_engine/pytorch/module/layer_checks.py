@@ -78,6 +78,10 @@ def check_inputs(
     check_hidden(layer, "hidden_states", hidden_states, layer.hidden_size, format)
     if encoder_output is not None:
         check_hidden(layer, "encoder_output", encoder_output, layer.hidden_size, format)
+    elif layer.layer_type == "decoder":
+        raise ValueError(
+            "[TransformerLayer] expected encoder_output, as layer_type is 'decoder', got None"
+        )
     if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0]):
         raise ValueError(
             f"[TransformerLayer] expected hidden_states of sequence length {layer.seq_length},"
