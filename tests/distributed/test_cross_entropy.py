@@ -16,3 +16,12 @@ def test_ranks_find_what_one_would(outcomes) -> None:
             found, gradient = outcome["losses_and_gradients"][i]
             torch.testing.assert_close(found, losses.float())
             torch.testing.assert_close(gradient, x.grad.chunk(2, dim=-1)[rank].float())
+
+
+def test_compiled_code_finds_the_same(outcomes) -> None:
+    for outcome in outcomes:
+        eager = outcome["losses_and_gradients"]
+        compiled = outcome["compiled_losses_and_gradients"]
+        for ours, theirs in zip(eager, compiled, strict=True):
+            assert torch.equal(ours[0], theirs[0])  # losses
+            assert torch.equal(ours[1], theirs[1])  # gradients

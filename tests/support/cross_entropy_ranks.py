@@ -1,5 +1,7 @@
 """What each rank of distributed/test_cross_entropy runs."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from rank_device import here
@@ -20,12 +22,22 @@ def problem() -> tuple[torch.Tensor, torch.Tensor]:
 
 def losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
     """Of this rank's half of the classes, without and with smoothing."""
+    return _losses_and_gradients(rank, parallel_cross_entropy)
+
+
+def compiled_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
+    """The same in one graph."""
+    compiled = torch.compile(parallel_cross_entropy, backend="aot_eager", fullgraph=True)
+    return _losses_and_gradients(rank, compiled)
+
+
+def _losses_and_gradients(rank: int, loss: Callable[..., torch.Tensor]) -> list[list[torch.Tensor]]:
     group = dist.new_group([0, 1])
     found = []
     for smoothing in (0.0, 0.1):
         logits, target = problem()
         half = logits.chunk(2, dim=-1)[rank].to(here()).requires_grad_()
-        losses = parallel_cross_entropy(half, target.to(here()), smoothing, False, group)
+        losses = loss(half, target.to(here()), smoothing, False, group)
         (losses * torch.arange(20.0, device=here()).view(4, 5)).sum().backward()
         found.append([losses.detach().cpu(), half.grad.cpu()])
     return found

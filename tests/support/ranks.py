@@ -14,6 +14,7 @@ SCENARIOS = (
     amax_ranks.scales_of_a_group,
     checkpoint_ranks.kept_parts,
     cross_entropy_ranks.losses_and_gradients,
+    cross_entropy_ranks.compiled_losses_and_gradients,
     *statistics_ranks.SCENARIOS,
 )
 
