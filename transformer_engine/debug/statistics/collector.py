@@ -52,8 +52,6 @@ class Collector:
         weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
     """
 
-    in_captured_graphs = True
-
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
         self.iteration: int = manager.iteration
