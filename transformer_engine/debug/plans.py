@@ -105,8 +105,10 @@ class Planner:
         return self._plan
 
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
-        only_statistics = self._only_statistics(tensor)
-        inspect = not only_statistics and self._ask("inspect_tensor_enabled", tensor)
+        looking = self._routed("inspect_tensor_enabled", tensor)
+        by_kernels = bool(looking) and self._kernels_take_statistics
+        by_kernels = by_kernels and all(_has(r, "built_in_statistics") for r in looking)
+        inspect = not by_kernels and self._ask("inspect_tensor_enabled", tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
         after = [False, False]
         if tensor.is_operand:
@@ -116,7 +118,7 @@ class Planner:
         after = [
             a and p is not Plan.HIGH_PRECISION for a, p in zip(after, (plans * 2)[:2], strict=True)
         ]
-        statistics = self._routed("inspect_tensor_enabled", tensor) if only_statistics else ()
+        statistics = looking if by_kernels else ()
         return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[1], statistics)
 
     def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
@@ -150,13 +152,6 @@ class Planner:
             NAMESPACE, self._plan.layer, call, tensor.name, gemm
         )
         return routed
-
-    def _only_statistics(self, tensor: GemmTensor) -> bool:
-        """Whether all that look at the tensor are statistics, which kernels take by themselves."""
-        if not self._kernels_take_statistics:
-            return False
-        routed = self._routed("inspect_tensor_enabled", tensor)
-        return bool(routed) and all(_has(r, "built_in_statistics") for r in routed)
 
     def _makes_fp8(self, tensor: GemmTensor, gemm: str) -> bool:
         """Whether what modifies the tensor makes FP8 of it, so that its GEMM must be one in FP8."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +29,14 @@ BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 LOCAL = object()  # instead of a group: rows that stay on their rank
 
 
+@dataclass
 class CostCounter:
     """What inspecting has cost so far."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.bytes = 0
-        self.collectives = 0
-        self.seconds = 0.0
+    steps: int = 0
+    bytes: int = 0
+    collectives: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -258,7 +259,7 @@ class Collector:
             self.drain()
         finally:
             for tensor in self._live():
-                tensor.close()
+                tensor.clear()
             for buffer in self._buffers.values():
                 buffer.close()
 
