@@ -84,8 +84,7 @@ class _Signature:
 class Calls:
     """Calls features for a session. The engine's own calls arrive at `load`, `parse` and `ask`.
 
-    Args:
-        load: Runs a feature file and says what went wrong, if anything did.
+    `load` runs a feature file and says what went wrong, if anything did.
     """
 
     def __init__(self, load: Callable[[str], str | None]) -> None:

@@ -142,11 +142,7 @@ class DebugManager:
     def call(self, namespace: str, api_name: str, *, layer_name: str, **kwargs: Any) -> Any:
         """Make a GEMM call: of the features whose own routing call said yes for this iteration.
 
-        Args:
-            namespace: Of the api.
-            api_name: Of the call.
-            layer_name: Of the layer.
-            kwargs: What the call carries; each feature gets what its method takes.
+        Each feature gets of `kwargs` what its method takes.
 
         Returns:
             What the last feature returned; None without one.
@@ -180,11 +176,7 @@ class DebugManager:
     ) -> None:
         """Log statistics of a tensor, on the calling thread.
 
-        Args:
-            iteration: Of the values.
-            layer: Its name.
-            tensor: Its kind.
-            values: By statistic. None: there was nothing to measure; only the JSON lines say so.
+        A value is None where there was nothing to measure; only the JSON lines say so.
         """
         MetricLogger.log_statistics(iteration, layer, tensor, values)
 

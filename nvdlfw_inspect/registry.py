@@ -178,7 +178,8 @@ def _register(namespace: str, cls: type) -> None:
             if _stays(earlier, origin):
                 return
             _forget(id)
-    apis = {a for a in dir(cls) if not a.startswith("_") and _is_api(getattr(cls, a))}
+    methods = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
+    apis = {a for a, method in methods.items() if getattr(method, "is_api", False)}
     rule = {"namespace": namespace, "name": name, **_rule_of(cls)}
     id_ = engine().add(rule, apis, _parsing_of(cls), origin)
     if id_ is None:  # the engine has no other way in
@@ -210,10 +211,6 @@ def _forget(id: int) -> None:
     for names in data.feat_api_to_features.values():
         if name in names:
             names.remove(name)
-
-
-def _is_api(attribute: Any) -> bool:
-    return callable(attribute) and getattr(attribute, "is_api", False)
 
 
 def _rule_of(cls: type) -> dict[str, Any]:

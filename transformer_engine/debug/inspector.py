@@ -51,9 +51,6 @@ class Inspector:
 
     A tick counts sessions and iterations. Each `CallPlan` of a module has the tick from which it
     may be of interest: all that a layer without features pays is one comparison.
-
-    Args:
-        manager: of the session; see `nvdlfw_inspect.debug_manager`.
     """
 
     def __init__(self, manager: Any) -> None:

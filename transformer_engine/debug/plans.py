@@ -77,12 +77,7 @@ class LayerPlan:
 class Planner:
     """Asks the features of one layer in one iteration.
 
-    Args:
-        manager: of the session.
-        layer: its name.
-        fp8: the recipe casts operands to FP8.
-        iteration: now.
-        kernels_take_statistics: built-in statistics need no call of their features.
+    With `kernels_take_statistics`, built-in statistics need no call of their features.
     """
 
     def __init__(

@@ -44,13 +44,7 @@ class InspectedQuantizer(WrappingQuantizer):
     """An operand of GEMMs under inspection.
 
     Sides that no feature changes are cast by the wrapped quantizer, within fused kernels too, so
-    that looking changes no bit.
-
-    Args:
-        inner: what the recipe would use.
-        plan: what features want.
-        calls: reaches them.
-        dtype: of operands in high precision.
+    that looking changes no bit. Operands in high precision have `dtype`.
     """
 
     def __init__(
@@ -199,13 +193,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
 
 class InspectedResult(Quantizer):
-    """The result of a GEMM under inspection.
-
-    Args:
-        inner: what takes statistics of it.
-        plan: what features want.
-        calls: reaches them.
-    """
+    """The result of a GEMM under inspection; `inner` takes statistics of it."""
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner

@@ -46,12 +46,7 @@ class CostCounter:
 
 
 class Collector:
-    """See the module's docstring.
-
-    Args:
-        manager: the session's `DebugManager`.
-        weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
-    """
+    """See the module's docstring, and for weights `debug.set_weight_tensor_tp_group_reduce`."""
 
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
@@ -105,12 +100,7 @@ class Collector:
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any] = ()
     ) -> tuple[Quantizer | None, int | None]:
-        """Take statistics beside the work of a quantizer.
-
-        Args:
-            inner: the quantizer; the identity for results of GEMMs.
-            calls: which tensor of which layer.
-            features: routed to the tensor; the routing knows them.
+        """Take statistics beside the work of a quantizer; the routing knows the features.
 
         Returns:
             What works in its place, None where nothing is due; and the next iteration at which

@@ -33,13 +33,9 @@ _OF_FORWARD = ("activation", "weight", "output")
 
 
 class Feed:
-    """What an operator of a graph does with one tensor.
+    """What an operator of a graph does with one tensor, at which `features` look: statistics all.
 
-    Args:
-        statistics: of the tensor.
-        features: routed to it, statistics all.
-        quantizer: has the scaling and the format of the one that casts the tensor in the graph.
-        dtype: of activations.
+    `quantizer` has the scaling and the format of the one that casts the tensor in the graph.
     """
 
     def __init__(
@@ -85,12 +81,7 @@ def _parts(side: Side | None) -> Parts:
 
 
 class TracedStatistics(WrappingQuantizer):
-    """Does what `inner` does, and puts an operator beside it. No bit of any result changes.
-
-    Args:
-        inner: the tensor's quantizer; the identity for results of GEMMs.
-        feed: name of the tensor's `Feed`.
-    """
+    """Does what `inner` does, and puts an operator beside it. No bit of any result changes."""
 
     replaces = False
 

@@ -176,7 +176,8 @@ def cast(
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
         if source.recipe == MX:
-            return _cast_to_mx(x, source)
+            flat = seen_along(x, source.columnwise)
+            return BlockCast(flat, *cast_to_mx(flat), E4M3)
         where = f"layer {layer}, tensor {tensor}"
         return _cast_again(x, source, _what_if(source, quantizer, tensor, where))
     matrix = _matrix(side, source.columnwise)
@@ -205,12 +206,6 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
     inverses = matrix.layout.spread(matrix.scales, rows, cols)
     return BlockCast(flat, codes, inverses, matrix.element)
-
-
-def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
-    """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
-    flat = seen_along(x, source.columnwise)
-    return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
 def _what_if(source: Source, quantizer: Any, tensor: str, where: str) -> Fp8Quantizer:

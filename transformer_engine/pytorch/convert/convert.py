@@ -260,7 +260,8 @@ class _Plan:
             if norm is None or linear is None or not _fusible(norm, linear):
                 continue
             linear.made = build_norm_linear(norm.module, linear.module, path)
-            linear.parameters = _renamed(norm.module) | linear.parameters
+            of_norm = norm.module._parameters.items()
+            linear.parameters |= {f"layer_norm_{name}": one for name, one in of_norm}
             norm.made, norm.parameters = NormInNext(), {}
 
     def split_norms(self) -> None:
@@ -338,10 +339,6 @@ def _fusible(norm: _Layer, linear: _Layer) -> bool:
         and first.training == second.training
         and not foreign_attributes(second, LayerNormLinear)[1]
     )
-
-
-def _renamed(norm: nn.Module) -> dict[str, nn.Parameter | None]:
-    return {f"layer_norm_{name}": parameter for name, parameter in norm._parameters.items()}
 
 
 def _furnish(layer: _Layer) -> nn.Module:

@@ -274,12 +274,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Order:
-    """In which order graphs are captured.
-
-    Args:
-        functions: how many.
-        order: see `make_graphed_callables`.
-    """
+    """In which order graphs of so many functions are captured, see `make_graphed_callables`."""
 
     def __init__(self, functions: int, order: Sequence[int] | None) -> None:
         self.order = [1, -1] if order is None else list(order)

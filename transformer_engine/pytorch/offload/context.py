@@ -120,15 +120,7 @@ class OnDevice(NamedTuple):
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """The context; one object for all layers of a model.
-
-    Args:
-        layers: to offload.
-        model_layers: in the context; None until they are counted.
-        activations: offload them.
-        weights: offload their FP8 casts.
-        copies: how.
-    """
+    """The context, one object for all layers of a model; `model_layers` is None until counted."""
 
     def __init__(
         self,
@@ -224,14 +216,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
                 self._coming.append(other)
 
     def synchronize(self, output: Any = None) -> Any:
-        """A layer has run.
-
-        Args:
-            output: of the layer.
-
-        Returns:
-            The same.
-        """
+        """A layer has run; returns its output."""
         if not torch.is_grad_enabled() or graph_task() != -1:
             return output
         group = self._group()

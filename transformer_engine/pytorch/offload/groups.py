@@ -16,10 +16,8 @@ import torch
 class CudaCopies:
     """Copies between CUDA devices and pinned memory, on two side streams.
 
-    An event is what the computing stream can wait for.
-
-    Args:
-        outward: stream of the copies to the host; None makes one.
+    An event is what the computing stream can wait for. `outward` is the stream of the copies to the
+    host; None makes one.
     """
 
     def __init__(self, outward: Any = None) -> None:
@@ -68,11 +66,7 @@ class CudaCopies:
 
 
 class Stored:
-    """A storage: on its device, on the host, or both.
-
-    Args:
-        x: a tensor in that storage.
-    """
+    """The storage of a tensor: on its device, on the host, or both."""
 
     def __init__(self, x: torch.Tensor, copies: CudaCopies) -> None:
         self.device = x.device
@@ -82,15 +76,13 @@ class Stored:
         self.used = 0  # bytes of the views that were saved
         self._copies = copies
 
-    def __del__(self) -> None:
-        if self.host is not None:
-            self._copies.free(self.host)
-
     def drop_host(self) -> None:
-        """The bytes are on the device again."""
+        """The bytes are on the device again, or not needed any more."""
         if self.host is not None:
             self._copies.free(self.host)
             self.host = None
+
+    __del__ = drop_host
 
 
 class View(NamedTuple):
@@ -112,12 +104,7 @@ class View(NamedTuple):
 
 
 class Group:
-    """What one layer saves.
-
-    Args:
-        index: of the layer in the model.
-        copies: how.
-    """
+    """What one layer saves; `index` counts the layers of the model."""
 
     def __init__(self, index: int, copies: CudaCopies) -> None:
         self.index = index
