@@ -19,12 +19,7 @@ from transformer_engine.pytorch.fp8.operands import (
     Side,
     transposed,
 )
-from transformer_engine.pytorch.fp8.quantizers import (
-    IDENTITY,
-    Quantizer,
-    WrappingQuantizer,
-    pad,
-)
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer, WrappingQuantizer, pad
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.tensor import QuantizedTensor

@@ -15,11 +15,7 @@ from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
-from transformer_engine.pytorch.kernels.moments import (
-    CAST_MOMENTS_FIELDS,
-    cast_moments,
-    merge_rows,
-)
+from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, cast_moments, merge_rows
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
