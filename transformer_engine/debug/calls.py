@@ -15,15 +15,26 @@ from transformer_engine.pytorch.tensor import Quantizer
 
 @dataclass(frozen=True)
 class FeatureCalls:
-    """Calls about one tensor of a layer."""
+    """Calls about one tensor of a layer.
+
+    Args:
+        manager: of the session.
+        layer: its name.
+        tensor: which of its tensors.
+        iteration: when this forward ran.
+        tp_group: tensor parallel group of the layer.
+        tp_size: its size.
+        is_recompute: of a forward that was inspected already.
+        device: of the layer.
+    """
 
     manager: Any
     layer: str
     tensor: GemmTensor
-    iteration: int  # when this forward ran
+    iteration: int
     tp_group: Any
     tp_size: int
-    is_recompute: bool = False  # of a forward that was inspected already
+    is_recompute: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
 
     def modify(

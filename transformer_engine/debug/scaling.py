@@ -5,18 +5,30 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
+from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 
-def cast(x: torch.Tensor, format: int, margin: int, columnwise: bool) -> Float8Tensor:
-    """`x`, of any shape, in FP8 with scale = fp8_max / (amax(x) * 2^margin).
+def scales_with_margin(x: torch.Tensor, format: int, margin: int) -> torch.Tensor:
+    """fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax(x) * 2^margin).
 
-    An amax of 0 or Inf gives scale 1; NaN is not counted. With `columnwise`, transposed codes are
-    made too.
+    An amax of 0 or Inf gives scale 1; NaN is not counted.
+    """
+    return scales_from_amax(amax(x) * 2.0**margin, format, False, 0.0)
+
+
+def cast(x: torch.Tensor, format: int, margin: int, columnwise: bool) -> Float8Tensor:
+    """`x` in FP8.
+
+    Args:
+        x: fp32, fp16 or bf16, any shape.
+        format: value of `DType`.
+        margin: see `scales_with_margin`.
+        columnwise: make the transposed codes too.
     """
     x = x.detach().contiguous()
-    scales = scales_from_amax(amax(x) * 2.0**margin, format, False, 0.0)
+    scales = scales_with_margin(x, format, margin)
     codes, transposed, _, _ = quantize(x, format, None, None, scales, True, columnwise, None)
     assert codes is not None
     return Float8Tensor(x.shape, x.dtype, codes, scales, format, transposed)
@@ -24,4 +36,8 @@ def cast(x: torch.Tensor, format: int, margin: int, columnwise: bool) -> Float8T
 
 def fake_quantize(x: torch.Tensor, format: int, margin: int, dtype: torch.dtype) -> torch.Tensor:
     """`x` rounded to what FP8 can hold, as a plain tensor of `dtype`."""
-    return cast(x, format, margin, columnwise=False).dequantize(dtype=dtype)
+    x = x.detach().contiguous()
+    scales = scales_with_margin(x, format, margin)
+    codes, _, _, _ = quantize(x, format, None, None, scales, True, False, None)
+    assert codes is not None
+    return dequantize(codes, format, scales, dtype)

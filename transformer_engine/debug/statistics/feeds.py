@@ -15,7 +15,11 @@ from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
-from transformer_engine.pytorch.kernels.moments import CAST_MOMENTS_FIELDS, cast_moments, merge_rows
+from transformer_engine.pytorch.kernels.moments import (
+    CAST_MOMENTS_FIELDS,
+    cast_moments,
+    merge_rows,
+)
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
@@ -172,8 +176,7 @@ def cast(
         if x is None:
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
         if source.recipe == MX:
-            flat = seen_along(x, source.columnwise)
-            return BlockCast(flat, *cast_to_mx(flat), E4M3)
+            return _cast_to_mx(x, source)
         where = f"layer {layer}, tensor {tensor}"
         return _cast_again(x, source, _what_if(source, quantizer, tensor, where))
     matrix = _matrix(side, source.columnwise)
@@ -202,6 +205,12 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
     codes = matrix.codes.view(_matrix_shape(matrix.codes))[:rows, :cols]
     inverses = matrix.layout.spread(matrix.scales, rows, cols)
     return BlockCast(flat, codes, inverses, matrix.element)
+
+
+def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
+    """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
+    flat = seen_along(x, source.columnwise)
+    return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
 def _what_if(source: Source, quantizer: Any, tensor: str, where: str) -> Fp8Quantizer:

@@ -24,6 +24,14 @@ class Due(NamedTuple):
     readings: tuple[Reading, ...]
 
 
+class Logged(NamedTuple):
+    """Statistics of one tensor, ready for the logs; None where the tensor was empty."""
+
+    layer: str
+    tensor: str
+    values: Mapping[str, float | None]
+
+
 class PendingCopy:
     """The rows of one step in one copy, on the host as soon as `is_ready` says so.
 
@@ -62,8 +70,8 @@ class PendingCopy:
             self._event.synchronize()
         return self._event.query()
 
-    def statistics(self) -> Iterator[tuple[str, str, dict[str, float | None]]]:
-        """Layer, tensor and statistics of all that was seen; None where a tensor was empty.
+    def statistics(self) -> Iterator[Logged]:
+        """The statistics of every tensor that was seen.
 
         Raises:
             RuntimeError: the ranks of a group looked at different tensors.
@@ -76,7 +84,7 @@ class PendingCopy:
         for layer, tensor, readings in self.due:
             found = _values(readings, values, place, ranks)
             if found:
-                yield layer, tensor, found
+                yield Logged(layer, tensor, found)
 
 
 def _values(

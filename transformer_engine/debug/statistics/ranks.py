@@ -34,7 +34,12 @@ def group_size(group: Any) -> int:
 
 
 class GroupRows:
-    """The collectives of one group; None is all ranks. `config` digests the configuration."""
+    """The collectives of one group.
+
+    Args:
+        group: process group; None is all ranks.
+        config: digest of the configuration, equal on all ranks.
+    """
 
     def __init__(self, group: Any, config: int) -> None:
         self.group = group

@@ -14,7 +14,11 @@ from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.scale_layout import block_layout
-from transformer_engine.pytorch.tensor.quantized_tensor import Parts, QuantizedTensor, TensorMaking
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    Parts,
+    QuantizedTensor,
+    TensorMaking,
+)
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):

@@ -14,7 +14,11 @@ from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.tensor.quantized_tensor import Parts, QuantizedTensor, TensorMaking
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    Parts,
+    QuantizedTensor,
+    TensorMaking,
+)
 
 
 class Float8Tensor(QuantizedTensor):
