@@ -254,7 +254,8 @@ def __getattr__(name: str) -> Any:
     """Find a namespace, such as `api.transformer_engine`, or an api of the namespace `base`."""
     if name.startswith("__"):
         raise AttributeError(name)
-    found = find_namespace(_manager(name), name)
+    _manager(name)
+    found = find_namespace(name)
     if found is None:
         known = ", ".join(Registry.data)
         raise ValueError(f"[api] expected one of the namespaces {known}, got {name}")

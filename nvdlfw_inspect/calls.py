@@ -50,48 +50,28 @@ class Routed:
     schedule: Schedule | None
 
 
-@dataclass(frozen=True)
-class _Signature:
-    """Which arguments a method takes: `names`, or all (None); `missing` must be filled in."""
-
-    names: frozenset[str] | None
-    missing: tuple[str, ...]
-
-    @classmethod
-    def of(cls, method: Callable[..., Any]) -> _Signature:
-        try:
-            parameters = inspect.signature(method).parameters.values()
-        except (TypeError, ValueError):  # nothing to see: let the method judge
-            return cls(None, ())
-        missing = tuple(
-            p.name
-            for p in parameters
-            if p.name in _OPTIONAL and p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        )
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return cls(None, missing)
-        return cls(frozenset(p.name for p in parameters), missing)
-
-    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the arguments that the method takes; the documented ones it misses are None."""
-        names = self.names
-        chosen = {k: v for k, v in arguments.items() if names is None or k in names}
-        for name in self.missing:
-            chosen.setdefault(name, None)
-        return chosen
+def _parameters_of(method: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """Which arguments a method takes, None for all; and which documented ones must be filled in."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # nothing to see: let the method judge
+        return None, ()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    missing = tuple(p.name for p in required if p.name in _OPTIONAL)
+    return None if takes_all else frozenset(p.name for p in parameters), missing
 
 
 class Calls:
     """Calls features for a session. The engine's own calls arrive at `load`, `parse` and `ask`.
 
-    Args:
-        load: Runs a feature file and says what went wrong, if anything did.
+    `load` runs a feature file and says what went wrong, if anything did.
     """
 
     def __init__(self, load: Callable[[str], str | None]) -> None:
         self.load = load
         self.instances: dict[int, Any] = {}
-        self._signatures: dict[tuple[type, str], _Signature] = {}
+        self._parameters: dict[tuple[type, str], tuple[frozenset[str] | None, tuple[str, ...]]] = {}
 
     def routed(
         self, id: int, name: str, section: str, config: dict[str, Any], schedule: Schedule | None
@@ -152,10 +132,11 @@ class Calls:
         """
         method = getattr(routed.feature, api)
         key = (type(routed.feature), api)
-        signature = self._signatures.get(key)
-        if signature is None:
-            signature = self._signatures[key] = _Signature.of(method)
-        chosen = signature.select({"config": dict(routed.config), **arguments})
+        if key not in self._parameters:
+            self._parameters[key] = _parameters_of(method)
+        taken, missing = self._parameters[key]
+        offered = {**dict.fromkeys(missing), "config": dict(routed.config), **arguments}
+        chosen = {k: v for k, v in offered.items() if taken is None or k in taken}
         try:
             return method(**chosen)
         except Exception as error:

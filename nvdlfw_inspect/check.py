@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from nvdlfw_inspect import _engine
 from nvdlfw_inspect.calls import Calls
-from nvdlfw_inspect.clashes import clashes
 from nvdlfw_inspect.engine import engine
 from nvdlfw_inspect.layer_names import assign_layer_names
 from nvdlfw_inspect.loading import FeatureLoader
-from nvdlfw_inspect.registry import import_built_in
+from nvdlfw_inspect.registry import Registry, import_built_in
 from nvdlfw_inspect.report.table import count_of
 
 EXAMPLES = """examples:
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"check: {error}", file=sys.stderr)
         return 2
     config = _load(text, str(path), arguments.feature_dirs)
-    errors = config.errors or clashes(config, layers or [])
+    errors = config.errors or _clashes(config, layers or [])
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for problem in errors:
@@ -74,6 +75,37 @@ def _load(text: bytes, origin: str, directories: list[str]) -> _engine.LoadedCon
     for path, reason in broken:
         print(f"warning: {path} cannot be loaded: {reason}", file=sys.stderr)
     return engine().load(text, origin)
+
+
+def _clashes(config: _engine.LoadedConfig, layers: list[str]) -> list[str]:
+    """Where sections that exclude each other meet on a layer; of like clashes only the first.
+
+    No session may be running: this begins one, without logs, and asks it as the layers would.
+    """
+    calls = Calls(lambda _: None)
+    no_logs = _engine.LogOptions(
+        directory="",
+        rank=0,
+        stamp="",
+        append_text=True,
+        append_rows=True,
+        timestamps=False,
+        level=logging.CRITICAL,
+    )
+    try:
+        calls.instances = Registry.instantiate()
+        session = engine().begin(config, _engine.Callouts(calls), no_logs)
+        found: dict[str, str] = {}
+        for layer, namespace in product(layers, Registry.data):
+            for api in Registry.data[namespace].feat_api_to_features:
+                try:
+                    session.route(namespace, api, layer, None, None)
+                except ValueError as error:
+                    problem = str(error).removeprefix("[config] ")
+                    found.setdefault(problem.partition(" on layer ")[0], problem)
+        return list(found.values())
+    finally:
+        Registry.reset()
 
 
 def _layers_of(factory: str) -> list[str]:

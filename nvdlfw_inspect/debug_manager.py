@@ -55,10 +55,8 @@ class DebugManager:
     Attributes:
         drain: Callables that bring statistics which are still under way into the logs. They run
             before the logs are closed or shown.
-        on_change: Callables that get the manager after each step, and None at the end.
         log_dir: Where the caller wants what a session writes.
         root_log_dir: Where log files go: `log_dir`, or "" if there are none.
-        config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
     """
 
@@ -73,10 +71,8 @@ class DebugManager:
         has_log_files: bool,
     ) -> None:
         self.drain: list[Callable[[], None]] = []
-        self.on_change: list[Callable[[DebugManager | None], None]] = []
         self.log_dir = log_dir
         self.root_log_dir = log_dir if has_log_files else ""
-        self.config_names = config.names
         self.config_hash = config.hash
         self._config = config
         self._session = session
@@ -146,11 +142,7 @@ class DebugManager:
     def call(self, namespace: str, api_name: str, *, layer_name: str, **kwargs: Any) -> Any:
         """Make a GEMM call: of the features whose own routing call said yes for this iteration.
 
-        Args:
-            namespace: Of the api.
-            api_name: Of the call.
-            layer_name: Of the layer.
-            kwargs: What the call carries; each feature gets what its method takes.
+        Each feature gets of `kwargs` what its method takes.
 
         Returns:
             What the last feature returned; None without one.
@@ -184,11 +176,7 @@ class DebugManager:
     ) -> None:
         """Log statistics of a tensor, on the calling thread.
 
-        Args:
-            iteration: Of the values.
-            layer: Its name.
-            tensor: Its kind.
-            values: By statistic. None: there was nothing to measure; only the JSON lines say so.
+        A value is None where there was nothing to measure; only the JSON lines say so.
         """
         MetricLogger.log_statistics(iteration, layer, tensor, values)
 
@@ -222,8 +210,6 @@ class DebugManager:
             rest.callback(self._session.settle)
             for api in Registry.namespace_apis():
                 rest.callback(api.step)
-            for changed in reversed(self.on_change):
-                rest.callback(changed, self)
             for listener in reversed(_listeners):
                 rest.callback(listener.stepped, self)
 
@@ -258,8 +244,6 @@ class DebugManager:
             rest.callback(Registry.reset)
             rest.callback(MetricLogger.enabled_loggers.clear)
             rest.callback(self._session.flush)
-            for changed in reversed(self.on_change):
-                rest.callback(changed, None)
             for api in Registry.namespace_apis():
                 rest.callback(api.end_debug)
             for listener in reversed(_listeners):

@@ -15,10 +15,6 @@ class ExitHooks:
     """Ends the session at exit, and drains it on SIGTERM before whatever else SIGTERM does.
 
     Forked children, such as workers that load data, leave their parent's session alone.
-
-    Args:
-        end: Ends the session, if one runs.
-        drain: Writes what there is.
     """
 
     def __init__(self, end: Callable[[], None], drain: Callable[[], None]) -> None:

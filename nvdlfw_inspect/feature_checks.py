@@ -10,12 +10,7 @@ _NEAR = 0.85  # of difflib: one or two letters of a call's name
 
 
 def slips_of(cls: type, calls: Collection[str]) -> list[str]:
-    """Say which methods of a feature class nothing calls, and why.
-
-    Args:
-        cls: The class.
-        calls: What layers call.
-    """
+    """Say which methods of a feature class nothing calls, and why; layers make `calls`."""
     methods = {
         name: method
         for name in dir(cls)

@@ -5,23 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nvdlfw_inspect.debug_manager import DebugManager
 from nvdlfw_inspect.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvdlfw_inspect.debug_manager import DebugManager
-
 
 class Namespace:
     """The apis of a namespace, as functions of `layer_name` and what else the call carries."""
 
-    def __init__(self, manager: DebugManager, name: str) -> None:
-        self._manager = manager
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, api_name: str) -> Callable[..., Any]:
-        if api_name.startswith("__"):
+        if api_name.startswith("_"):
             raise AttributeError(api_name)
         return partial(self.route_api, api_name=api_name)
 
@@ -31,20 +29,26 @@ class Namespace:
         Returns:
             Of a routing call (`*_enabled`): the answer and the iteration at which it may change.
             Else what the feature returned; without one, {} in the namespace `base`, None elsewhere.
+
+        Raises:
+            RuntimeError: No session is running.
         """
+        manager = DebugManager.running
+        if manager is None:
+            raise RuntimeError("[inspect] expected a session: call debug_api.initialize() first")
         if api_name.endswith("_enabled"):
             carried = {k: kwargs.get(k) for k in ("tensor_name", "gemm", "iteration")}
-            return self._manager.decide(self._name, api_name, layer_name=layer_name, **carried)
-        result = self._manager.call(self._name, api_name, layer_name=layer_name, **kwargs)
+            return manager.decide(self._name, api_name, layer_name=layer_name, **carried)
+        result = manager.call(self._name, api_name, layer_name=layer_name, **kwargs)
         return {} if result is None and self._name == "base" else result
 
 
-def find_namespace(manager: DebugManager, name: str) -> Any:
+def find_namespace(name: str) -> Any:
     """Return what `name` stands for: an api of `base`, a namespace, or None."""
     base = Registry.data.get("base")
     if base is not None and base.feat_api_to_features.get(name):
-        return partial(find_namespace(manager, "base").route_api, api_name=name)
+        return partial(find_namespace("base").route_api, api_name=name)
     data = Registry.data.get(name)
     if data is None:
         return None
-    return data.api if data.api is not None else Namespace(manager, name)
+    return data.api if data.api is not None else Namespace(name)

@@ -29,14 +29,18 @@ class NamespaceData:
         api: The object behind `nvdlfw_inspect.api.<name>`, if a class was registered for it.
         features: By name: the instances, while a session runs.
         feat_api_to_features: By api: the names of the features that have it.
-        deferred_features: The classes, while none runs.
     """
 
     name: str
     api: Any = None
     features: dict[str, Any] = field(default_factory=dict)
     feat_api_to_features: dict[str, list[str]] = field(default_factory=dict)
-    deferred_features: list[type] = field(default_factory=list)
+
+    @property
+    def deferred_features(self) -> list[type]:
+        """The classes without an instance: all of them, while no session runs."""
+        of_namespace = [r.cls for r in Registry._classes.values() if r.namespace == self.name]
+        return [cls for cls in of_namespace if type(self.features.get(cls.__name__)) is not cls]
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,14 @@ class Registry:
             try:
                 instances[id] = cls()
             except Exception as error:
-                where = f"{registration.origin or cls.__module__}"
                 raise RuntimeError(
-                    f"[initialize] feature {registration.namespace}.{cls.__name__} of {where} "
-                    f"cannot be created: {type(error).__name__}: {error}"
+                    f"[initialize] feature {registration.namespace}.{cls.__name__} of "
+                    f"{registration.origin or cls.__module__} cannot be created: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
         for id, feature in instances.items():
             registration = Registry._classes[id]
-            registration_data = namespace_data(registration.namespace)
-            registration_data.features[registration.cls.__name__] = feature
-            registration_data.deferred_features.remove(registration.cls)
+            namespace_data(registration.namespace).features[registration.cls.__name__] = feature
         return instances
 
     @staticmethod
@@ -127,10 +129,6 @@ class Registry:
                 _forget(id)
         for data in Registry.data.values():
             data.features.clear()
-        for registration in Registry._classes.values():
-            deferred = namespace_data(registration.namespace).deferred_features
-            if registration.cls not in deferred:
-                deferred.append(registration.cls)
 
 
 def api_method(function: _Function) -> _Function:
@@ -180,13 +178,13 @@ def _register(namespace: str, cls: type) -> None:
             if _stays(earlier, origin):
                 return
             _forget(id)
-    apis = {a for a in dir(cls) if not a.startswith("_") and _is_api(getattr(cls, a))}
+    methods = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
+    apis = {a for a, method in methods.items() if getattr(method, "is_api", False)}
     rule = {"namespace": namespace, "name": name, **_rule_of(cls)}
     id_ = engine().add(rule, apis, _parsing_of(cls), origin)
     if id_ is None:  # the engine has no other way in
         raise RuntimeError(f"[register_feature] {namespace}.{name} is registered twice")
     Registry._classes[id_] = _Registration(namespace, cls, origin)
-    data.deferred_features.append(cls)
     for api in sorted(apis):
         data.feat_api_to_features.setdefault(api, []).append(name)
 
@@ -210,15 +208,9 @@ def _forget(id: int) -> None:
     registration = Registry._classes.pop(id)
     engine().remove(id)
     data, name = namespace_data(registration.namespace), registration.cls.__name__
-    if registration.cls in data.deferred_features:
-        data.deferred_features.remove(registration.cls)
     for names in data.feat_api_to_features.values():
         if name in names:
             names.remove(name)
-
-
-def _is_api(attribute: Any) -> bool:
-    return callable(attribute) and getattr(attribute, "is_api", False)
 
 
 def _rule_of(cls: type) -> dict[str, Any]:

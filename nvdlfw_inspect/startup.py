@@ -102,7 +102,8 @@ def start(settings: Settings) -> DebugManager:
         with loader.at_work():
             missing = import_built_in()
             broken = engine().discover(directories, callouts)
-        _report_broken(broken)
+        for path, reason in broken:
+            warn_user(f"[initialize] feature file {path} cannot be loaded: {reason}")
         for slip in Registry.slips():
             warn_user(f"[register_feature] {slip}")
         config = _load(source, [*missing, *broken])
@@ -138,11 +139,6 @@ def _directories(feature_dirs: Any) -> list[str]:
                 "built-in features need no feature_dirs"
             )
     return [str(path) for path in paths]
-
-
-def _report_broken(broken: list[tuple[str, str]]) -> None:
-    for path, reason in broken:
-        warn_user(f"[initialize] feature file {path} cannot be loaded: {reason}")
 
 
 def _load(source: _Source, missing: list[tuple[str, str]]) -> _engine.LoadedConfig:

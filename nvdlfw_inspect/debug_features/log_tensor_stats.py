@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from nvdlfw_inspect import api
+from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.debug_features.generic_feature_api import GenericConfigAPIMapper
-from nvdlfw_inspect.logging import enable_logging_at_current_step
 from nvdlfw_inspect.registry import Registry, api_method
 from nvdlfw_inspect.utils import (
     gather_along_first_dim,
@@ -25,7 +25,6 @@ _STATISTICS: dict[str, Callable[[Any], Any]] = {
     "l1_norm": lambda x: x.abs().sum(),
     "l2_norm": lambda x: x.square().sum().sqrt(),
 }
-_SCHEDULE = ("freq", "start_step", "end_step", "start_end_list")
 
 
 @Registry.register_feature(namespace="base")
@@ -82,8 +81,7 @@ class LogTensorStats(GenericConfigAPIMapper):
         Raises:
             ValueError: A statistic is not known.
         """
-        due = {key: config[key] for key in _SCHEDULE if config.get(key) is not None}
-        if not enable_logging_at_current_step(iteration, **due):
+        if not schedule_of(config).due(iteration):
             return {}
         written = config["stats"]
         names = [n.lower() for n in ([written] if isinstance(written, str) else written)]

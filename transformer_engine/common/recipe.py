@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -70,11 +71,6 @@ def _tolerant(recipe: T) -> T:
     return recipe
 
 
-def _require(condition: bool, recipe: str, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"{recipe}: expected {name} to be {expected}, got {got!r}")
-
-
 @dataclass(frozen=True)
 class Recipe:
     """Base of all recipes; the predicates tell the families apart."""
@@ -106,6 +102,13 @@ class Recipe:
     def custom(self) -> bool:
         """Whether users supply the quantizers."""
         return False
+
+    def _expect(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            value = attrgetter(name)(self)
+            raise ValueError(
+                f"{type(self).__name__}: expected {name} to be {expected}, got {value!r}"
+            )
 
 
 @_tolerant
@@ -146,32 +149,14 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        name = "DelayedScaling"
-        _require(isinstance(self.margin, int), name, "margin", "an int", self.margin)
-        wanted = "a Format, such as Format.HYBRID"
-        is_format = isinstance(self.fp8_format, Format)
-        _require(is_format, name, "fp8_format", wanted, self.fp8_format)
-        _require(
-            self.fp8_format is not Format.E5M2,
-            name,
-            "fp8_format",
-            "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)",
-            self.fp8_format,
-        )
-        _require(
-            isinstance(self.amax_history_len, int) and self.amax_history_len >= 1,
-            name,
-            "amax_history_len",
-            "an int >= 1",
-            self.amax_history_len,
-        )
-        _require(
-            callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
-            name,
-            "amax_compute_algo",
-            "'max', 'most_recent' or a callable",
-            self.amax_compute_algo,
-        )
+        format, length, algorithm = self.fp8_format, self.amax_history_len, self.amax_compute_algo
+        self._expect("margin", isinstance(self.margin, int), "an int")
+        self._expect("fp8_format", isinstance(format, Format), "a Format, such as Format.HYBRID")
+        trains = "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)"
+        self._expect("fp8_format", format is not Format.E5M2, trains)
+        self._expect("amax_history_len", isinstance(length, int) and length >= 1, "an int >= 1")
+        known = callable(algorithm) or algorithm in ("max", "most_recent")
+        self._expect("amax_compute_algo", known, "'max', 'most_recent' or a callable")
         if any(self.override_linear_precision):
             warnings.warn(
                 "DelayedScaling: override_linear_precision is accepted but has no effect; the "
@@ -216,14 +201,8 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        name = "Float8CurrentScaling"
-        _require(
-            self.fp8_format in (Format.HYBRID, Format.E4M3),
-            name,
-            "fp8_format",
-            "Format.HYBRID or Format.E4M3",
-            self.fp8_format,
-        )
+        known = self.fp8_format in (Format.HYBRID, Format.E4M3)
+        self._expect("fp8_format", known, "Format.HYBRID or Format.E4M3")
 
 
 def _block_rule() -> QParams:
@@ -277,19 +256,20 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        name = "Float8BlockScaling"
-        only = self.fp8_format is Format.E4M3
-        _require(only, name, "fp8_format", "Format.E4M3", self.fp8_format)
-        kinds = ("x", "w", "grad")
-        dimensions = {kind: getattr(self, f"{kind}_block_scaling_dim") for kind in kinds}
-        for kind, dimension in dimensions.items():
-            _require(dimension in (1, 2), name, f"{kind}_block_scaling_dim", "1 or 2", dimension)
-        wide = [f"{kind}_block_scaling_dim" for kind in kinds if dimensions[kind] == 2]
-        one = "2 for one kind of tensor at most (no GEMM multiplies two operands in 2D blocks)"
-        _require(len(wide) <= 1, name, " and ".join(wide), one, 2)
+        self._expect("fp8_format", self.fp8_format is Format.E4M3, "Format.E4M3")
+        wide = []
+        for kind in ("x", "w", "grad"):
+            name = f"{kind}_block_scaling_dim"
+            dimension = getattr(self, name)
+            self._expect(name, dimension in (1, 2), "1 or 2")
+            wide += [name] if dimension == 2 else []
+        if len(wide) > 1:
+            raise ValueError(
+                f"Float8BlockScaling: expected {' and '.join(wide)} to be 2 for one kind of tensor"
+                " at most (no GEMM multiplies two operands in 2D blocks), got 2"
+            )
         for gemm in ("fprop", "dgrad", "wgrad"):
             split = getattr(self, f"fp8_gemm_{gemm}").use_split_accumulator
-            _require(split, name, f"fp8_gemm_{gemm}.use_split_accumulator", "True", split)
-        for attention in ("fp8_dpa", "fp8_mha"):
-            asked = getattr(self, attention)
-            _require(not asked, name, attention, "False", asked)
+            self._expect(f"fp8_gemm_{gemm}.use_split_accumulator", split, "True")
+        self._expect("fp8_dpa", not self.fp8_dpa, "False")
+        self._expect("fp8_mha", not self.fp8_mha, "False")

@@ -13,7 +13,7 @@ def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
     >>> set_weight_tensor_tp_group_reduce(True)
     """
     # Layers import this package, and sessions import layers.
-    from transformer_engine.debug.statistics.session import reduce_weights  # noqa: PLC0415
+    from transformer_engine.debug.session import reduce_weights  # noqa: PLC0415
 
     reduce_weights(bool(enabled))
 

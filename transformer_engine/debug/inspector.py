@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,39 +27,12 @@ from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
 
 if TYPE_CHECKING:
+    from transformer_engine.debug.statistics.collector import Collector
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 _ITERATIONS = 1 << 40
 _SESSIONS = itertools.count(1)
 _NAMES = itertools.count(1)
-
-
-class StatisticsProvider(Protocol):
-    """Takes statistics without calling features: `manager.statistics`, where there is one.
-
-    Attributes:
-        in_captured_graphs: it does so in CUDA graphs too.
-    """
-
-    in_captured_graphs: bool
-
-    def tensor(self, layer: str, tensor: str, device: torch.device) -> Any:
-        """The `TensorStatistics` of a tensor; None where no statistic looks at it."""
-
-    def attach(
-        self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any]
-    ) -> tuple[Quantizer | None, int | None]:
-        """Let kernels take what `features` want of a tensor.
-
-        Args:
-            inner: the tensor's quantizer; the identity for results of GEMMs.
-            calls: the layer, which of its tensors, its parallel group, the iteration.
-            features: routed to the tensor, statistics all.
-
-        Returns:
-            A copy of `inner` that does so, or None where nothing is due in this iteration; and the
-            next iteration in which the answer may differ, None for never.
-        """
 
 
 @dataclass
@@ -78,9 +51,6 @@ class Inspector:
 
     A tick counts sessions and iterations. Each `CallPlan` of a module has the tick from which it
     may be of interest: all that a layer without features pays is one comparison.
-
-    Args:
-        manager: of the session; see `nvdlfw_inspect.debug_manager`.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -105,15 +75,17 @@ class Inspector:
         self.tick = self.session * _ITERATIONS + iteration
 
     @property
-    def _statistics(self) -> StatisticsProvider | None:
-        provider = getattr(self.manager, "statistics", None)
-        return provider if hasattr(provider, "attach") else None
+    def statistics(self) -> Collector | None:
+        """Takes statistics without calling features; None: features are called for them."""
+        return getattr(self.manager, "statistics", None)
 
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         """The plan to use for this call; called when `tick >= call.inspect_at`."""
         found: Inspection | None = call.inspection
         if is_capturing():
-            found = self._captured(module, call)
+            # What the graph does in all iterations in which it is replayed.
+            self.refuse(module.chain.gemm_names, "a CUDA graph capture", captured=True)
+            found = self._inspect(module, call)
         elif found is None or not found.begin <= self.tick < found.end:
             found = call.inspection = self._inspect(module, call)
             stays = found.first is None and not found.due_later
@@ -126,7 +98,7 @@ class Inspector:
 
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features of every layer of the module."""
-        provided, names = self._statistics is not None, module.chain.gemm_names
+        provided, names = self.statistics is not None, module.chain.gemm_names
         plans = [
             Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
             for name, quantizers in zip(names, call.quantizers, strict=True)
@@ -144,7 +116,7 @@ class Inspector:
         if following:
             end = self.session * _ITERATIONS + max(min(following), self.iteration + 1)
         if not active and attached == list(call.quantizers):
-            due_later = bool(following) and self.refusal(names, "", True) is not None
+            due_later = bool(following) and self._needing_python(names, True) is not None
             return Inspection(self.tick, end, None, None, statistics or due_later)
         if any(tensor.calls for plan in plans for tensor in plan.tensors.values()):
             end = self.tick + 1  # features are told the iteration
@@ -163,11 +135,10 @@ class Inspector:
         """The quantizers, with statistics where they alone are wanted."""
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():
-            provider = self._statistics
-            if not tensor.statistics or provider is None:
+            if not tensor.statistics or self.statistics is None:
                 continue
             name = tensor.tensor.quantizer
-            quantizer, next_iteration = provider.attach(
+            quantizer, next_iteration = self.statistics.attach(
                 getattr(quantizers, name), self._calls(module, plan, tensor), tensor.statistics
             )
             if quantizer is not None:
@@ -251,20 +222,25 @@ class Inspector:
 
     def discard(self) -> None:
         """Forget the statistics of this iteration so far: they were about samples."""
-        discard = getattr(self._statistics, "discard", None)
-        if discard is not None:
-            discard()
+        if self.statistics is not None:
+            self.statistics.discard()
 
-    def refusal(self, layers: Sequence[str], how: str, captured: bool = False) -> str | None:
-        """Why these layers cannot be compiled or captured; None where they can."""
-        by_kernels = captured and getattr(self._statistics, "in_captured_graphs", False)
+    def refuse(self, layers: Sequence[str], how: str, captured: bool = False) -> None:
+        """RuntimeError where these layers cannot be compiled or captured."""
+        found = self._needing_python(layers, captured)
+        if found is not None:
+            raise RuntimeError(
+                f"[inspect] expected a layer without features in {how}, got feature {found[0]} on "
+                f"layer {found[1]}: it needs Python in every call; run this layer eagerly"
+            )
+
+    def _needing_python(self, layers: Sequence[str], captured: bool) -> tuple[str, str] | None:
+        """A feature, with its layer, that no graph can call; captured ones take statistics."""
+        by_kernels = captured and self.statistics is not None
         for layer in layers:
             feature = feature_that_needs_python(self.manager, layer, by_kernels)
             if feature is not None:
-                return (
-                    f"[inspect] expected a layer without features in {how}, got feature {feature}"
-                    f" on layer {layer}: it needs Python in every call; run this layer eagerly"
-                )
+                return feature, layer
         return None
 
     def in_graph(
@@ -293,10 +269,8 @@ class Inspector:
             RuntimeError: a feature that needs Python is selected for it.
         """
         # What is exported runs without a session.
-        reason = self.refusal((layer,), "a compiled graph", captured=not is_exporting())
-        if reason is not None:
-            raise RuntimeError(reason)
-        if self._statistics is not None:
+        self.refuse((layer,), "a compiled graph", captured=not is_exporting())
+        if self.statistics is not None:
             self._log(Planner(self.manager, layer, fp8, self.iteration, True).plan())
 
     def statistics_of(
@@ -304,10 +278,9 @@ class Inspector:
     ) -> tuple[Any, Sequence[Any]]:
         """The `TensorStatistics` of a tensor, None if none are ever due, and their features."""
         features = self.manager.route(NAMESPACE, layer, "inspect_tensor_enabled", tensor)
-        provider = self._statistics
-        if not features or provider is None:
+        if not features or self.statistics is None:
             return None, ()
-        return provider.tensor(layer, tensor, device), features
+        return self.statistics.tensor(layer, tensor, device), features
 
     def shown(
         self, feed: str, x: torch.Tensor | None, rowwise: compiled.Parts, columnwise: compiled.Parts
@@ -315,13 +288,6 @@ class Inspector:
         """A compiled graph runs; arguments as of `fp8.inspector.show_to_inspector`."""
         if feed in self.feeds:
             self.feeds[feed].take(x, rowwise, columnwise)
-
-    def _captured(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
-        """What a graph that is being captured does in all iterations in which it is replayed."""
-        reason = self.refusal(module.chain.gemm_names, "a CUDA graph capture", captured=True)
-        if reason is not None:
-            raise RuntimeError(reason)
-        return self._inspect(module, call)
 
 
 def _wrapping(

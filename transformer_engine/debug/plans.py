@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -58,8 +58,8 @@ class LayerPlan:
 
     layer: str
     fp8: bool  # the recipe casts operands to FP8
-    tensors: dict[str, TensorPlan] = field(default_factory=dict)
-    next_iteration: int | None = None  # the first at which a decision may differ
+    tensors: dict[str, TensorPlan]
+    next_iteration: int | None  # the first at which a decision may differ
 
     @property
     def active(self) -> bool:
@@ -74,39 +74,27 @@ class LayerPlan:
                 yield plan.tensor.name, plan.tensor.columnwise, plan.columnwise
 
 
+@dataclass
 class Planner:
-    """Asks the features of one layer in one iteration.
+    """Asks the features of one layer in one iteration."""
 
-    Args:
-        manager: of the session.
-        layer: its name.
-        fp8: the recipe casts operands to FP8.
-        iteration: now.
-        kernels_take_statistics: built-in statistics need no call of their features.
-    """
-
-    def __init__(
-        self,
-        manager: Any,
-        layer: str,
-        fp8: bool,
-        iteration: int,
-        kernels_take_statistics: bool = False,
-    ) -> None:
-        self._manager = manager
-        self._iteration = iteration
-        self._kernels_take_statistics = kernels_take_statistics
-        self._plan = LayerPlan(layer, fp8)
+    manager: Any
+    layer: str
+    fp8: bool  # the recipe casts operands to FP8
+    iteration: int
+    kernels_take_statistics: bool = False  # built-in ones need no call of their features
+    next_iteration: int | None = None  # the first at which an answer may differ
 
     def plan(self) -> LayerPlan:
         """Ask about every tensor."""
-        for tensor in TENSORS:
-            self._plan.tensors[tensor.name] = self._tensor(tensor)
-        return self._plan
+        tensors = {tensor.name: self._tensor(tensor) for tensor in TENSORS}
+        return LayerPlan(self.layer, self.fp8, tensors, self.next_iteration)
 
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
-        only_statistics = self._only_statistics(tensor)
-        inspect = not only_statistics and self._ask("inspect_tensor_enabled", tensor)
+        looking = self._routed("inspect_tensor_enabled", tensor)
+        by_kernels = bool(looking) and self.kernels_take_statistics
+        by_kernels = by_kernels and all(_has(r, "built_in_statistics") for r in looking)
+        inspect = not by_kernels and self._ask("inspect_tensor_enabled", tensor)
         gemms = [g for g in (tensor.rowwise, tensor.columnwise) if g is not None]
         after = [False, False]
         if tensor.is_operand:
@@ -116,14 +104,14 @@ class Planner:
         after = [
             a and p is not Plan.HIGH_PRECISION for a, p in zip(after, (plans * 2)[:2], strict=True)
         ]
-        statistics = self._routed("inspect_tensor_enabled", tensor) if only_statistics else ()
+        statistics = looking if by_kernels else ()
         return TensorPlan(tensor, plans[0], plans[-1], inspect, after[0], after[1], statistics)
 
     def _side(self, tensor: GemmTensor, gemm: str) -> Plan:
         modify = self._ask("modify_tensor_enabled", tensor, gemm)
         if modify and not self._makes_fp8(tensor, gemm):
             return Plan.MODIFY
-        if not (tensor.is_operand and self._plan.fp8):
+        if not (tensor.is_operand and self.fp8):
             if modify:
                 self._warn(tensor, gemm, "the recipe runs this GEMM in high precision")
             return Plan.HIGH_PRECISION
@@ -137,26 +125,17 @@ class Planner:
         names: dict[str, Any] = {} if tensor is None else {"tensor_name": tensor.name}
         if gemm is not None:
             names["gemm"] = gemm
-        answer, following = self._manager.decide(
-            NAMESPACE, call, layer_name=self._plan.layer, iteration=self._iteration, **names
+        answer, following = self.manager.decide(
+            NAMESPACE, call, layer_name=self.layer, iteration=self.iteration, **names
         )
-        known = self._plan.next_iteration
+        known = self.next_iteration
         if following is not None:
-            self._plan.next_iteration = following if known is None else min(known, following)
+            self.next_iteration = following if known is None else min(known, following)
         return bool(answer)
 
     def _routed(self, call: str, tensor: GemmTensor, gemm: str | None = None) -> tuple[Any, ...]:
-        routed: tuple[Any, ...] = self._manager.route(
-            NAMESPACE, self._plan.layer, call, tensor.name, gemm
-        )
+        routed: tuple[Any, ...] = self.manager.route(NAMESPACE, self.layer, call, tensor.name, gemm)
         return routed
-
-    def _only_statistics(self, tensor: GemmTensor) -> bool:
-        """Whether all that look at the tensor are statistics, which kernels take by themselves."""
-        if not self._kernels_take_statistics:
-            return False
-        routed = self._routed("inspect_tensor_enabled", tensor)
-        return bool(routed) and all(_has(r, "built_in_statistics") for r in routed)
 
     def _makes_fp8(self, tensor: GemmTensor, gemm: str) -> bool:
         """Whether what modifies the tensor makes FP8 of it, so that its GEMM must be one in FP8."""
@@ -166,10 +145,10 @@ class Planner:
 
     def _warn(self, tensor: GemmTensor, gemm: str, why: str) -> None:
         feature = self._routed("modify_tensor_enabled", tensor, gemm)[0].name
-        layer = self._plan.layer
+        layer = self.layer
         text = f"{feature} leaves {tensor.name}, gemm {gemm} as it is: {why}"
         key = ("unused", layer, tensor.name, gemm, feature)
-        self._manager.log_message(text, layer, level=logging.WARNING, once=key)
+        self.manager.log_message(text, layer, level=logging.WARNING, once=key)
 
 
 def _has(routed: Any, attribute: str) -> bool:

@@ -19,12 +19,7 @@ from transformer_engine.pytorch.fp8.operands import (
     Side,
     transposed,
 )
-from transformer_engine.pytorch.fp8.quantizers import (
-    IDENTITY,
-    Quantizer,
-    WrappingQuantizer,
-    pad,
-)
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer, WrappingQuantizer, pad
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -44,13 +39,7 @@ class InspectedQuantizer(WrappingQuantizer):
     """An operand of GEMMs under inspection.
 
     Sides that no feature changes are cast by the wrapped quantizer, within fused kernels too, so
-    that looking changes no bit.
-
-    Args:
-        inner: what the recipe would use.
-        plan: what features want.
-        calls: reaches them.
-        dtype: of operands in high precision.
+    that looking changes no bit. Operands in high precision have `dtype`.
     """
 
     def __init__(
@@ -199,13 +188,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
 
 class InspectedResult(Quantizer):
-    """The result of a GEMM under inspection.
-
-    Args:
-        inner: what takes statistics of it.
-        plan: what features want.
-        calls: reaches them.
-    """
+    """The result of a GEMM under inspection; `inner` takes statistics of it."""
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner

@@ -1,32 +1,80 @@
-"""Follows the debugger's sessions: gives modules an inspector while one runs."""
+"""Follows the debugger's sessions: each has statistics, and an inspector for modules."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
+from nvdlfw_inspect import api
 from nvdlfw_inspect.debug_manager import subscribe
 from transformer_engine.debug.inspector import Inspector
+from transformer_engine.debug.statistics.collector import Collector
 from transformer_engine.pytorch.fp8.process_state import process_state
 
+_NEVER_STEPPED = (
+    "[step] statistics were taken but never written: expected a call of debug_api.step() after each"
+    " backward pass, got none"
+)
 
-class InspectorListener:
+
+class SessionListener:
     """Subscribed once, when this module is imported."""
+
+    def __init__(self) -> None:
+        self.weights_over_tp_group = True
 
     def initialized(self, manager: Any) -> None:
         """A session begins."""
+        manager.statistics = Collector(manager, self.weights_over_tp_group)
+        manager.drain.append(manager.statistics.drain)
         process_state().inspector = Inspector(manager)
 
     def stepped(self, manager: Any) -> None:
-        """The count of iterations has changed."""
+        """An iteration ends."""
+        self._inspector_follows()
+        manager.statistics.step()
+
+    def moved(self, manager: Any) -> None:
+        """The training step was set by hand."""
+        self._inspector_follows()
+        manager.statistics.moved()
+
+    def _inspector_follows(self) -> None:
         inspector = process_state().inspector
         if inspector is not None:
             inspector.stepped()
 
-    moved = stepped
-
     def ended(self, manager: Any) -> None:
-        """The session ends."""
+        """A session ends."""
         process_state().inspector = None
+        lost = manager.statistics.taking() and not manager.statistics.stepped
+        manager.statistics.end()
+        if lost and not hasattr(sys, "last_value"):  # else the program dies of something worse
+            manager.log_message(_NEVER_STEPPED, level=logging.WARNING)
+        if manager.statistics.cost.steps:
+            manager.log_message(str(manager.statistics.cost))
 
 
-subscribe(InspectorListener())
+_LISTENER = SessionListener()
+subscribe(_LISTENER)
+
+
+def collector() -> Collector:
+    """The statistics of the running session.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    manager: Any = api.DEBUG_MANAGER
+    if manager is None:
+        raise RuntimeError("[statistics] expected a session: call debug_api.initialize() first")
+    found: Collector = manager.statistics
+    return found
+
+
+def reduce_weights(enabled: bool) -> None:
+    """See `transformer_engine.debug.set_weight_tensor_tp_group_reduce`."""
+    _LISTENER.weights_over_tp_group = enabled
+    if api.DEBUG_MANAGER is not None:
+        collector().weights_over_tp_group = enabled

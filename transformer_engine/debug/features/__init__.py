@@ -1,7 +1,6 @@
 """The built-in features of `transformer_engine`: importing this registers all of them."""
 
-from transformer_engine.debug import session
-from transformer_engine.debug.features import (
+from transformer_engine.debug.features import (  # noqa: F401 - for their effect
     api,
     disable_fp8_gemm,
     disable_fp8_layer,
@@ -11,15 +10,3 @@ from transformer_engine.debug.features import (
     log_tensor_stats,
     per_tensor_scaling,
 )
-
-__all__ = [
-    "api",
-    "disable_fp8_gemm",
-    "disable_fp8_layer",
-    "dump_tensors",
-    "fake_quant",
-    "log_fp8_tensor_stats",
-    "log_tensor_stats",
-    "per_tensor_scaling",
-    "session",
-]

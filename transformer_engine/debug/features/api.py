@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from nvdlfw_inspect import api as inspect_api
 from nvdlfw_inspect.base import BaseConfigAPIMapper, choose_entry, parsed_by_engine
 from nvdlfw_inspect.namespaces import Namespace
 from nvdlfw_inspect.registry import Registry
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Config: TypeAlias = dict[str, Any]
 Enabled: TypeAlias = bool | tuple[bool, int | None]
@@ -164,17 +159,13 @@ class TEDefaultFeatures(Protocol):
 
 
 @Registry.register_namespace_api(namespace=NAMESPACE)
-class TransformerEngineAPI:
+class TransformerEngineAPI(Namespace):
     """What `nvdlfw_inspect.api.transformer_engine` is: calls of features, made by hand."""
-
-    name = NAMESPACE
 
     documented_calls = frozenset(required_kwargs) - {"default"}
 
-    def __getattr__(self, api_name: str) -> Callable[..., Any]:
-        if api_name.startswith("_"):
-            raise AttributeError(api_name)
-        return partial(self.route_api, api_name=api_name)
+    def __init__(self) -> None:
+        super().__init__(NAMESPACE)
 
     def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
         """Make a call as a layer would.
@@ -183,13 +174,10 @@ class TransformerEngineAPI:
             RuntimeError: no session is running.
             ValueError: the call must carry more.
         """
-        manager = inspect_api.DEBUG_MANAGER
-        if manager is None:
-            raise RuntimeError("[inspect] expected a session: call debug_api.initialize() first")
         for name in required_kwargs.get(api_name, required_kwargs["default"]):
             if name not in kwargs:
                 raise ValueError(f"[{api_name}] Cannot route API {api_name}: {name} is missing")
-        return Namespace(manager, NAMESPACE).route_api(layer_name, api_name, **kwargs)
+        return super().route_api(layer_name, api_name, **kwargs)
 
     def step(self) -> None:
         """An iteration ends: there is nothing to do."""

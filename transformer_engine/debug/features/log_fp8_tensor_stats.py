@@ -9,9 +9,9 @@ import torch
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.configuration import OPERANDS, Scheduled, named
+from transformer_engine.debug.session import collector
 from transformer_engine.debug.statistics.feeds import MX
 from transformer_engine.debug.statistics.rows import Kind
-from transformer_engine.debug.statistics.session import collector
 from transformer_engine.debug.statistics.subscription import Source, Subscription
 from transformer_engine.pytorch.fp8.recipes.base import registered
 

@@ -9,8 +9,8 @@ import torch
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.configuration import TENSORS, Scheduled, named
+from transformer_engine.debug.session import collector
 from transformer_engine.debug.statistics.rows import BLOCKWISE, Kind
-from transformer_engine.debug.statistics.session import collector
 from transformer_engine.debug.statistics.subscription import MOMENTS, Source, Subscription
 
 STATISTICS = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")

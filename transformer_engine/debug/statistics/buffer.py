@@ -6,6 +6,8 @@ each row is a flag, int32, that such a graph reads: zero, and its kernels leave 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row
@@ -14,6 +16,7 @@ CHUNK = 1024
 Asks = tuple[tuple[str, str], ...]
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One row: `row` float64 `[16]`, `active` int32 `[1]`, both views of its chunk.
 
@@ -23,27 +26,15 @@ class Slot:
     `always_scales` that a captured graph goes on doing so.
     """
 
-    __slots__ = (
-        "active",
-        "always_scales",
-        "asks",
-        "fed",
-        "kind",
-        "numel",
-        "position",
-        "row",
-        "scales_only",
-    )
-
-    def __init__(self, position: int, kind: Kind, row: torch.Tensor, active: torch.Tensor) -> None:
-        self.position = position
-        self.kind = kind
-        self.row = row
-        self.active = active
-        self.asks: Asks = ()
-        self.fed = False
-        self.scales_only = self.always_scales = False
-        self.numel = 0  # of a weight; zero where feeds accumulate
+    position: int
+    kind: Kind
+    row: torch.Tensor
+    active: torch.Tensor
+    asks: Asks = ()
+    fed: bool = False
+    scales_only: bool = False
+    always_scales: bool = False
+    numel: int = 0  # of a weight; zero where feeds accumulate
 
     @property
     def due(self) -> bool:

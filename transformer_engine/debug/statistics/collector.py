@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +29,14 @@ BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 LOCAL = object()  # instead of a group: rows that stay on their rank
 
 
+@dataclass
 class CostCounter:
     """What inspecting has cost so far."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.bytes = 0
-        self.collectives = 0
-        self.seconds = 0.0
+    steps: int = 0
+    bytes: int = 0
+    collectives: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -45,14 +46,7 @@ class CostCounter:
 
 
 class Collector:
-    """See the module's docstring.
-
-    Args:
-        manager: the session's `DebugManager`.
-        weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
-    """
-
-    in_captured_graphs = True
+    """See the module's docstring, and for weights `debug.set_weight_tensor_tp_group_reduce`."""
 
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
@@ -106,12 +100,7 @@ class Collector:
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any] = ()
     ) -> tuple[Quantizer | None, int | None]:
-        """Take statistics beside the work of a quantizer.
-
-        Args:
-            inner: the quantizer; the identity for results of GEMMs.
-            calls: which tensor of which layer.
-            features: routed to the tensor; the routing knows them.
+        """Take statistics beside the work of a quantizer; the routing knows the features.
 
         Returns:
             What works in its place, None where nothing is due; and the next iteration at which
@@ -260,7 +249,7 @@ class Collector:
             self.drain()
         finally:
             for tensor in self._live():
-                tensor.close()
+                tensor.clear()
             for buffer in self._buffers.values():
                 buffer.close()
 

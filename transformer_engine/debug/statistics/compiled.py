@@ -8,7 +8,8 @@ is left to the device, see `buffer`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -32,44 +33,30 @@ Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes
 _OF_FORWARD = ("activation", "weight", "output")
 
 
+@dataclass
 class Feed:
-    """What an operator of a graph does with one tensor.
+    """What an operator of a graph does with one tensor."""
 
-    Args:
-        statistics: of the tensor.
-        features: routed to it, statistics all.
-        quantizer: has the scaling and the format of the one that casts the tensor in the graph.
-        dtype: of activations.
-    """
-
-    def __init__(
-        self,
-        statistics: TensorStatistics,
-        features: Iterable[Any],
-        quantizer: Quantizer,
-        dtype: torch.dtype,
-    ) -> None:
-        self._statistics = statistics
-        self._quantizer = quantizer
-        self._dtype = dtype
-        self._silent = list(features)  # not in the log so far
-        self._of_forward = statistics.tensor in _OF_FORWARD
+    statistics: TensorStatistics
+    silent: Sequence[Any]  # the features that look at it and are not in the log so far
+    quantizer: Quantizer  # of the scaling and the format with which the graph casts it
+    dtype: torch.dtype  # of activations
 
     def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
         """The statistics that are due; arguments as of `fp8.inspector.show_to_inspector`."""
-        if self._of_forward and graph_task() != -1:
+        statistics, captured = self.statistics, is_capturing()
+        if statistics.tensor in _OF_FORWARD and graph_task() != -1:
             return  # in a backward: this forward is computed again
-        statistics, captured = self._statistics, is_capturing()
         if not (statistics.due or captured):
             return
-        if self._silent:
+        if self.silent:
             log = process_state().inspector.log_statistics
-            self._silent = log(statistics.layer, statistics.tensor, self._silent)
+            self.silent = log(statistics.layer, statistics.tensor, self.silent)
         rows, columns = _matrix(*rowwise), _matrix(*columnwise)
         if x is not None:
-            statistics.feed(x, rows, columns, self._quantizer, captured)
+            statistics.feed(x, rows, columns, self.quantizer, captured)
         elif rows is not None:
-            statistics.feed_fp8_weight(rows, self._dtype, self._quantizer, captured)
+            statistics.feed_fp8_weight(rows, self.dtype, self.quantizer, captured)
 
 
 def _matrix(
@@ -85,12 +72,7 @@ def _parts(side: Side | None) -> Parts:
 
 
 class TracedStatistics(WrappingQuantizer):
-    """Does what `inner` does, and puts an operator beside it. No bit of any result changes.
-
-    Args:
-        inner: the tensor's quantizer; the identity for results of GEMMs.
-        feed: name of the tensor's `Feed`.
-    """
+    """Does what `inner` does, and puts an operator beside it. No bit of any result changes."""
 
     replaces = False
 

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class StatisticsQuantizer(WrappingQuantizer):
-    """Does what `inner` does, and feeds the rows of a tensor. No bit of any result changes.
-
-    Args:
-        inner: the tensor's quantizer; the identity for results of GEMMs.
-        statistics: of the tensor.
-        captured: this is for a graph that is being captured.
-    """
+    """Does what `inner` does, and feeds the rows of a tensor. No bit of any result changes."""
 
     replaces = False
 

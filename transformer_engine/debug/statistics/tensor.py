@@ -70,13 +70,14 @@ class TensorStatistics:
 
     def schedule(self, iteration: int) -> None:
         """Decide what is due in the coming iteration; what was fed before is forgotten."""
-        self._clear()
+        self.clear()
         for (_, source), (schedule, asks) in self._schedules.items():
             if schedule is None or schedule.due(iteration):
                 self.slots[source].asks += asks
                 self.due = True
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Nothing is due any more."""
         self.due = False
         for slot in self.slots.values():
             slot.asks, slot.fed, slot.scales_only = (), False, slot.always_scales
@@ -208,7 +209,3 @@ class TensorStatistics:
                 f"[LogFp8TensorStats] Skipping stats collection for layer {self.layer}, "
                 f"tensor {self.tensor}: {reason}"
             )
-
-    def close(self) -> None:
-        """Nothing is due any more."""
-        self._clear()

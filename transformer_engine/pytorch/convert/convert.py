@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,8 +26,7 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 Patterns = str | Sequence[str] | None
 
 
-@dataclass(frozen=True)
-class Replaced:
+class Replaced(NamedTuple):
     """A layer that was replaced: its path, and the names of its classes."""
 
     path: str
@@ -35,8 +34,7 @@ class Replaced:
     after: str
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(NamedTuple):
     """A layer that was left as it is, and why."""
 
     path: str
@@ -60,11 +58,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [f"replaced {len(self.replaced)}, left {len(self.left)}"]
-        rows = [(one.path, one.before, one.after) for one in self.replaced]
-        lines += _table(("replaced", "was", "is"), rows)
-        lines += _table(
-            ("left", "kind", "why"), [(one.path, one.kind, one.reason) for one in self.left]
-        )
+        lines += _table(("replaced", "was", "is"), self.replaced)
+        lines += _table(("left", "kind", "why"), self.left)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -260,7 +255,8 @@ class _Plan:
             if norm is None or linear is None or not _fusible(norm, linear):
                 continue
             linear.made = build_norm_linear(norm.module, linear.module, path)
-            linear.parameters = _renamed(norm.module) | linear.parameters
+            of_norm = norm.module._parameters.items()
+            linear.parameters |= {f"layer_norm_{name}": one for name, one in of_norm}
             norm.made, norm.parameters = NormInNext(), {}
 
     def split_norms(self) -> None:
@@ -338,10 +334,6 @@ def _fusible(norm: _Layer, linear: _Layer) -> bool:
         and first.training == second.training
         and not foreign_attributes(second, LayerNormLinear)[1]
     )
-
-
-def _renamed(norm: nn.Module) -> dict[str, nn.Parameter | None]:
-    return {f"layer_norm_{name}": parameter for name, parameter in norm._parameters.items()}
 
 
 def _furnish(layer: _Layer) -> nn.Module:

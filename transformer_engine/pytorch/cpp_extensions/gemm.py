@@ -78,26 +78,32 @@ def general_gemm(
     _refuse(others)
     if layout not in _LAYOUTS:
         raise ValueError(f"[general_gemm] expected layout TN, NN or NT, got {layout!r}")
-    a, b = _Factor(B, transposed=layout == "NT"), _Factor(A, transposed=layout != "TN")
-    sides = {**_sides(a, b), "fast_accumulation": not use_split_accumulator}
-    if a.fp8 and not layout_of(a.format).fast_accumulation:
-        sides["fast_accumulation"] = False
+    fp8 = isinstance(A, QuantizedTensor)
+    if fp8 is not isinstance(B, QuantizedTensor):
+        raise TypeError(
+            "[general_gemm] expected both factors in FP8 or both in high precision, got "
+            f"{type(A).__name__} and {type(B).__name__}"
+        )
+    a, of_a = _factor("a", B, transposed=layout == "NT")
+    b, of_b = _factor("b", A, transposed=layout != "TN")
+    fast = not use_split_accumulator and (not fp8 or layout_of(of_a["a_format"]).fast_accumulation)
+    sides = {**of_a, **of_b, "fast_accumulation": fast}
     epilogue = bool(gelu) or gelu_in is not None or (bias is not None and not grad)
     _check_target(out, accumulate, epilogue)
     grad_dtype = bias.dtype if grad and bias is not None else None
-    if grad_dtype is not None and a.fp8:
+    if grad_dtype is not None and fp8:
         raise NotImplementedError("[general_gemm] the bias gradient of FP8 factors")
     if out is not None and not epilogue:
         bias_grad = None
         if grad_dtype is not None:
-            rows = a.data.shape[-1] if a.transposed else a.data.shape[:-1].numel()
-            bias_grad = a.data.new_empty(rows, dtype=grad_dtype)
-        kernel.gemm_into(out, a.data, b.data, accumulate=accumulate, bias_grad=bias_grad, **sides)
+            rows = a.shape[-1] if layout == "NT" else a.shape[:-1].numel()
+            bias_grad = a.new_empty(rows, dtype=grad_dtype)
+        kernel.gemm_into(out, a, b, accumulate=accumulate, bias_grad=bias_grad, **sides)
         return out, bias_grad, None, None
     activation = kernel.GELU_BACKWARD if gelu_in is not None else kernel.NO_ACTIVATION
     result, pre_activation, bias_grad = kernel.gemm(
-        a.data,
-        b.data,
+        a,
+        b,
         out.dtype if out is not None else out_dtype or B.dtype,
         bias=None if grad else bias,
         activation=kernel.GELU if gelu else activation,
@@ -112,41 +118,17 @@ def general_gemm(
     return result, bias_grad, pre_activation, None
 
 
-class _Factor:
+def _factor(name: str, x: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     """A factor as the kernel takes it: FP8 ones are transposed beforehand, others within."""
-
-    def __init__(self, x: torch.Tensor, transposed: bool) -> None:
-        self.fp8 = isinstance(x, QuantizedTensor)
-        self.scales: torch.Tensor | None = None
-        self.format = kernel.PLAIN
-        self.transposed = transposed and not self.fp8
-        self.data = x
-        self.kind = type(x).__name__
-        if isinstance(x, QuantizedTensor):
-            side = x.side(columnwise=transposed)
-            if side is None:
-                missing = "column" if transposed else "row"
-                raise ValueError(
-                    f"[general_gemm] expected {missing}-wise data in a {self.kind}, got none"
-                )
-            self.data, self.scales, self.format = side.codes, side.scales, side.format
-
-
-def _sides(a: _Factor, b: _Factor) -> dict[str, Any]:
-    """What the kernel must know of both factors beside their data."""
-    if a.fp8 is not b.fp8:
-        raise TypeError(
-            "[general_gemm] expected both factors in FP8 or both in high precision, got "
-            f"{b.kind} and {a.kind}"
+    if not isinstance(x, QuantizedTensor):
+        return x, {f"{name}_transposed": transposed}
+    side = x.side(columnwise=transposed)
+    if side is None:
+        raise ValueError(
+            f"[general_gemm] expected {'column' if transposed else 'row'}-wise data in a "
+            f"{type(x).__name__}, got none"
         )
-    return {
-        "a_scales": a.scales,
-        "b_scales": b.scales,
-        "a_format": a.format,
-        "b_format": b.format,
-        "a_transposed": a.transposed,
-        "b_transposed": b.transposed,
-    }
+    return side.codes, {f"{name}_scales": side.scales, f"{name}_format": side.format}
 
 
 def _check_target(out: torch.Tensor | None, accumulate: bool, epilogue: bool) -> None:

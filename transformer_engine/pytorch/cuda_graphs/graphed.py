@@ -143,14 +143,7 @@ def _end_failed_capture(subject: Subject) -> None:
 
 @dataclass
 class Graphed:
-    """One captured callable.
-
-    Args:
-        subject: what.
-        settings: how.
-        args: samples, whose tensors become the memory that graphs read.
-        kwargs: likewise.
-    """
+    """One captured callable; the tensors among its samples become the memory that graphs read."""
 
     subject: Subject
     settings: Settings

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import graph_task
-from transformer_engine.pytorch.offload.groups import LEAST_ELEMENTS, Copies, Group, View
+from transformer_engine.pytorch.offload.groups import CudaCopies, Group, View
 
+LEAST_ELEMENTS = 256 * 1024  # smaller tensors stay where they are
 Sync = Callable[..., Any]
 
 
@@ -119,15 +120,7 @@ class OnDevice(NamedTuple):
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """The context; one object for all layers of a model.
-
-    Args:
-        layers: to offload.
-        model_layers: in the context; None until they are counted.
-        activations: offload them.
-        weights: offload their FP8 casts.
-        copies: how.
-    """
+    """The context, one object for all layers of a model; `model_layers` is None until counted."""
 
     def __init__(
         self,
@@ -135,7 +128,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         model_layers: int | None,
         activations: bool,
         weights: bool,
-        copies: Copies,
+        copies: CudaCopies,
     ) -> None:
         super().__init__(self.pack, self.unpack)
         self.layers = layers
@@ -223,14 +216,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
                 self._coming.append(other)
 
     def synchronize(self, output: Any = None) -> Any:
-        """A layer has run.
-
-        Args:
-            output: of the layer.
-
-        Returns:
-            The same.
-        """
+        """A layer has run; returns its output."""
         if not torch.is_grad_enabled() or graph_task() != -1:
             return output
         group = self._group()
@@ -244,55 +230,3 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             if other is not None and self.due(index) <= group.index:
                 other.let_go()
         return output
-
-
-class CudaCopies:
-    """Copies between CUDA devices and pinned memory, on two side streams.
-
-    Args:
-        outward: stream of the copies to the host; None makes one.
-    """
-
-    def __init__(self, outward: Any = None) -> None:
-        self._outward = outward or torch.cuda.Stream()
-        self._inward = torch.cuda.Stream()
-        self._free: dict[int, list[torch.Tensor]] = {}
-
-    def takes(self, x: torch.Tensor) -> bool:
-        """Those on CUDA devices."""
-        return x.is_cuda
-
-    def out(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
-        """See `Copies`."""
-        self._outward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._outward):
-            hosts = [self._pinned(source.numel()) for source in sources]
-            for host, source in zip(hosts, sources, strict=True):
-                host.copy_(source, non_blocking=True)
-            return hosts, self._outward.record_event()
-
-    def back(
-        self, sources: list[torch.Tensor], devices: list[torch.device]
-    ) -> tuple[list[torch.Tensor], object]:
-        """See `Copies`. The memory is the computing stream's."""
-        found = [
-            torch.empty(host.numel(), dtype=torch.uint8, device=device)
-            for host, device in zip(sources, devices, strict=True)
-        ]
-        self._inward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._inward):
-            for own, host in zip(found, sources, strict=True):
-                own.copy_(host, non_blocking=True)
-            return found, self._inward.record_event()
-
-    def wait(self, event: Any) -> None:
-        """See `Copies`."""
-        torch.cuda.current_stream().wait_event(event)
-
-    def free(self, host: torch.Tensor) -> None:
-        """Keep pinned memory for the next step: to ask for it takes longer than to copy."""
-        self._free.setdefault(host.numel(), []).append(host)
-
-    def _pinned(self, size: int) -> torch.Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)

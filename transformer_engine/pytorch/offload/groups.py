@@ -8,42 +8,67 @@ computes waits for the copies of a group where its memory is let go, and where i
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-LEAST_ELEMENTS = 256 * 1024  # smaller tensors stay where they are
 
+class CudaCopies:
+    """Copies between CUDA devices and pinned memory, on two side streams.
 
-class Copies(Protocol):
-    """How storages are copied; an event is what the computing stream can wait for."""
+    An event is what the computing stream can wait for. `outward` is the stream of the copies to the
+    host; None makes one.
+    """
+
+    def __init__(self, outward: Any = None) -> None:
+        self._outward = outward or torch.cuda.Stream()
+        self._inward = torch.cuda.Stream()
+        self._free: dict[int, list[torch.Tensor]] = {}
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether tensors of this device are copied."""
+        """Whether tensors of this device are copied: those on CUDA devices."""
+        return x.is_cuda
 
     def out(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
         """Begin to copy bytes to the host; the copies, and an event."""
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            hosts = [self._pinned(source.numel()) for source in sources]
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=True)
+            return hosts, self._outward.record_event()
 
     def back(
         self, sources: list[torch.Tensor], devices: list[torch.device]
     ) -> tuple[list[torch.Tensor], object]:
-        """Begin to copy bytes back; the copies, and an event."""
+        """Begin to copy bytes back, into memory of the computing stream; see `out`."""
+        found = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=device)
+            for host, device in zip(sources, devices, strict=True)
+        ]
+        self._inward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._inward):
+            for own, host in zip(found, sources, strict=True):
+                own.copy_(host, non_blocking=True)
+            return found, self._inward.record_event()
 
-    def wait(self, event: object) -> None:
+    def wait(self, event: Any) -> None:
         """What is computed from here on comes after an event."""
+        torch.cuda.current_stream().wait_event(event)
 
     def free(self, host: torch.Tensor) -> None:
-        """Free these bytes on the host."""
+        """Keep pinned memory for the next step: to ask for it takes longer than to copy."""
+        self._free.setdefault(host.numel(), []).append(host)
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Stored:
-    """A storage: on its device, on the host, or both.
+    """The storage of a tensor: on its device, on the host, or both."""
 
-    Args:
-        x: a tensor in that storage.
-    """
-
-    def __init__(self, x: torch.Tensor, copies: Copies) -> None:
+    def __init__(self, x: torch.Tensor, copies: CudaCopies) -> None:
         self.device = x.device
         self.bytes: torch.Tensor | None = _bytes(x)
         self.host: torch.Tensor | None = None
@@ -51,15 +76,13 @@ class Stored:
         self.used = 0  # bytes of the views that were saved
         self._copies = copies
 
-    def __del__(self) -> None:
-        if self.host is not None:
-            self._copies.free(self.host)
-
     def drop_host(self) -> None:
-        """The bytes are on the device again."""
+        """The bytes are on the device again, or not needed any more."""
         if self.host is not None:
             self._copies.free(self.host)
             self.host = None
+
+    __del__ = drop_host
 
 
 class View(NamedTuple):
@@ -81,14 +104,9 @@ class View(NamedTuple):
 
 
 class Group:
-    """What one layer saves.
+    """What one layer saves; `index` counts the layers of the model."""
 
-    Args:
-        index: of the layer in the model.
-        copies: how.
-    """
-
-    def __init__(self, index: int, copies: Copies) -> None:
+    def __init__(self, index: int, copies: CudaCopies) -> None:
         self.index = index
         self.entered = False  # its backward has begun
         self._copies = copies

@@ -28,12 +28,6 @@ def with_cache(
 ) -> tuple[Tensors, CallArguments, CachedStep | None]:
     """Cache the new keys and values; queries then see those of all tokens up to their own.
 
-    Args:
-        tensors: query, key and value of the new tokens.
-        own: arguments of the call.
-        params: see `InferenceParams`.
-        layer_number: whose cache.
-
     Returns:
         Query, key and value, the arguments, and the step of named sequences.
     """
@@ -72,12 +66,7 @@ def with_cache(
 class CachedStep:
     """Keeps the new keys and values, and brings queries and the result to the cache's format.
 
-    Args:
-        params: after `pre_step`.
-        layer_number: whose cache.
-        key: of the new tokens, in `qkv_format`.
-        value: likewise.
-        qkv_format: of queries, keys, values and the result.
+    `qkv_format` is that of queries, keys, values and the result; `pre_step` was called before.
     """
 
     def __init__(
