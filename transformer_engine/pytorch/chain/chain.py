@@ -8,6 +8,7 @@ graph.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -93,6 +94,16 @@ class ChainBuilder:
         return Chain(self, outputs)
 
 
+def kind_of(chain: Any) -> str:
+    """What all chains of the same stages and settings have in common."""
+    rows = [
+        (type(s.stage).__name__, s.stage.settings(), s.inputs, s.outputs, s.parameters.start)
+        for s in chain.steps
+    ]
+    text = repr((rows, chain.inputs, chain.outputs, chain.parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class Chain:
     """A fixed list of stages.
 
@@ -128,6 +139,7 @@ class Chain:
         self.steps = tuple(self._linked(steps))
         self.layer = ""  # for messages
         self.gemm_names = self._gemm_names()
+        self.kind = kind_of(self)
 
     @classmethod
     def of(cls, *stages: Stage) -> Chain:
@@ -187,6 +199,13 @@ class Chain:
         for stage in self.stages:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
+
+    @torch.compiler.assume_constant_result
+    def operator_key(self, *facts: Any) -> str:
+        """The key of the operator that runs chains of this kind; Dynamo calls this."""
+        from transformer_engine.pytorch.chain.compiled import operator_key
+
+        return operator_key(self, *facts)
 
     def prepare(self, plan: CallPlan) -> CallPlan:
         """Let every stage decide what it can for all calls of a plan."""

@@ -63,6 +63,9 @@ class CallPlan:
         "recordings",
         "requires_grad",
         "stage_plans",
+        "state",
+        "bind",
+        "operator",
     )
 
     def __init__(
@@ -93,6 +96,13 @@ class CallPlan:
         self.inspect_at = 0
         self.inspection: Any = None
         self.recordings: dict[Any, Any] | None = None
+        self.state: Any = None
+        self.bind: Any = None
+        self.operator: str = ""
+
+    def bound(self, state: Any) -> "CallPlan":
+        """The plan with these tensors in place of its stand-ins."""
+        return self if self.bind is None else self.bind(state)
 
     def copy(self) -> CallPlan:
         """The same plan, for one call that has to be told from others."""

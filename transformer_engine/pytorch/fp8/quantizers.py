@@ -64,6 +64,15 @@ class Quantizer:
         super().__init_subclass__(**more)
         cls.native = native
 
+    def description(self) -> Any:
+        """Constants from which `rebuilt` makes the same quantizer; None where nothing can."""
+        return None
+
+    @classmethod
+    def rebuilt(cls, description: Any, tensors: Any) -> Quantizer:
+        """A quantizer of this description; it takes its persistent tensors from an iterator."""
+        return cls(*description[1:])
+
     @property
     def cache_key(self) -> Hashable:
         """Cached weights of equal keys can stand for each other."""
@@ -187,6 +196,9 @@ class WrappingQuantizer(Quantizer):
 class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
 
+    def description(self) -> Any:
+        return ("IdentityQuantizer",)
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Both sides are `x`."""
         if request.moments is not None:
@@ -213,6 +225,9 @@ class IdentityQuantizer(Quantizer, native=True):
 
 class CalibratingQuantizer(IdentityQuantizer):
     """High precision that records `max |x|`, so that FP8 can start from a known scale."""
+
+    def description(self) -> Any:
+        return None
 
     def __init__(self, amax: torch.Tensor) -> None:
         self.amax = amax
@@ -374,6 +389,13 @@ class GemmQuantizers:
         again.fp8, again.wrapped = self.fp8, self.wrapped
         again.fast_accumulation = self.fast_accumulation
         return again
+
+    def description(self) -> Any:
+        """Constants, or None."""
+        six = [getattr(self, name).description() for name in SIX]
+        if self.wrapped or None in six:
+            return None
+        return (*six, self.fast_accumulation)
 
     def persistent_tensors(self) -> Tensors:
         """The tensors that outlive a call and that its casts read or write, see `Quantizer`."""

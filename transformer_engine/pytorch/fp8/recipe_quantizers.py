@@ -65,7 +65,11 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    state: ScalingState, indices: Sequence[int], recording: bool, recomputed: bool
+    state: ScalingState,
+    indices: Sequence[int],
+    recording: bool,
+    recomputed: bool,
+    in_operator: bool = False,
 ) -> Columns:
     """These columns of a module's forward state, in the scope that is open.
 
@@ -75,11 +79,12 @@ def columns_of(
     amaxes = [state.amaxes[i] for i in indices]
     untraced: list[torch.Tensor | None] = [None] * len(indices)
     flush = autocast_stack().entered_in_graph
-    if not (flush or (recording and torch.compiler.is_compiling())):
+    copies = flush or (recording and torch.compiler.is_compiling())
+    if not copies or (in_operator and not recomputed):
         return Columns(scales, amaxes if recording else untraced)
     rows = 2 if recording and recomputed else 1
     values = scales_of_call(scales, flush, recording, rows)
-    own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
+    own = [[row[i : i + 1] for i in range(0, 4 * len(indices), 4)] for row in values.unbind()]
     if rows == 1:
         return Columns(own[0], amaxes if recording else untraced)
     return Columns(own[0], own[1], values, amaxes)
@@ -100,7 +105,11 @@ class Built(NamedTuple):
 
 
 def build_quantizers(
-    module: TransformerEngineBaseModule, scope: Scope, recording: bool, device: torch.device
+    module: TransformerEngineBaseModule,
+    scope: Scope,
+    recording: bool,
+    device: torch.device,
+    in_operator: bool = False,
 ) -> Built:
     """One `GemmQuantizers` per GEMM of the module.
 
@@ -122,7 +131,9 @@ def build_quantizers(
     if not scope.enabled:
         return Built([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
-    columns = columns_of(forward, cast, recording, autocast_stack().in_compiled_checkpoint)
+    columns = columns_of(
+        forward, cast, recording, autocast_stack().in_compiled_checkpoint, in_operator
+    )
     gemms = [rules.gemm_quantizers(recipe, _columns(columns, backward, i)) for i in indices]
     return Built(gemms, moved, columns)
 

@@ -256,8 +256,12 @@ class TransformerEngineBaseModule(ScaledModule):
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
         quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
+        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
+        in_operator = _is_compiling() and not exporting() and first_microbatch is None
+        if in_operator:
+            in_operator = not in_fp8 and process_state().inspector is None
         if scope.enabled or (scope.calibrating and not exporting()):
-            quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
+            quantizers, columns = self._quantizers_in(scope, any(needs), x.device, in_operator)
         if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.
             layers = self.chain.gemm_names
@@ -265,16 +269,24 @@ class TransformerEngineBaseModule(ScaledModule):
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
         plan.columns = columns
-        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
         plan.fp8_weights = tuple(in_fp8)
         fp8_weights.validate(self, scope.recipe, scope.enabled)
+        if in_operator:
+            descriptions = tuple([q.description() for q in quantizers])
+            if None not in descriptions:
+                chain, flush = self.chain, autocast_stack().entered_in_graph
+                plan.operator = chain.operator_key(
+                    chain.kind, dtype, needs, descriptions, flush
+                )
+                plan.state = [t for q in quantizers for t in q.persistent_tensors()]
+                return plan
         return self.chain.prepare(plan)
 
     def _quantizers_in(
-        self, scope: Scope, recording: bool, device: torch.device
+        self, scope: Scope, recording: bool, device: torch.device, in_operator: bool
     ) -> tuple[list[GemmQuantizers], Columns | None]:
         """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
-        quantizers, moved, columns = build_quantizers(self, scope, recording, device)
+        quantizers, moved, columns = build_quantizers(self, scope, recording, device, in_operator)
         if moved:
             self.drop_plans()
         for i, shape in enumerate(self._gemm_weights()):

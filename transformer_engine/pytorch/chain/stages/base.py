@@ -35,6 +35,9 @@ class Saved(NamedTuple):
     target: Any = None
 
 
+_NO_SETTINGS = ("name", "layer", "cached_weight", "_cached_tensors")
+
+
 class Stage:
     """Base of all stages.
 
@@ -60,6 +63,10 @@ class Stage:
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
+
+    def settings(self) -> list[tuple[str, Any]]:
+        """What tells it from other stages of its class, but for its name."""
+        return sorted((k, v) for k, v in vars(self).items() if k not in _NO_SETTINGS)
 
     def prepare(self, call: CallPlan, first: int) -> Any:
         """The plan of the stage; its first parameter is number `first` of the call's inputs."""

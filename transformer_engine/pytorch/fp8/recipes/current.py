@@ -31,6 +31,9 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
 
+    def description(self) -> Any:
+        return ("CurrentQuantizer", self.format, self.power_of_2, self.epsilon)
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
         return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), request)

@@ -46,6 +46,14 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         self.scale = scale
         self.amax = amax
 
+    def description(self) -> Any:
+        return ("DelayedQuantizer", self.format, self.amax is not None)
+
+    @classmethod
+    def rebuilt(cls, description: Any, tensors: Any) -> Quantizer:
+        scale = next(tensors)
+        return cls(scale, next(tensors) if description[2] else None, description[1])
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
         return self.cast_with(x, request, self.scale, self.amax)
