@@ -12,10 +12,12 @@ import torch
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import run_forward
 from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
+from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward, scales_of_call
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
 
 Tensors = Sequence[torch.Tensor | None]
@@ -40,12 +42,12 @@ def _gemm_quantizers(description: Any, tensors: Any) -> GemmQuantizers:
 
 
 class _Entry:
-    def __init__(self, chain: Any, dtype: Any, needs: Any, descriptions: Any, flush: Any) -> None:
+    def __init__(self, chain: Any, dtype: Any, needs: Any, descriptions: Any, flush: Any, staged: Any) -> None:
         self.chain = copy.deepcopy(chain)
         for stage in self.chain.matmuls:
             stage.cached_weight, stage._cached_tensors = None, ()
         self.facts = (dtype, needs, descriptions)
-        self.flush = flush
+        self.flush, self.staged = flush, staged
         self.needs = needs
         self._plan_of_calls: CallPlan | None = None
         self.traces: dict[Any, Any] = {}
@@ -92,6 +94,8 @@ class _Entry:
     def forward(self, inputs: Any, state: Any) -> list[torch.Tensor]:
         if self.flush:
             process_state().flush()
+        if state and any(self.needs):
+            refuse_in_backward()
         results, saved, traces = segments.forward(self.plan, tuple(inputs), state)
         sizes = self.sizes(inputs)
         known = self.traces.get(sizes)
@@ -119,6 +123,22 @@ class _Entry:
             found = segments.backward(plan, grads, tensors, known[1], {}, state)
         needed = [g for g, need in zip(found, self.needs, strict=False) if need]
         return [torch.empty(0, device=x.device) if (x := g) is None else g for g in needed]
+
+    def flushed(self, state: Any) -> Any:
+        """The state where stages are traced one by one: scales are copies, made after updates."""
+        if not (self.flush and state):
+            return state
+        scales, first = [], 0
+        for descriptions in self.facts[2]:
+            for i, d in enumerate(descriptions[:6]):
+                if d[0] == "DelayedQuantizer":
+                    scales += [first] if i < 2 else []
+                    first += 1 + d[2]
+        copies = scales_of_call([state[i] for i in scales], True, any(self.needs), 1)
+        state = [*state]
+        for at, i in enumerate(scales):
+            state[i] = copies[0, 4 * at : 4 * at + 1]
+        return state
 
     def fresh_results(self) -> list[int]:
         return [p for p in self.results if p >= 0]
@@ -150,11 +170,11 @@ def placed(inputs: Any, tensors: Any) -> tuple[list[torch.Tensor], list[int | No
 _ENTRIES: dict[str, _Entry] = {}
 
 
-def operator_key(chain: Any, kind: str, dtype: Any, needs: Any, descriptions: Any, flush: Any) -> str:
-    text = repr((kind, dtype, needs, descriptions, flush))
+def operator_key(chain: Any, kind: str, dtype: Any, needs: Any, descriptions: Any, flush: Any, staged: Any) -> str:
+    text = repr((kind, dtype, needs, descriptions, flush, staged))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _ENTRIES:
-        _ENTRIES[key] = _Entry(chain, dtype, needs, descriptions, flush)
+        _ENTRIES[key] = _Entry(chain, dtype, needs, descriptions, flush, staged)
     return key
 
 
@@ -205,6 +225,11 @@ class _Node(torch.autograd.Function):
 @composite_op("chain(str key, Tensor?[] inputs, Tensor[] state) -> Tensor[]")
 def chain_operator(key: str, inputs: Any, state: Any) -> list[torch.Tensor]:
     entry = _ENTRIES[key]
+    if entry.staged or any(isinstance(n, torch.SymInt) for n in entry.sizes(inputs)):
+        if not entry.staged:
+            state = entry.flushed(state)
+        found = call_chain(entry._plan(state), None, *inputs)
+        return [*found] if isinstance(found, tuple) else [found]
     if any(entry.needs):
         return list(_Node.apply(key, state, *inputs))
     made = torch.ops.te.chain_forward(key, inputs, state)

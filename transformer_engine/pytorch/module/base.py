@@ -275,8 +275,9 @@ class TransformerEngineBaseModule(ScaledModule):
             descriptions = tuple([q.description() for q in quantizers])
             if None not in descriptions:
                 chain, flush = self.chain, autocast_stack().entered_in_graph
+                staged = autocast_stack().in_compiled_checkpoint
                 plan.operator = chain.operator_key(
-                    chain.kind, dtype, needs, descriptions, flush
+                    chain.kind, dtype, needs, descriptions, flush, staged
                 )
                 plan.state = [t for q in quantizers for t in q.persistent_tensors()]
                 return plan

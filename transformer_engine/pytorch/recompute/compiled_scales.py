@@ -39,19 +39,24 @@ def scales_of_call(
     Raises:
         RuntimeError: a call that autograd records runs within a backward.
     """
-    if launch and recorded and graph_task() != -1:
-        raise RuntimeError(
-            "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
-            " one whose forward runs again in the backward, when its scales have moved on: call"
-            " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
-            " inside of the checkpointed function, or use Float8CurrentScaling"
-        )
+    if launch and recorded:
+        refuse_in_backward()
     if launch and flush:
         process_state().flush()
     # Each by itself, as it was: recordings take what begins at 16 bytes.
     copies = torch.cat([scale.as_strided((4,), (1,)) for scale in scales]).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
+
+def refuse_in_backward() -> None:
+    """Raise RuntimeError within a backward: a forward with delayed scaling runs again there."""
+    if graph_task() != -1:
+        raise RuntimeError(
+            "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
+            " one whose forward runs again in the backward, when its scales have moved on: call"
+            " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
+            " inside of the checkpointed function, or use Float8CurrentScaling"
+        )
 
 @library_op(has_side_effects=True)
 def count_amaxes(

@@ -32,7 +32,8 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         self.epsilon = epsilon
 
     def description(self) -> Any:
-        return ("CurrentQuantizer", self.format, self.power_of_2, self.epsilon)
+        # Under dynamic shapes a float is an input of the graph, unless it is compared.
+        return ("CurrentQuantizer", self.format, self.power_of_2) if self.epsilon == 0.0 else None
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
