@@ -1,189 +1,256 @@
-"""Chains in compiled code: one operator for the forward, one for the backward."""
+"""Chains in compiled code: one operator for a forward, one for its backward, recorded as in eager.
+
+Dynamo sees `te::chain`. AOTAutograd looks inside and finds the autograd function below, which calls
+`te::chain_forward` and `te::chain_backward`; they run what eager calls run (`segments`). A key says
+which chain that is and in which facts its calls agree. It is made of their description, so that
+layers that are alike share one graph, and a graph that a cache on disk keeps means the same in
+another process. All tensors of the module come in with each call: quantizers of such a plan read
+stand-ins in place of scaling state, which `bind` replaces where stages run one by one.
+
+Calls are traced stage by stage where sizes are symbols, where the input is so large that the GPU is
+what takes time (parts give memory back earlier), and in checkpoints, whose policies name operators.
+"""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine.pytorch.chain import segments
-from transformer_engine.pytorch.chain.chain import run_forward
+from transformer_engine.pytorch.chain.chain import TEMPLATES, run_forward
 from transformer_engine.pytorch.chain.gemm import counting_apart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
-from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward, scales_of_call
+from transformer_engine.pytorch.fp8.quantizers import described_gemm
+from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
+from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward
 
 Tensors = Sequence[torch.Tensor | None]
 
 
-class NotOneOperator(Exception):
-    """A call must be traced stage by stage."""
+class Facts(NamedTuple):
+    """In what the calls of an operator agree.
+
+    Attributes:
+        kind: `Chain.kind`.
+        dtype: of activations.
+        needs: see `CallPlan`.
+        gemms: descriptions of the quantizers of each.
+        state: shapes of the memory of scaling state, forward and backward, if any.
+        flush: first run the updates of scales that compiled code has deferred.
+        recomputed: the graph may compute the call again.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: tuple[Any, ...]
+    state: tuple[tuple[int, ...], ...]
+    flush: bool
+    recomputed: bool
 
 
-def _subclasses(cls: type) -> dict[str, Any]:
-    found = {cls.__name__: cls}
-    for sub in cls.__subclasses__():
-        found |= _subclasses(sub)
-    return found
+class _Trace(NamedTuple):
+    """What backward must know of forwards with some sizes.
+
+    Attributes:
+        places: of what was saved, see `_places`.
+        of_segments: as `segments.forward` returned it.
+        picks: which of results and saved tensors the operator returns.
+    """
+
+    places: Sequence[int | None]
+    of_segments: Sequence[Any]
+    picks: Sequence[int]
 
 
-def _gemm_quantizers(description: Any, tensors: Any) -> GemmQuantizers:
-    known = _subclasses(Quantizer)
-    made = GemmQuantizers(*[known[d[0]].rebuilt(d, tensors) for d in description[:6]])
-    made.fast_accumulation = description[6]
-    return made
+class ChainOperator:
+    """What stands behind a key.
 
+    Attributes:
+        facts: of its calls.
+        chain: of that kind, without a module.
+        results: places of what the chain returns.
+        reads: of each input, whether backward reads it.
+    """
 
-class _Entry:
-    def __init__(self, chain: Any, dtype: Any, needs: Any, descriptions: Any, flush: Any, staged: Any) -> None:
-        self.chain = copy.deepcopy(chain)
-        for stage in self.chain.matmuls:
-            stage.cached_weight, stage._cached_tensors = None, ()
-        self.facts = (dtype, needs, descriptions)
-        self.flush, self.staged = flush, staged
-        self.needs = needs
-        self._plan_of_calls: CallPlan | None = None
-        self.traces: dict[Any, Any] = {}
-        self.reads: tuple[bool, ...] = ()
-        self.results: list[int] = []
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.chain = TEMPLATES[facts.kind]
+        self.results: Sequence[int | None] = ()
+        self.reads: Sequence[bool] = ()
+        self._plan: CallPlan | None = None
+        self._traces: dict[Any, _Trace] = {}
 
-    @property
-    def plan(self) -> CallPlan:
-        if self._plan_of_calls is None:
-            ds = [d for each in self.facts[2] for d in each[:6]]
-            count = sum(1 + d[2] for d in ds if d[0] == "DelayedQuantizer")
-            state = [torch.empty(1, device="cpu") for _ in range(count)]
-            plan = self._plan(state)
-            plan.bind, plan.state = self._plan, state
-            self._plan_of_calls = plan
-        return self._plan_of_calls
+    def bound(self, state: Sequence[torch.Tensor], staged: bool = False) -> CallPlan:
+        """A plan of calls with this scaling state; `staged` ones cast with copies of its scales."""
+        facts, records, columns, columns_of_gemms = self.facts, any(self.facts.needs), None, ()
+        if state:
+            again = facts.recomputed if staged else None
+            found = columns_in_memory(state, len(facts.gemms), records, facts.flush, again)
+            columns, columns_of_gemms = found
+        made = [
+            described_gemm(one, columns_of_gemms[i] if columns_of_gemms else None)
+            for i, one in enumerate(facts.gemms)
+        ]
+        plan = CallPlan(facts.dtype, facts.needs, made)
+        plan.columns = columns
+        return self.chain.prepare(plan)
 
-    def _plan(self, state: Any) -> CallPlan:
-        tensors = iter(state)
-        dtype, needs, descriptions = self.facts
-        quantizers = [_gemm_quantizers(d, tensors) for d in descriptions]
-        return self.chain.prepare(CallPlan(dtype, needs, quantizers))
+    def _planned(self) -> CallPlan:
+        """The plan of recorded calls; made in the first one, outside of what is traced."""
+        if self._plan is None:
+            state = [torch.empty(shape, device="cpu") for shape in self.facts.state]
+            self._plan = self.bound(state)
+            self._plan.state, self._plan.bind = state, self.bound
+        return self._plan
 
-    def fake_forward(self, inputs: Any, state: Any) -> list[torch.Tensor]:
+    def sizes(self, inputs: Tensors) -> tuple[int, ...]:
+        """Of all values that come in."""
+        return tuple([n for x in inputs[: self.chain.inputs] for n in x.shape])  # type: ignore[union-attr]
+
+    def staged(self, inputs: Tensors) -> bool:
+        """Whether a call is traced stage by stage."""
+        first = inputs[0]
+        assert first is not None
+        if self.facts.recomputed or any(isinstance(n, torch.SymInt) for n in self.sizes(inputs)):
+            return True
+        return first.nbytes > segments.HOST_BOUND_BYTES or not first.numel()
+
+    def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that a call makes: results, and what backward reads."""
+        if self.facts.flush:
+            process_state().flush()
+        if state and any(self.facts.needs):
+            refuse_in_backward()
+        plan, sizes = self._planned(), self.sizes(inputs)
+        with counting_apart():
+            results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
+            trace = self._traces.get(sizes)
+            if trace is not None and [t.stages is None for t in trace.of_segments] != [
+                t.stages is None for t in of_segments
+            ]:  # it runs from a recording, but not with these addresses or strides
+                copies = tuple([None if x is None else x.clone() for x in inputs])
+                results, saved, of_segments = segments.forward(plan, copies, state)
+        made = [*results, *saved]
+        if trace is None:
+            trace = self._traces[sizes] = self._noted(inputs, made, of_segments)
+        return [made[i] for i in trace.picks]
+
+    def shapes_of_forward(
+        self, inputs: Tensors, state: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The same of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
-        plan = self._plan(state)
         with counting_apart():
-            trace, saved = traced(None, run_forward(plan, values, 0, len(chain.steps)))
-        results = [values[v] for v in chain.outputs]
-        fresh, places = placed(inputs, [*results, *saved])
-        self._note(inputs, results, places)
-        self.traces["fake", self.sizes(inputs)] = (places[len(results):], (trace,))
-        return fresh
+            trace, saved = traced(None, run_forward(self.bound(state), values, 0, len(chain.steps)))
+        made = [*[values[v] for v in chain.outputs], *saved]
+        noted = self._traces["shapes", self.sizes(inputs)] = self._noted(inputs, made, (trace,))
+        return [made[i] for i in noted.picks]
 
-    def _note(self, inputs: Any, results: Any, places: Any) -> None:
-        self.results = places[: len(results)]
-        read = {-1 - p for p in places[len(results):] if p is not None and p < 0}
-        self.reads = tuple(i in read for i in range(len(inputs)))
+    def _noted(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
+        """The trace of a call; what is the same for all sizes is kept."""
+        places = _places(inputs, made)
+        results = len(self.chain.outputs)
+        self.results = places[:results]
+        read = {-1 - place for place in places[results:] if place is not None and place < 0}
+        self.reads = [i in read for i in range(len(inputs))]
+        firsts = {place: i for i, place in reversed([*enumerate(places)])}
+        fresh = sorted(place for place in firsts if place is not None and place >= 0)
+        return _Trace(places[results:], of_segments, [firsts[place] for place in fresh])
 
-    def sizes(self, inputs: Any) -> tuple[int, ...]:
-        return tuple([s for x in inputs[: self.chain.inputs] for s in x.shape])
-
-    def forward(self, inputs: Any, state: Any) -> list[torch.Tensor]:
-        if self.flush:
-            process_state().flush()
-        if state and any(self.needs):
-            refuse_in_backward()
-        results, saved, traces = segments.forward(self.plan, tuple(inputs), state)
-        sizes = self.sizes(inputs)
-        known = self.traces.get(sizes)
-        if known is None:
-            fresh, places = placed(inputs, [*results, *saved])
-            self._note(inputs, results, places)
-            picks = {}
-            for i, p in enumerate(places):
-                if p is not None and p >= 0:
-                    picks.setdefault(p, i)
-            known = self.traces[sizes] = (places[len(results):], traces, [*picks.values()])
-            return fresh
-        both = [*results, *saved]
-        return [both[i] for i in known[2]]
-
-    def backward(self, sizes: Any, grads: Any, saved: Any, state: Any, fake: bool) -> list[Any]:
-        key = ("fake", tuple(sizes)) if fake else tuple(sizes)
-        known = self.traces[key]
-        count = len(self.reads)
+    def backward(
+        self,
+        sizes: Sequence[int],
+        grads: Tensors,
+        saved: Tensors,
+        state: Sequence[torch.Tensor],
+        launch: bool,
+    ) -> list[torch.Tensor]:
+        """The gradients that are needed; one that there is none of is a tensor of no values."""
+        trace = self._traces[tuple(sizes) if launch else ("shapes", tuple(sizes))]
+        inputs = len(self.reads)
+        first = inputs - sum(place is not None and place >= 0 for place in self.results)
         tensors = [
-            None if p is None else saved[p + count - len(self.fresh_results())] if p >= 0 else saved[-1 - p] for p in known[0]
+            None if place is None else saved[-1 - place if place < 0 else first + place]
+            for place in trace.places
         ]
-        plan = self._plan(state) if fake else self.plan
+        plan = self._planned() if launch else self.bound(state)
         with counting_apart():
-            found = segments.backward(plan, grads, tensors, known[1], {}, state)
-        needed = [g for g, need in zip(found, self.needs, strict=False) if need]
-        return [torch.empty(0, device=x.device) if (x := g) is None else g for g in needed]
-
-    def flushed(self, state: Any) -> Any:
-        """The state where stages are traced one by one: scales are copies, made after updates."""
-        if not (self.flush and state):
-            return state
-        scales, first = [], 0
-        for descriptions in self.facts[2]:
-            for i, d in enumerate(descriptions[:6]):
-                if d[0] == "DelayedQuantizer":
-                    scales += [first] if i < 2 else []
-                    first += 1 + d[2]
-        copies = scales_of_call([state[i] for i in scales], True, any(self.needs), 1)
-        state = [*state]
-        for at, i in enumerate(scales):
-            state[i] = copies[0, 4 * at : 4 * at + 1]
-        return state
-
-    def fresh_results(self) -> list[int]:
-        return [p for p in self.results if p >= 0]
+            found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
+        known = {id(grad) for grad in grads}
+        needed = []
+        for grad, need in zip(found, self.facts.needs, strict=False):
+            if need and grad is None:
+                needed.append(torch.empty(0, device=grads[0].device))  # type: ignore[union-attr]
+            elif need:
+                needed.append(grad.clone() if id(grad) in known else grad)  # type: ignore[union-attr]
+                known.add(id(needed[-1]))
+        return needed
 
 
-def placed(inputs: Any, tensors: Any) -> tuple[list[torch.Tensor], list[int | None]]:
-    """The tensors that are no inputs, once each; for each tensor its number, `-1 - input`, None."""
-    fresh: list[torch.Tensor] = []
-    places: list[int | None] = []
-    known: dict[int, tuple[int, Any]] = {}
+def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
+    """Where tensors are found: `-1 - i` is input i, n is the n-th that is none; None for None."""
+    known: dict[int, tuple[int, torch.Tensor]] = {}
     for i, x in enumerate(inputs):
         if x is not None:
             known.setdefault(x.untyped_storage()._cdata, (-1 - i, x))
-    for t in tensors:
+    fresh, places = 0, list[int | None]()
+    for t in made:
         if t is None:
             places.append(None)
             continue
-        cdata = t.untyped_storage()._cdata
-        if cdata not in known:
-            known[cdata] = (len(fresh), t)
-            fresh.append(t)
-        place, whole = known[cdata]
-        if (whole.shape, whole.stride(), whole.dtype) != (t.shape, t.stride(), t.dtype):
-            raise NotOneOperator(f"{tuple(t.shape)} in {tuple(whole.shape)}")
+        memory = t.untyped_storage()._cdata
+        if memory not in known:
+            known[memory] = (fresh, t)
+            fresh += 1
+        place, whole = known[memory]
+        assert t.shape == whole.shape and t.stride() == whole.stride(), "parts of one tensor"
         places.append(place)
-    return fresh, places
+    return places
 
 
-_ENTRIES: dict[str, _Entry] = {}
+# By keys. A key is its description, so an operator is never replaced.
+_OPERATORS: dict[str, ChainOperator] = {}
 
 
-def operator_key(chain: Any, kind: str, dtype: Any, needs: Any, descriptions: Any, flush: Any, staged: Any) -> str:
-    text = repr((kind, dtype, needs, descriptions, flush, staged))
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if key not in _ENTRIES:
-        _ENTRIES[key] = _Entry(chain, dtype, needs, descriptions, flush, staged)
+@torch.compiler.assume_constant_result
+def operator_key(*facts: Any) -> str:
+    """The key of calls with such `Facts`; Dynamo calls this and takes the result as a constant."""
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if key not in _OPERATORS:
+        _OPERATORS[key] = ChainOperator(Facts(*facts))
     return key
 
 
 @library_op()
 def chain_forward(
-    key: str, inputs: list[torch.Tensor | None], state: list[torch.Tensor], *, launch: bool = True
+    key: str,
+    inputs: list[torch.Tensor | None],
+    state: list[torch.Tensor],
+    *,
+    launch: bool = True,
 ) -> list[torch.Tensor]:
-    entry = _ENTRIES[key]
-    return entry.forward(inputs, state) if launch else entry.fake_forward(inputs, state)
+    """The forward of a chain; amaxes in `state` are raised (docs/adr/0003).
+
+    Args:
+        key: of the operator.
+        inputs: the values that come in, and the parameters.
+        state: the memory of scaling state, forward and backward.
+        launch: False gives the shapes alone.
+
+    Returns:
+        Results and what backward reads, each a tensor of its own and none of the inputs.
+    """
+    operator = _OPERATORS[key]
+    return (operator.forward if launch else operator.shapes_of_forward)(inputs, state)
 
 
 @library_op()
@@ -196,41 +263,58 @@ def chain_backward(
     *,
     launch: bool = True,
 ) -> list[torch.Tensor]:
-    return _ENTRIES[key].backward(sizes, grads, saved, state, not launch)
+    """The backward of a chain; amaxes in `state` are raised.
+
+    Args:
+        key: of the forward.
+        sizes: of all values that came in.
+        grads: of the results, contiguous.
+        saved: those inputs that it reads, the others None; and what the forward left.
+        state: of the forward.
+        launch: False gives the shapes alone.
+
+    Returns:
+        Gradients, see `ChainOperator.backward`.
+    """
+    return _OPERATORS[key].backward(sizes, grads, saved, state, launch)
 
 
-class _Node(torch.autograd.Function):
+class _CompiledNode(torch.autograd.Function):
+    """The two operators as one node of the graph that AOTAutograd traces."""
+
     @staticmethod
-    def forward(ctx: Any, key: str, state: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, key: str, state: Sequence[torch.Tensor], *inputs: Any) -> Any:
         ctx.set_materialize_grads(False)
-        entry = _ENTRIES[key]
+        operator = _OPERATORS[key]
         made = torch.ops.te.chain_forward(key, inputs, state)
-        results = entry.results
-        count = len(entry.fresh_results())
-        ctx.call = key, state, entry.sizes(inputs)
-        reads = [x if read else None for x, read in zip(inputs, entry.reads, strict=True)]
-        ctx.save_for_backward(*reads, *made[count:])
-        found = [made[p] if p >= 0 else inputs[-1 - p] for p in results]
-        return tuple(found)
+        ctx.call = key, state, operator.sizes(inputs)
+        read = [x if read else None for x, read in zip(inputs, operator.reads, strict=True)]
+        results = _results(operator, inputs, made)
+        ctx.save_for_backward(*read, *made[sum(p >= 0 for p in operator.results) :])
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         key, state, sizes = ctx.call
-        contiguous = [g if g is None or g.is_contiguous() else g.contiguous() for g in grads]
-        found = iter(torch.ops.te.chain_backward(key, sizes, contiguous, [*ctx.saved_tensors], state))
-        needs = _ENTRIES[key].needs
-        return (None, None, *[next(found) if need else None for need in needs])
+        contiguous = [None if g is None else g.contiguous() for g in grads]
+        saved = [*ctx.saved_tensors]
+        found = iter(torch.ops.te.chain_backward(key, sizes, contiguous, saved, state))
+        needs = _OPERATORS[key].facts.needs
+        made = [next(found) if need else None for need in needs]
+        return (None, None, *[g if g is None or g.shape != (0,) else None for g in made])
+
+
+def _results(operator: ChainOperator, inputs: Tensors, made: Sequence[Any]) -> list[Any]:
+    return [made[p] if p >= 0 else inputs[-1 - p] for p in operator.results]  # type: ignore[operator]
 
 
 @composite_op("chain(str key, Tensor?[] inputs, Tensor[] state) -> Tensor[]")
-def chain_operator(key: str, inputs: Any, state: Any) -> list[torch.Tensor]:
-    entry = _ENTRIES[key]
-    if entry.staged or any(isinstance(n, torch.SymInt) for n in entry.sizes(inputs)):
-        if not entry.staged:
-            state = entry.flushed(state)
-        found = call_chain(entry._plan(state), None, *inputs)
-        return [*found] if isinstance(found, tuple) else [found]
-    if any(entry.needs):
-        return list(_Node.apply(key, state, *inputs))
-    made = torch.ops.te.chain_forward(key, inputs, state)
-    return [made[p] if p >= 0 else inputs[-1 - p] for p in entry.results]
+def chain(key: str, inputs: list[Any], state: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a chain returns, as compiled code calls it; see the top of this file."""
+    operator = _OPERATORS[key]
+    if operator.staged(inputs):
+        made = call_chain(operator.bound(state, staged=True), None, *inputs)
+        return [*made] if isinstance(made, tuple) else [made]
+    if any(operator.facts.needs):
+        return [*_CompiledNode.apply(key, state, *inputs)]
+    return _results(operator, inputs, torch.ops.te.chain_forward(key, inputs, state))

@@ -25,9 +25,7 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         What the chain returns: one value, or a tuple.
     """
     if plan.operator:
-        results = torch.ops.te.chain(plan.operator, [*inputs], plan.state)
-        if plan.columns is not None:
-            plan.columns.record_amaxes(results[0])
+        results = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
         return results[0] if len(results) == 1 else tuple(results)
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():

@@ -34,6 +34,9 @@ from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 Tensors = tuple[torch.Tensor, ...]
 
 
+_DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
+
+
 class Quantizer:
     """Base: `operands(x, request)` makes a 2-D tensor ready for the GEMMs named in the request.
 
@@ -63,14 +66,24 @@ class Quantizer:
     def __init_subclass__(cls, native: bool = False, **more: Any) -> None:
         super().__init_subclass__(**more)
         cls.native = native
+        if native:
+            _DESCRIBED[cls.scaling] = cls
 
-    def description(self) -> Any:
-        """Constants from which `rebuilt` makes the same quantizer; None where nothing can."""
+    def constants(self) -> tuple[Any, ...] | None:
+        """What `rebuilt` makes the same quantizer of, beside scaling state; None: it cannot.
+
+        No floats: under dynamic shapes they are inputs of a graph, until they are compared.
+        """
         return None
 
+    def description(self) -> tuple[Any, ...] | None:
+        """Its class and its constants; None where compiled code has to trace it."""
+        constants = self.constants() if self.native else None
+        return None if constants is None else (self.scaling, *constants)
+
     @classmethod
-    def rebuilt(cls, description: Any, tensors: Any) -> Quantizer:
-        """A quantizer of this description; it takes its persistent tensors from an iterator."""
+    def rebuilt(cls, description: Any, column: Any) -> Quantizer:
+        """The quantizer of a description; `column` is the scale and amax of a scaling state."""
         return cls(*description[1:])
 
     @property
@@ -196,8 +209,9 @@ class WrappingQuantizer(Quantizer):
 class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
 
-    def description(self) -> Any:
-        return ("IdentityQuantizer",)
+    def constants(self) -> tuple[Any, ...]:
+        """None."""
+        return ()
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Both sides are `x`."""
@@ -225,9 +239,6 @@ class IdentityQuantizer(Quantizer, native=True):
 
 class CalibratingQuantizer(IdentityQuantizer):
     """High precision that records `max |x|`, so that FP8 can start from a known scale."""
-
-    def description(self) -> Any:
-        return None
 
     def __init__(self, amax: torch.Tensor) -> None:
         self.amax = amax
@@ -390,12 +401,13 @@ class GemmQuantizers:
         again.fast_accumulation = self.fast_accumulation
         return again
 
-    def description(self) -> Any:
-        """Constants, or None."""
-        six = [getattr(self, name).description() for name in SIX]
-        if self.wrapped or None in six:
+    def description(self) -> tuple[Any, ...] | None:
+        """Constants from which `described_gemm` makes the same; None where nothing can."""
+        six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
+        constants = [quantizer.description() for quantizer in six]
+        if self.wrapped or None in constants:
             return None
-        return (*six, self.fast_accumulation)
+        return (*constants, self.fast_accumulation)
 
     def persistent_tensors(self) -> Tensors:
         """The tensors that outlive a call and that its casts read or write, see `Quantizer`."""
@@ -403,3 +415,18 @@ class GemmQuantizers:
 
 
 HIGH_PRECISION_GEMM = GemmQuantizers()
+
+
+def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
+    """Quantizers as `GemmQuantizers.description` says.
+
+    Args:
+        description: of the six, and of accumulation.
+        columns: of scaling state, `GemmColumns`; None without one.
+    """
+    *six, accumulation = description
+    of_each = (*(columns or (None, None, None)), None, None, None)
+    made = [_DESCRIBED[one[0]].rebuilt(one, own) for one, own in zip(six, of_each, strict=True)]
+    gemm = GemmQuantizers(*made)
+    gemm.fast_accumulation = accumulation
+    return gemm

@@ -12,6 +12,7 @@ import torch
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.scaling_state import ALIGNED
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -44,7 +45,7 @@ def scales_of_call(
     if launch and flush:
         process_state().flush()
     # Each by itself, as it was: recordings take what begins at 16 bytes.
-    copies = torch.cat([scale.as_strided((4,), (1,)) for scale in scales]).unsqueeze(0)
+    copies = torch.cat([scale.as_strided((ALIGNED,), (1,)) for scale in scales]).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
@@ -71,7 +72,7 @@ def count_amaxes(
     """
     del after
     if launch and graph_task() == -1:
-        torch._foreach_maximum_(amaxes, list(values[1, ::4].split(1)))
+        torch._foreach_maximum_(amaxes, list(values[1, ::ALIGNED].split(1)))
 
 
 @torch.compiler.assume_constant_result

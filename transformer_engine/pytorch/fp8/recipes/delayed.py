@@ -46,13 +46,14 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         self.scale = scale
         self.amax = amax
 
-    def description(self) -> Any:
-        return ("DelayedQuantizer", self.format, self.amax is not None)
+    def constants(self) -> tuple[Any, ...]:
+        """The format."""
+        return (self.format,)
 
     @classmethod
-    def rebuilt(cls, description: Any, tensors: Any) -> Quantizer:
-        scale = next(tensors)
-        return cls(scale, next(tensors) if description[2] else None, description[1])
+    def rebuilt(cls, description: Any, column: Any) -> Quantizer:
+        """With the scale and amax of the column."""
+        return cls(*column, description[1])
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
