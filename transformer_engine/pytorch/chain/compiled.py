@@ -42,7 +42,6 @@ class Facts(NamedTuple):
         dtype: of activations.
         needs: see `CallPlan`.
         gemms: descriptions of the quantizers of each.
-        state: shapes of the memory of scaling state, forward and backward, if any.
         flush: first run the updates of scales that compiled code has deferred.
         recomputed: the graph may compute the call again.
     """
@@ -51,7 +50,6 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: tuple[Any, ...]
-    state: tuple[tuple[int, ...], ...]
     flush: bool
     recomputed: bool
 
@@ -85,7 +83,7 @@ class ChainOperator:
         self.chain = TEMPLATES[facts.kind]
         self.results: Sequence[int | None] = ()
         self.reads: Sequence[bool] = ()
-        self._plan: CallPlan | None = None
+        self._plans: dict[int, CallPlan] = {}  # by lengths of histories
         self._traces: dict[Any, _Trace] = {}
 
     def bound(self, state: Sequence[torch.Tensor], staged: bool = False) -> CallPlan:
@@ -103,13 +101,15 @@ class ChainOperator:
         plan.columns = columns
         return self.chain.prepare(plan)
 
-    def _planned(self) -> CallPlan:
+    def _planned(self, state: Sequence[torch.Tensor]) -> CallPlan:
         """The plan of recorded calls; made in the first one, outside of what is traced."""
-        if self._plan is None:
-            state = [torch.empty(shape, device="cpu") for shape in self.facts.state]
-            self._plan = self.bound(state)
-            self._plan.state, self._plan.bind = state, self.bound
-        return self._plan
+        length = _length(state)
+        plan = self._plans.get(length)
+        if plan is None:
+            stand_ins = [torch.empty(room.shape, device="cpu") for room in state]
+            plan = self._plans[length] = self.bound(stand_ins)
+            plan.state, plan.bind = stand_ins, self.bound
+        return plan
 
     def sizes(self, inputs: Tensors) -> tuple[int, ...]:
         """Of all values that come in."""
@@ -129,7 +129,7 @@ class ChainOperator:
             process_state().flush()
         if state and any(self.facts.needs):
             refuse_in_backward()
-        plan, sizes = self._planned(), self.sizes(inputs)
+        plan, sizes = self._planned(state), (*self.sizes(inputs), _length(state))
         with counting_apart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             trace = self._traces.get(sizes)
@@ -152,7 +152,7 @@ class ChainOperator:
         with counting_apart():
             trace, saved = traced(None, run_forward(self.bound(state), values, 0, len(chain.steps)))
         made = [*[values[v] for v in chain.outputs], *saved]
-        noted = self._traces["shapes", self.sizes(inputs)] = self._noted(inputs, made, (trace,))
+        noted = self._traces["shapes", *self.sizes(inputs)] = self._noted(inputs, made, (trace,))
         return [made[i] for i in noted.picks]
 
     def _noted(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
@@ -175,14 +175,14 @@ class ChainOperator:
         launch: bool,
     ) -> list[torch.Tensor]:
         """The gradients that are needed; one that there is none of is a tensor of no values."""
-        trace = self._traces[tuple(sizes) if launch else ("shapes", tuple(sizes))]
+        trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", *sizes)]
         inputs = len(self.reads)
         first = inputs - sum(place is not None and place >= 0 for place in self.results)
         tensors = [
             None if place is None else saved[-1 - place if place < 0 else first + place]
             for place in trace.places
         ]
-        plan = self._planned() if launch else self.bound(state)
+        plan = self._planned(state) if launch else self.bound(state)
         with counting_apart():
             found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
         known = {id(grad) for grad in grads}
@@ -194,6 +194,11 @@ class ChainOperator:
                 needed.append(grad.clone() if id(grad) in known else grad)  # type: ignore[union-attr]
                 known.add(id(needed[-1]))
         return needed
+
+
+def _length(state: Sequence[torch.Tensor]) -> int:
+    """Of the histories in it."""
+    return state[0].shape[1] if state else 0
 
 
 def _places(inputs: Tensors, made: Tensors) -> list[int | None]:

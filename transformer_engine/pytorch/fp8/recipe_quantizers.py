@@ -191,17 +191,16 @@ def columns_in_memory(
         flush: see `columns_of`.
         recomputed: see `columns_of`; None for the scales themselves.
     """
-    (scales, amaxes), (of_grads, amaxes_of_grads) = [
-        [[row[i : i + 1] for row in room.unbind()] for i in (0, ALIGNED)] for room in rooms
-    ]
+    forward, backward = rooms
     cast = [FORWARD_COLUMNS * gemm + i for gemm in range(gemms) for i in range(_CAST_COLUMNS)]
-    scales, amaxes = [scales[i] for i in cast], [amaxes[i] for i in cast]
+    of_grads = range(BACKWARD_COLUMNS * gemms)
+    scales, amaxes = [[forward[n, i : i + 1] for n in cast] for i in (0, ALIGNED)]
+    grads = [[backward[n, i : i + 1] for n in of_grads] for i in (0, ALIGNED)]
     if recomputed is None:
         columns = Columns(scales, amaxes if recording else [None] * len(cast))
     else:
         columns = columns_of(scales, amaxes, recording, flush, recomputed)
-    found = [_columns(columns, of_grads, amaxes_of_grads, i) for i in range(gemms)]
-    return columns, found
+    return columns, [_columns(columns, *grads, i) for i in range(gemms)]
 
 
 def _columns(

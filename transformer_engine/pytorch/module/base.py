@@ -297,8 +297,7 @@ class TransformerEngineBaseModule(ScaledModule):
         plan = CallPlan(dtype, needs or (False,) * (1 + parameters))
         plan.state = built.state
         how = (stack.entered_in_graph, stack.in_compiled_checkpoint)
-        rooms = tuple([(room.shape[0], room.shape[1]) for room in built.state])
-        plan.operator = operator_key(chain.kind, dtype, plan.needs, gemms, rooms, *how)
+        plan.operator = operator_key(chain.kind, dtype, plan.needs, gemms, *how)
         return plan
 
     def _quantizers_in(
