@@ -197,11 +197,14 @@ def keep_address(x: torch.Tensor) -> None:
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they are views of one memory; without `_cdata`: whether that begins alike."""
-    one, other = a.untyped_storage(), b.untyped_storage()
-    if not hasattr(one, "_cdata"):
-        return one.data_ptr() == other.data_ptr()
-    return bool(one._cdata == other._cdata)
+    """Whether they are views of one memory."""
+    return memory_of(a) == memory_of(b)
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """A number that views of one memory share; without `_cdata`: where that begins."""
+    storage = x.untyped_storage()
+    return storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
 
 
 def default_device_is_set() -> bool:

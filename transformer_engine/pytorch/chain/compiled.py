@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch._torch_private import memory_of
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES, run_forward
 from transformer_engine.pytorch.chain.gemm import counting_apart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
+from transformer_engine.pytorch.fp8.described import described_gemm
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.quantizers import described_gemm
 from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
 from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward
@@ -81,23 +82,20 @@ class ChainOperator:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.chain = TEMPLATES[facts.kind]
-        self.results: Sequence[int | None] = ()
+        self.results: Sequence[Any] = ()
         self.reads: Sequence[bool] = ()
         self._plans: dict[int, CallPlan] = {}  # by lengths of histories
         self._traces: dict[Any, _Trace] = {}
 
     def bound(self, state: Sequence[torch.Tensor], staged: bool = False) -> CallPlan:
         """A plan of calls with this scaling state; `staged` ones cast with copies of its scales."""
-        facts, records, columns, columns_of_gemms = self.facts, any(self.facts.needs), None, ()
+        facts, columns = self.facts, None
+        of_gemms: list[Any] = [None] * len(facts.gemms)
         if state:
-            again = facts.recomputed if staged else None
-            found = columns_in_memory(state, len(facts.gemms), records, facts.flush, again)
-            columns, columns_of_gemms = found
-        made = [
-            described_gemm(one, columns_of_gemms[i] if columns_of_gemms else None)
-            for i, one in enumerate(facts.gemms)
-        ]
-        plan = CallPlan(facts.dtype, facts.needs, made)
+            how = (any(facts.needs), facts.flush, facts.recomputed if staged else None)
+            columns, of_gemms = columns_in_memory(state, len(of_gemms), *how)
+        gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
+        plan = CallPlan(facts.dtype, facts.needs, gemms)
         plan.columns = columns
         return self.chain.prepare(plan)
 
@@ -123,7 +121,7 @@ class ChainOperator:
             return True
         return first.nbytes > segments.HOST_BOUND_BYTES or not first.numel()
 
-    def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
         """The tensors that a call makes: results, and what backward reads."""
         if self.facts.flush:
             process_state().flush()
@@ -140,22 +138,23 @@ class ChainOperator:
                 results, saved, of_segments = segments.forward(plan, copies, state)
         made = [*results, *saved]
         if trace is None:
-            trace = self._traces[sizes] = self._noted(inputs, made, of_segments)
+            trace = self._traces[sizes] = self._trace_of(inputs, made, of_segments)
         return [made[i] for i in trace.picks]
 
-    def shapes_of_forward(
-        self, inputs: Tensors, state: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def shapes_of_forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
         """The same of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
         with counting_apart():
-            trace, saved = traced(None, run_forward(self.bound(state), values, 0, len(chain.steps)))
+            of_all, saved = traced(
+                None, run_forward(self.bound(state), values, 0, len(chain.steps))
+            )
         made = [*[values[v] for v in chain.outputs], *saved]
-        noted = self._traces["shapes", *self.sizes(inputs)] = self._noted(inputs, made, (trace,))
-        return [made[i] for i in noted.picks]
+        trace = self._trace_of(inputs, made, (of_all,))
+        self._traces["shapes", self.sizes(inputs)] = trace
+        return [made[i] for i in trace.picks]
 
-    def _noted(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
+    def _trace_of(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
         """The trace of a call; what is the same for all sizes is kept."""
         places = _places(inputs, made)
         results = len(self.chain.outputs)
@@ -173,9 +172,9 @@ class ChainOperator:
         saved: Tensors,
         state: Sequence[torch.Tensor],
         launch: bool,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """The gradients that are needed; one that there is none of is a tensor of no values."""
-        trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", *sizes)]
+        trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", tuple(sizes))]
         inputs = len(self.reads)
         first = inputs - sum(place is not None and place >= 0 for place in self.results)
         tensors = [
@@ -186,12 +185,13 @@ class ChainOperator:
         with counting_apart():
             found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
         known = {id(grad) for grad in grads}
-        needed = []
+        device = next(grad.device for grad in grads if grad is not None)
+        needed: list[Any] = []
         for grad, need in zip(found, self.facts.needs, strict=False):
             if need and grad is None:
-                needed.append(torch.empty(0, device=grads[0].device))  # type: ignore[union-attr]
-            elif need:
-                needed.append(grad.clone() if id(grad) in known else grad)  # type: ignore[union-attr]
+                needed.append(torch.empty(0, device=device))
+            elif need and grad is not None:
+                needed.append(grad.clone() if id(grad) in known else grad)
                 known.add(id(needed[-1]))
         return needed
 
@@ -206,13 +206,13 @@ def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
     known: dict[int, tuple[int, torch.Tensor]] = {}
     for i, x in enumerate(inputs):
         if x is not None:
-            known.setdefault(x.untyped_storage()._cdata, (-1 - i, x))
+            known.setdefault(memory_of(x), (-1 - i, x))
     fresh, places = 0, list[int | None]()
     for t in made:
         if t is None:
             places.append(None)
             continue
-        memory = t.untyped_storage()._cdata
+        memory = memory_of(t)
         if memory not in known:
             known[memory] = (fresh, t)
             fresh += 1
@@ -310,7 +310,7 @@ class _CompiledNode(torch.autograd.Function):
 
 
 def _results(operator: ChainOperator, inputs: Tensors, made: Sequence[Any]) -> list[Any]:
-    return [made[p] if p >= 0 else inputs[-1 - p] for p in operator.results]  # type: ignore[operator]
+    return [made[p] if p >= 0 else inputs[-1 - p] for p in operator.results]
 
 
 @composite_op("chain(str key, Tensor?[] inputs, Tensor[] state) -> Tensor[]")

@@ -25,8 +25,8 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
         What the chain returns: one value, or a tuple.
     """
     if plan.operator:
-        results = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
-        return results[0] if len(results) == 1 else tuple(results)
+        made = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
+        return made[0] if len(made) == 1 else tuple(made)
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)

@@ -152,6 +152,7 @@ def record(
         persistent: tensors that may be read and written without being brought; the recording holds
             them.
         python: returns the tensors that are results and those that backward will read (or None).
+        apart: the latter become tensors of their own, too.
 
     Returns:
         What was recorded; why it cannot be.

@@ -232,6 +232,7 @@ class Segment:
             made: gradients of the values that it made.
             buffers: what the forward left. The list is emptied.
             targets: of weight gradients.
+            state: see `forward`.
 
         Returns:
             Gradients of the values that it reads, and of its parameters.

@@ -37,6 +37,7 @@ def forward(
     Args:
         plan: of the call.
         inputs: the values that come in, and the parameters.
+        state: what stands in place of the stand-ins of the plan, if it has any.
 
     Returns:
         What the chain returns, the tensors to save for the backward, and the traces of the call.
@@ -82,6 +83,7 @@ def backward(
         tensors: that were saved. The list is emptied, so that memory is free as soon as possible.
         traces: of the forward.
         targets: of weight gradients.
+        state: of the forward.
     """
     chain = plan.chain
     if len(traces) == 1 and traces[0].stages is None:
@@ -101,7 +103,11 @@ def backward(
 
 
 def _run_backward(
-    plan: CallPlan, grads: list[Any], tensors: list[Any], trace: Trace, targets: Targets,
+    plan: CallPlan,
+    grads: list[Any],
+    tensors: list[Any],
+    trace: Trace,
+    targets: Targets,
     state: Tensors = (),
 ) -> None:
     """The backward of one trace; `grads` are those of `run_backward`."""

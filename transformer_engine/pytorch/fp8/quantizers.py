@@ -25,7 +25,6 @@ from transformer_engine.pytorch.fp8.operands import (
     Result,
     Value,
 )
-from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -34,7 +33,7 @@ from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 Tensors = tuple[torch.Tensor, ...]
 
 
-_DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
+DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
 
 
 class Quantizer:
@@ -67,7 +66,7 @@ class Quantizer:
         super().__init_subclass__(**more)
         cls.native = native
         if native:
-            _DESCRIBED[cls.scaling] = cls
+            DESCRIBED[cls.scaling] = cls
 
     def constants(self) -> tuple[Any, ...] | None:
         """What `rebuilt` makes the same quantizer of, beside scaling state; None: it cannot.
@@ -237,30 +236,6 @@ class IdentityQuantizer(Quantizer, native=True):
         return plain if made.bias_grad is None else Operands(plain, plain, made.bias_grad)
 
 
-class CalibratingQuantizer(IdentityQuantizer):
-    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
-
-    def __init__(self, amax: torch.Tensor) -> None:
-        self.amax = amax
-
-    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
-        """Both sides are `x`; its amax replaces the running one."""
-        self.record_amax(x)
-        return super().operands(x, request)
-
-    def record_amax(self, x: torch.Tensor) -> None:
-        """The amax."""
-        self.amax.copy_(amax_of(x))
-
-    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """High precision alone."""
-        return IDENTITY
-
-    def persistent_tensors(self) -> Tensors:
-        """The amax."""
-        return (self.amax,)
-
-
 class Fp8Quantizer(Quantizer):
     """Base of FP8 quantizers.
 
@@ -415,18 +390,3 @@ class GemmQuantizers:
 
 
 HIGH_PRECISION_GEMM = GemmQuantizers()
-
-
-def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
-    """Quantizers as `GemmQuantizers.description` says.
-
-    Args:
-        description: of the six, and of accumulation.
-        columns: of scaling state, `GemmColumns`; None without one.
-    """
-    *six, accumulation = description
-    of_each = (*(columns or (None, None, None)), None, None, None)
-    made = [_DESCRIBED[one[0]].rebuilt(one, own) for one, own in zip(six, of_each, strict=True)]
-    gemm = GemmQuantizers(*made)
-    gemm.fast_accumulation = accumulation
-    return gemm

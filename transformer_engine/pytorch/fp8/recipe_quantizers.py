@@ -14,9 +14,10 @@ import torch
 from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.autocast import autocast
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.calibrating import CalibratingQuantizer
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.quantizers import CalibratingQuantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
 from transformer_engine.pytorch.fp8.scaling_state import ALIGNED, BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
@@ -41,7 +42,8 @@ FEATURE_ALIGNMENT = 16
 # backward.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
 _CAST_COLUMNS = 2  # the first ones: outputs stay in high precision
-_WITHOUT_TENSORS: Any = GemmColumns((None, None), (None, None), (None, None))
+_NO_TENSORS: Any = (None, None)
+_WITHOUT_TENSORS = GemmColumns(_NO_TENSORS, _NO_TENSORS, _NO_TENSORS)
 
 
 class Columns(NamedTuple):
@@ -85,8 +87,11 @@ def columns_of(
     if not (flush or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
     rows = 2 if recording and recomputed else 1
-    values = scales_of_call(scales, flush, recording, rows)
-    own = [[row[i : i + 1] for i in range(0, ALIGNED * len(scales), ALIGNED)] for row in values.unbind()]
+    values = scales_of_call([*scales], flush, recording, rows)
+    own = [
+        [row[i : i + 1] for i in range(0, ALIGNED * len(scales), ALIGNED)]
+        for row in values.unbind()
+    ]
     if rows == 1:
         return Columns(own[0], amaxes if recording else untraced)
     return Columns(own[0], own[1], values, amaxes)
@@ -193,14 +198,14 @@ def columns_in_memory(
     """
     forward, backward = rooms
     cast = [FORWARD_COLUMNS * gemm + i for gemm in range(gemms) for i in range(_CAST_COLUMNS)]
-    of_grads = range(BACKWARD_COLUMNS * gemms)
+    own = range(BACKWARD_COLUMNS * gemms)
     scales, amaxes = [[forward[n, i : i + 1] for n in cast] for i in (0, ALIGNED)]
-    grads = [[backward[n, i : i + 1] for n in of_grads] for i in (0, ALIGNED)]
+    of_grads, amaxes_of_grads = [[backward[n, i : i + 1] for n in own] for i in (0, ALIGNED)]
     if recomputed is None:
         columns = Columns(scales, amaxes if recording else [None] * len(cast))
     else:
         columns = columns_of(scales, amaxes, recording, flush, recomputed)
-    return columns, [_columns(columns, *grads, i) for i in range(gemms)]
+    return columns, [_columns(columns, of_grads, amaxes_of_grads, i) for i in range(gemms)]
 
 
 def _columns(

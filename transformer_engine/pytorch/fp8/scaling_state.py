@@ -26,7 +26,7 @@ ALIGNED = 4  # floats
 class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
-    Both are parts of `room`, fp32 `[n, 4 + length or more]`: a scale, and after 16 bytes its history.
+    Both lie in `room`, fp32 `[n, 4 + length or more]`: a scale, and after 16 bytes its history.
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
     methods below, which raise `version`, so that the group notices. A column is a run of memory
     that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs

@@ -59,6 +59,7 @@ def refuse_in_backward() -> None:
             " inside of the checkpointed function, or use Float8CurrentScaling"
         )
 
+
 @library_op(has_side_effects=True)
 def count_amaxes(
     after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True

@@ -159,9 +159,8 @@ class Matmul(Stage):
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
         self.save_original_input = False  # save it for backward unquantised
-        self.cached_weight: tuple[Hashable, Operands] | None
-        self._cached_tensors: tuple[torch.Tensor | None, ...]
-        self.drop_cache()
+        self.cached_weight: tuple[Hashable, Operands] | None = None
+        self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
 
     def rename(self, layer: str) -> None:
@@ -264,10 +263,6 @@ class Matmul(Stage):
         if bias is not None:
             bias = bias_for(plan.dtype, bias, plan.quantizers.input.format).to(x.dtype)
         return (linear(x, weight, bias).to(plan.dtype),)
-
-    def drop_cache(self) -> None:
-        """Forget what is cached of the weight."""
-        self.cached_weight, self._cached_tensors = None, ()
 
     def detach_cache(self) -> None:
         """Free what the first micro-batch saved: a cached weight would keep its graph alive."""

@@ -53,7 +53,8 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     @classmethod
     def rebuilt(cls, description: Any, column: Any) -> Quantizer:
         """With the scale and amax of the column."""
-        return cls(*column, description[1])
+        scale, amax = column
+        return cls(scale, amax, description[1])
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
