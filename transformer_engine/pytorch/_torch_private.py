@@ -18,6 +18,7 @@ import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,20 @@ def without_side_effect_checks(function: Callable[[], Any]) -> Any:
     return function() if unchecked is None else unchecked(function)
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` is true.
+
+    Since 2.13 it is while AOTAutograd traces; before, while Dynamo does alone.
+    """
+    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 def keep_address(x: torch.Tensor) -> None:
     """Let CUDA graphs of a compiler read and write the tensor itself, where they know the mark.
 
@@ -197,11 +212,14 @@ def keep_address(x: torch.Tensor) -> None:
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they are views of one memory; without `_cdata`: whether that begins alike."""
-    one, other = a.untyped_storage(), b.untyped_storage()
-    if not hasattr(one, "_cdata"):
-        return one.data_ptr() == other.data_ptr()
-    return bool(one._cdata == other._cdata)
+    """Whether they are views of one memory."""
+    return memory_of(a) == memory_of(b)
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """A number that views of one memory share; without `_cdata`: where that begins."""
+    storage = x.untyped_storage()
+    return storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
 
 
 def default_device_is_set() -> bool:

@@ -93,8 +93,9 @@ def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
             gemm_count = 1
 
         scope = Scope(enabled=True, recipe=recipe)
-        (six,), changed, _ = build_quantizers(Module(), scope, True, torch.device("cpu"))
-        assert not changed and six.fast_accumulation == (False, False, False)
+        built = build_quantizers(Module(), scope, True, torch.device("cpu"))
+        (six,) = built.gemms
+        assert not built.moved and six.fast_accumulation == (False, False, False)
         three = (six.input, six.weight, six.grad_output)
         assert all(quantizer.format == 5 for quantizer in three)
         return [(q.dimensions, q.power_of_2, q.epsilon) for q in three]

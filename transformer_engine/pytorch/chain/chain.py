@@ -8,6 +8,8 @@ graph.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -93,6 +95,25 @@ class ChainBuilder:
         return Chain(self, outputs)
 
 
+# Chains without a module, by kind: what operators of compiled code run.
+TEMPLATES: dict[str, Chain] = {}
+
+
+def _kind_of(chain: Chain) -> str:
+    """What chains of the same stages and settings have in common, names aside.
+
+    Empty where compiled code has to trace them stage by stage.
+    """
+    if any(matmul.fuse_wgrad for matmul in chain.matmuls):
+        return ""
+    rows = [
+        (type(step.stage).__name__, step.stage.settings(), step.inputs, step.outputs)
+        for step in chain.steps
+    ]
+    text = repr((rows, chain.inputs, chain.outputs, chain.parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class Chain:
     """A fixed list of stages.
 
@@ -104,6 +125,7 @@ class Chain:
         inputs: how many values come in.
         arguments: how many these and the parameters are.
         names: of all values.
+        kind: equal for chains that compute the same.
         parts: the first step, and the one behind the last, of what is planned together.
     """
 
@@ -128,6 +150,7 @@ class Chain:
         self.steps = tuple(self._linked(steps))
         self.layer = ""  # for messages
         self.gemm_names = self._gemm_names()
+        self.kind = _kind_of(self)
 
     @classmethod
     def of(cls, *stages: Stage) -> Chain:
@@ -187,6 +210,20 @@ class Chain:
         for stage in self.stages:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
+
+    def settings_changed(self) -> None:
+        """Find its kind anew: a stage has another setting."""
+        self.kind = _kind_of(self)
+
+    @torch.compiler.assume_constant_result
+    def keep_template(self) -> bool:
+        """Keep a copy without a module for all chains of its kind; Dynamo calls this."""
+        if self.kind not in TEMPLATES:
+            template = TEMPLATES[self.kind] = copy.deepcopy(self)
+            template.rename("in compiled code")
+            for stage in template.matmuls:
+                stage.cached_weight = None
+        return True
 
     def prepare(self, plan: CallPlan) -> CallPlan:
         """Let every stage decide what it can for all calls of a plan."""

@@ -34,11 +34,11 @@ _counters = _Counters()
 def counting_apart() -> Iterator[dict[tuple[str, str, str], int]]:
     """GEMMs of this thread are counted in the dict that it gives, and nowhere else."""
     counts: dict[tuple[str, str, str], int] = {}
-    _counters.own = counts
+    outer, _counters.own = _counters.own, counts
     try:
         yield counts
     finally:
-        _counters.own = None
+        _counters.own = outer
 
 
 def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
@@ -62,7 +62,9 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
 
 
 def count_group(group: GemmGroup) -> None:
-    """Count GEMMs that run elsewhere."""
+    """Count GEMMs that run elsewhere, unless those of this thread are counted apart."""
+    if _counters.own is not None:
+        return
     groups = process_state().gemm_groups
     groups[group] = groups.get(group, 0) + 1
 

@@ -24,6 +24,9 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     Returns:
         What the chain returns: one value, or a tuple.
     """
+    if plan.operator:
+        made = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
+        return made[0] if len(made) == 1 else tuple(made)
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)
@@ -55,6 +58,9 @@ class _ChainNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan = ctx.call[0]
+        if plan.compiling and not torch.compiler.is_compiling():
+            with _torch_private.compiling():
+                return (None, None, *_backward(ctx, grads))
         if plan.compiling or not torch.is_grad_enabled():
             return (None, None, *_backward(ctx, grads))
         with torch.no_grad():

@@ -31,6 +31,9 @@ class CallPlan:
         options: what else stages must know of it.
         fp8_weights: which inputs are weights that exist in FP8 alone.
         caching: the stages that read what they have cached, with their plans.
+        operator: the key of the operator that the call is in compiled code; else empty.
+        state: of such a plan: the memory of scaling state, or stand-ins for it.
+        bind: makes the same plan with other state than these stand-ins.
         stage_plans: of each stage.
         differentiable: of each stage, whether anything in it needs a gradient.
         recordings: by shapes of the inputs; None where calls are not recorded.
@@ -41,6 +44,7 @@ class CallPlan:
 
     __slots__ = (
         "accumulates",
+        "bind",
         "caching",
         "chain",
         "columns",
@@ -55,6 +59,7 @@ class CallPlan:
         "inspection",
         "is_recompute",
         "needs",
+        "operator",
         "options",
         "quantizers",
         "recompute_plan",
@@ -63,6 +68,7 @@ class CallPlan:
         "recordings",
         "requires_grad",
         "stage_plans",
+        "state",
     )
 
     def __init__(
@@ -93,6 +99,13 @@ class CallPlan:
         self.inspect_at = 0
         self.inspection: Any = None
         self.recordings: dict[Any, Any] | None = None
+        self.state: Any = None
+        self.bind: Any = None
+        self.operator: str = ""
+
+    def bound(self, state: Any) -> CallPlan:
+        """The plan with these tensors in place of its stand-ins."""
+        return self if self.bind is None else self.bind(state)
 
     def copy(self) -> CallPlan:
         """The same plan, for one call that has to be told from others."""

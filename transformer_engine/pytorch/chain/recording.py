@@ -141,6 +141,7 @@ def record(
     direct: Tensors,
     persistent: list[torch.Tensor],
     python: Callable[[], tuple[Tensors, Tensors]],
+    apart: bool = False,
 ) -> Recorded | str:
     """Watch `python`.
 
@@ -151,6 +152,7 @@ def record(
         persistent: tensors that may be read and written without being brought; the recording holds
             them.
         python: returns the tensors that are results and those that backward will read (or None).
+        apart: the latter become tensors of their own, too.
 
     Returns:
         What was recorded; why it cannot be.
@@ -167,7 +169,7 @@ def record(
     if watch.computes:
         return f"torch computes: {watch.computes}"
     buffers = _BufferPlan([*for_inputs, *direct], watch.allocated, recorder)
-    problem = buffers.place(results, saved)
+    problem = buffers.place(results, saved, apart)
     if problem:
         return problem
     recording = buffers.recording([*inputs, *direct], persistent)
@@ -223,7 +225,7 @@ class _BufferPlan:
         same = whole is not None and (t.shape, t.stride()) == (whole.shape, whole.stride())
         return BufferSlice(slot, offset, tuple(t.shape), t.stride(), t.dtype, same)
 
-    def place(self, results: Tensors, saved: Tensors) -> str:
+    def place(self, results: Tensors, saved: Tensors, apart: bool) -> str:
         """Give every tensor a place; why one cannot have any, or `""`."""
         tensors = [t for t in (*results, *saved) if t is not None]
         if not all(t.numel() for t in (*tensors, *self.allocated)):
@@ -231,7 +233,7 @@ class _BufferPlan:
         for t in results:
             self._place(t, self._as_output)
         for t in saved:
-            self._place(t, self._as_saved)
+            self._place(t, self._as_output if apart else self._as_saved)
         self._place_scratch()
         if any(self._range(t.data_ptr()) is None for t in tensors):
             return "a result was neither allocated here nor brought"

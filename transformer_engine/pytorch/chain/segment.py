@@ -99,13 +99,14 @@ class Segment:
         self._backwards: dict[Any, tuple[Recorded, _Reader] | str] = {}
 
     def forward(
-        self, plan: CallPlan, inputs: tuple[Any, ...]
+        self, plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
     ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Trace]:
         """Run it.
 
         Args:
             plan: of the call.
             inputs: the values that it reads, and its parameters.
+            state: what stands behind them where the plan has stand-ins for it.
 
         Returns:
             The values that it makes, the tensors to save, and the trace.
@@ -116,6 +117,8 @@ class Segment:
             brought = inputs
             if self._fp8_weights or self._caching:
                 brought = self._with_weights(inputs)
+            if state:
+                brought = (*brought, *state)
             recorded = self.recorded or self._record(plan, brought, inputs)
             buffers = None if recorded is None else recorded.run(brought)
             if buffers is not None:
@@ -123,6 +126,7 @@ class Segment:
                 return self._results(buffers), self._saved(buffers), self._trace
         values = self._values(plan, inputs)
         del inputs
+        plan = plan.bound(state)
         trace, tensors = traced(self, run_forward(plan, values, self.start, self.stop))
         return [values[v] for v in self.makes], tensors, trace
 
@@ -167,6 +171,11 @@ class Segment:
     ) -> Recorded | str:
         """What `recording.record` returns, unless it needs too much memory."""
         steps, plans = plan.chain.steps, plan.stage_plans
+        if plan.state is not None:
+            brought = [*inputs, *direct]
+            known = [*ours, *plan.state]
+            recorded = recording.record(brought, known, (), [], python, apart=True)
+            return recorded
         persistent = [
             tensor
             for i in range(self.start, self.stop)
@@ -214,6 +223,7 @@ class Segment:
         made: Sequence[torch.Tensor | None],
         buffers: list[torch.Tensor | None],
         targets: Targets,
+        state: Tensors = (),
     ) -> list[Any]:
         """Run the backward of the recording, recorded in its turn where that can be.
 
@@ -222,12 +232,14 @@ class Segment:
             made: gradients of the values that it made.
             buffers: what the forward left. The list is emptied.
             targets: of weight gradients.
+            state: see `forward`.
 
         Returns:
             Gradients of the values that it reads, and of its parameters.
         """
         inputs = (*made, *buffers)
         key: tuple[Any, ...] = tuple([grad is None for grad in made])
+        inputs = (*inputs, *state)
         mine: Targets = {}
         if targets:
             mine = {i: t for i, t in targets.items() if self.start <= i < self.stop}
@@ -245,7 +257,7 @@ class Segment:
         record = self._views(buffers, mine)
         del inputs
         buffers.clear()
-        return self._backward_by_stages(plan, made, record)
+        return self._backward_by_stages(plan.bound(state), made, record)
 
     def _backward_by_stages(
         self, plan: CallPlan, made: Sequence[torch.Tensor | None], record: list[Saved]
@@ -271,8 +283,12 @@ class Segment:
         self, plan: CallPlan, inputs: Tensors, targets: Targets
     ) -> tuple[Recorded, _Reader] | str:
         ours = recording.stand_ins(inputs)
-        first, last = len(self.makes), len(ours) - len(targets)
-        into = zip(targets.items(), ours[last:], strict=True)
+        first, end = len(self.makes), len(ours)
+        if plan.state is not None:
+            end -= len(plan.state)
+            ours[end:] = plan.state
+        last = end - len(targets)
+        into = zip(targets.items(), ours[last:end], strict=True)
         mine = {i: target._replace(main_grad=t) for (i, target), t in into}
         record = self._views(ours[first:last], mine)
 
@@ -282,7 +298,10 @@ class Segment:
             needed = [grad if need else None for grad, need in parameters]
             return [*grads[: len(self.reads)], *needed], ()
 
-        recorded = self._watch(plan, inputs, ours, (), python)
+        if plan.state is not None:
+            recorded = recording.record(inputs, ours, (), [], python)
+        else:
+            recorded = self._watch(plan, inputs, ours, (), python)
         return recorded if isinstance(recorded, str) else (recorded, _reader_of(recorded.results))
 
 

@@ -30,32 +30,33 @@ _MOST_SHAPES = 32  # that are recorded for one plan
 
 
 def forward(
-    plan: CallPlan, inputs: tuple[Any, ...]
+    plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
 ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
     """Run the forward of a plan.
 
     Args:
         plan: of the call.
         inputs: the values that come in, and the parameters.
+        state: what stands in place of the stand-ins of the plan, if it has any.
 
     Returns:
         What the chain returns, the tensors to save for the backward, and the traces of the call.
     """
     found = _segments_of(plan, inputs)
     if len(found) == 1:
-        results, saved, trace = found[0].forward(plan, inputs)
+        results, saved, trace = found[0].forward(plan, inputs, state)
         plan.recorded = trace.stages is None
         return results, saved, (trace,)
     chain = plan.chain
     values = [*inputs, *chain.results]
     if not found:
-        trace, tensors = traced(None, run_forward(plan, values, 0, len(chain.steps)))
+        trace, tensors = traced(None, run_forward(plan.bound(state), values, 0, len(chain.steps)))
         if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
             plan.recorded = False
         return [values[v] for v in chain.outputs], tensors, (trace,)
     tensors, traces = [], []
     for segment in found:
-        results, saved, trace = segment.forward(plan, segment.read_inputs(values))
+        results, saved, trace = segment.forward(plan, segment.read_inputs(values), state)
         for v in segment.last_reads:
             values[v] = None
         for v, result in zip(segment.makes, results, strict=True):
@@ -72,6 +73,7 @@ def backward(
     tensors: list[torch.Tensor | None],
     traces: Sequence[Trace],
     targets: Targets,
+    state: Tensors = (),
 ) -> list[torch.Tensor | None]:
     """Gradients of the values that came in and of the parameters.
 
@@ -81,11 +83,12 @@ def backward(
         tensors: that were saved. The list is emptied, so that memory is free as soon as possible.
         traces: of the forward.
         targets: of weight gradients.
+        state: of the forward.
     """
     chain = plan.chain
     if len(traces) == 1 and traces[0].stages is None:
         assert traces[0].segment is not None
-        grads = traces[0].segment.backward(plan, grad_outputs, tensors, targets)
+        grads = traces[0].segment.backward(plan, grad_outputs, tensors, targets, state)
     else:
         grads = [None] * len(chain.names)
         for v, grad in zip(chain.outputs, grad_outputs, strict=True):
@@ -93,14 +96,19 @@ def backward(
         for trace in reversed(traces):
             own = tensors[len(tensors) - trace.tensors :]
             del tensors[len(tensors) - trace.tensors :]
-            _run_backward(plan, grads, own, trace, targets)
+            _run_backward(plan, grads, own, trace, targets, state)
     if False not in plan.needs:
         return grads[: len(plan.needs)]
     return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
 
 
 def _run_backward(
-    plan: CallPlan, grads: list[Any], tensors: list[Any], trace: Trace, targets: Targets
+    plan: CallPlan,
+    grads: list[Any],
+    tensors: list[Any],
+    trace: Trace,
+    targets: Targets,
+    state: Tensors = (),
 ) -> None:
     """The backward of one trace; `grads` are those of `run_backward`."""
     segment = trace.segment
@@ -108,12 +116,12 @@ def _run_backward(
         steps = (0, len(plan.chain.steps)) if segment is None else (segment.start, segment.stop)
         record = _record_of(tensors, trace.stages, steps[0], targets)
         tensors.clear()
-        return run_backward(plan, grads, record, *steps)
+        return run_backward(plan.bound(state), grads, record, *steps)
     assert segment is not None
     made = [grads[v] for v in segment.makes]
     for v in segment.makes:
         grads[v] = None
-    results = segment.backward(plan, made, tensors, targets)
+    results = segment.backward(plan, made, tensors, targets, state)
     for v, grad in zip(segment.reads, results, strict=False):
         grads[v] = add_grads(grads[v], grad)
     grads[segment.parameters] = results[len(segment.reads) :]

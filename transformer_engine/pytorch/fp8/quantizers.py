@@ -25,13 +25,15 @@ from transformer_engine.pytorch.fp8.operands import (
     Result,
     Value,
 )
-from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
 
 
 class Quantizer:
@@ -63,6 +65,25 @@ class Quantizer:
     def __init_subclass__(cls, native: bool = False, **more: Any) -> None:
         super().__init_subclass__(**more)
         cls.native = native
+        if native:
+            DESCRIBED[cls.scaling] = cls
+
+    def constants(self) -> tuple[Any, ...] | None:
+        """What `rebuilt` makes the same quantizer of, beside scaling state; None: it cannot.
+
+        No floats: under dynamic shapes they are inputs of a graph, until they are compared.
+        """
+        return None
+
+    def description(self) -> tuple[Any, ...] | None:
+        """Its class and its constants; None where compiled code has to trace it."""
+        constants = self.constants() if self.native else None
+        return None if constants is None else (self.scaling, *constants)
+
+    @classmethod
+    def rebuilt(cls, description: Any, column: Any) -> Quantizer:
+        """The quantizer of a description; `column` is the scale and amax of a scaling state."""
+        return cls(*description[1:])
 
     @property
     def cache_key(self) -> Hashable:
@@ -187,6 +208,10 @@ class WrappingQuantizer(Quantizer):
 class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
 
+    def constants(self) -> tuple[Any, ...]:
+        """None."""
+        return ()
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Both sides are `x`."""
         if request.moments is not None:
@@ -209,30 +234,6 @@ class IdentityQuantizer(Quantizer, native=True):
         plain = made.plain
         assert plain is not None
         return plain if made.bias_grad is None else Operands(plain, plain, made.bias_grad)
-
-
-class CalibratingQuantizer(IdentityQuantizer):
-    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
-
-    def __init__(self, amax: torch.Tensor) -> None:
-        self.amax = amax
-
-    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
-        """Both sides are `x`; its amax replaces the running one."""
-        self.record_amax(x)
-        return super().operands(x, request)
-
-    def record_amax(self, x: torch.Tensor) -> None:
-        """The amax."""
-        self.amax.copy_(amax_of(x))
-
-    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """High precision alone."""
-        return IDENTITY
-
-    def persistent_tensors(self) -> Tensors:
-        """The amax."""
-        return (self.amax,)
 
 
 class Fp8Quantizer(Quantizer):
@@ -374,6 +375,14 @@ class GemmQuantizers:
         again.fp8, again.wrapped = self.fp8, self.wrapped
         again.fast_accumulation = self.fast_accumulation
         return again
+
+    def description(self) -> tuple[Any, ...] | None:
+        """Constants from which `described_gemm` makes the same; None where nothing can."""
+        six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
+        constants = [quantizer.description() for quantizer in six]
+        if self.wrapped or None in constants:
+            return None
+        return (*constants, self.fast_accumulation)
 
     def persistent_tensors(self) -> Tensors:
         """The tensors that outlive a call and that its casts read or write, see `Quantizer`."""

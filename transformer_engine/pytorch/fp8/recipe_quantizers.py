@@ -14,11 +14,12 @@ import torch
 from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.autocast import autocast
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.calibrating import CalibratingQuantizer
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.quantizers import CalibratingQuantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import ALIGNED, BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 from transformer_engine.pytorch.recompute.compiled_scales import count_amaxes, scales_of_call
 
@@ -41,6 +42,8 @@ FEATURE_ALIGNMENT = 16
 # backward.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2
 _CAST_COLUMNS = 2  # the first ones: outputs stay in high precision
+_NO_TENSORS: Any = (None, None)
+_WITHOUT_TENSORS = GemmColumns(_NO_TENSORS, _NO_TENSORS, _NO_TENSORS)
 
 
 class Columns(NamedTuple):
@@ -65,21 +68,30 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    state: ScalingState, indices: Sequence[int], recording: bool, recomputed: bool
+    scales: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor],
+    recording: bool,
+    flush: bool,
+    recomputed: bool,
 ) -> Columns:
-    """These columns of a module's forward state, in the scope that is open.
+    """Columns of a module's forward state, for a call.
 
-    With `recomputed`, the backward of a compiled graph may compute this call again.
+    Args:
+        scales: fp32 `[1]` each.
+        amaxes: fp32 `[1]` each.
+        recording: autograd records the call.
+        flush: the scope was entered in compiled code.
+        recomputed: the backward of a compiled graph may compute this call again.
     """
-    scales = [state.scales[i] for i in indices]
-    amaxes = [state.amaxes[i] for i in indices]
-    untraced: list[torch.Tensor | None] = [None] * len(indices)
-    flush = autocast_stack().entered_in_graph
+    untraced: list[torch.Tensor | None] = [None] * len(scales)
     if not (flush or (recording and torch.compiler.is_compiling())):
         return Columns(scales, amaxes if recording else untraced)
     rows = 2 if recording and recomputed else 1
-    values = scales_of_call(scales, flush, recording, rows)
-    own = [[row[i : i + 1] for i in range(len(indices))] for row in values.unbind()]
+    values = scales_of_call([*scales], flush, recording, rows)
+    own = [
+        [row[i : i + 1] for i in range(0, ALIGNED * len(scales), ALIGNED)]
+        for row in values.unbind()
+    ]
     if rows == 1:
         return Columns(own[0], amaxes if recording else untraced)
     return Columns(own[0], own[1], values, amaxes)
@@ -92,15 +104,21 @@ class Built(NamedTuple):
         gemms: one for each.
         moved: the module's scaling state changed place.
         columns: of that state, in the forward; None without one.
+        state: its memory, where the quantizers have none of it (see `chain.compiled`).
     """
 
     gemms: list[GemmQuantizers]
     moved: bool = False
     columns: Columns | None = None
+    state: tuple[torch.Tensor, ...] = ()
 
 
 def build_quantizers(
-    module: TransformerEngineBaseModule, scope: Scope, recording: bool, device: torch.device
+    module: TransformerEngineBaseModule,
+    scope: Scope,
+    recording: bool,
+    device: torch.device,
+    in_operator: bool = False,
 ) -> Built:
     """One `GemmQuantizers` per GEMM of the module.
 
@@ -122,8 +140,17 @@ def build_quantizers(
     if not scope.enabled:
         return Built([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
-    columns = columns_of(forward, cast, recording, autocast_stack().in_compiled_checkpoint)
-    gemms = [rules.gemm_quantizers(recipe, _columns(columns, backward, i)) for i in indices]
+    if in_operator:
+        one = rules.gemm_quantizers(recipe, _WITHOUT_TENSORS)
+        return Built([one] * module.gemm_count, moved, None, (forward.room, backward.room))
+    stack = autocast_stack()
+    how = (recording, stack.entered_in_graph, stack.in_compiled_checkpoint)
+    scales, amaxes = [[tensors[i] for i in cast] for tensors in (forward.scales, forward.amaxes)]
+    columns = columns_of(scales, amaxes, *how)
+    gemms = [
+        rules.gemm_quantizers(recipe, _columns(columns, backward.scales, backward.amaxes, i))
+        for i in indices
+    ]
     return Built(gemms, moved, columns)
 
 
@@ -157,12 +184,41 @@ def state_of(
     return state, version != state.version
 
 
-def _columns(forward: Columns, backward: ScalingState, gemm: int) -> GemmColumns:
+def columns_in_memory(
+    rooms: Sequence[torch.Tensor], gemms: int, recording: bool, flush: bool, recomputed: bool | None
+) -> tuple[Columns, list[GemmColumns]]:
+    """What the GEMMs of a module cast with, in the memory of its states (`ScalingState.room`).
+
+    Args:
+        rooms: forward and backward.
+        gemms: how many.
+        recording: autograd records the call.
+        flush: see `columns_of`.
+        recomputed: see `columns_of`; None for the scales themselves.
+    """
+    forward, backward = rooms
+    cast = [FORWARD_COLUMNS * gemm + i for gemm in range(gemms) for i in range(_CAST_COLUMNS)]
+    own = range(BACKWARD_COLUMNS * gemms)
+    scales, amaxes = [[forward[n, i : i + 1] for n in cast] for i in (0, ALIGNED)]
+    of_grads, amaxes_of_grads = [[backward[n, i : i + 1] for n in own] for i in (0, ALIGNED)]
+    if recomputed is None:
+        columns = Columns(scales, amaxes if recording else [None] * len(cast))
+    else:
+        columns = columns_of(scales, amaxes, recording, flush, recomputed)
+    return columns, [_columns(columns, of_grads, amaxes_of_grads, i) for i in range(gemms)]
+
+
+def _columns(
+    forward: Columns,
+    scales: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor],
+    gemm: int,
+) -> GemmColumns:
     """What one GEMM casts with, as it has columns for itself."""
     first, of_grad = _CAST_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
     input, weight = [(forward.scales[i], forward.amaxes[i]) for i in (first, first + 1)]
-    amax = None if input[1] is None else backward.amaxes[of_grad]
-    return GemmColumns(input, weight, (backward.scales[of_grad], amax))
+    amax = None if input[1] is None else amaxes[of_grad]
+    return GemmColumns(input, weight, (scales[of_grad], amax))
 
 
 def _trained_columns(module: ScaledModule) -> list[GemmColumns]:

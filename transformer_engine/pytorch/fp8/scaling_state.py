@@ -20,12 +20,13 @@ from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 
 FORWARD, BACKWARD = "forward", "backward"
-_ALIGNED = 4  # floats
+ALIGNED = 4  # floats
 
 
 class ScalingState:
     """`scale [n]` (ones) and `amax_history [length, n]` (zeros), fp32, of one module and direction.
 
+    Both lie in `room`, fp32 `[n, 4 + length or more]`: a scale, and after 16 bytes its history.
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
     methods below, which raise `version`, so that the group notices. A column is a run of memory
     that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs
@@ -35,18 +36,19 @@ class ScalingState:
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
         self.direction = direction
         options: Any = {"dtype": torch.float32, "device": device}
-        self.scale = _spread(torch.ones(count, **options))
-        self.amax_history = _spread(torch.zeros(length, count, **options))
         self.version = 0
         self.group: ScalingGroup | None = None
-        self._views()
+        self._place(torch.ones(count, **options), torch.zeros(length, count, **options))
 
-    def _views(self) -> None:
-        count = self.scale.numel()
+    def _place(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        count, self.length = scale.numel(), amax_history.shape[0]
+        self.room = spread(scale, amax_history, ALIGNED)
+        self.scale = self.room[:, 0]
+        self.amax_history = self.room[:, ALIGNED : ALIGNED + self.length].t()
         self.scales = [self.scale[i : i + 1] for i in range(count)]
         self.amaxes: list[torch.Tensor] = [column[:1] for column in self.amax_history.t()]
         if not torch.compiler.is_compiling():
-            for view in (*self.scales, *self.amaxes):
+            for view in (self.room, *self.scales, *self.amaxes):
                 keep_address(view)
 
     def __deepcopy__(self, memo: object) -> ScalingState:
@@ -59,22 +61,21 @@ class ScalingState:
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Take over other values (loading, another device, another length)."""
-        self.scale, self.amax_history = _spread(scale), _spread(amax_history)
+        self._place(scale, amax_history)
         self.version += 1
-        self._views()
 
     def fit(self, length: int, device: torch.device) -> None:
         """Bring the state to a history length and device; the newest rows are kept."""
-        if self.scale.device != device:
-            if self.scale.is_meta:  # it ran without memory, so there is nothing to keep
+        if self.room.device != device:
+            if self.room.is_meta:  # it ran without memory, so there is nothing to keep
                 self.replace(
                     torch.ones_like(self.scale, device=device),
                     torch.zeros_like(self.amax_history, device=device),
                 )
             self.replace(self.scale.to(device), self.amax_history.to(device))
-        old = self.amax_history
-        if old.shape[0] == length:
+        if self.length == length:
             return
+        old = self.amax_history
         # Row 0 is the running step, then oldest ... newest: keep row 0 and the end.
         rows_to_copy = min(length, old.shape[0]) - 1
         history = old.new_zeros(length, old.shape[1])
@@ -82,12 +83,6 @@ class ScalingState:
         if rows_to_copy:
             history[length - rows_to_copy :] = old[old.shape[0] - rows_to_copy :]
         self.replace(self.scale, history)
-
-
-def _spread(x: torch.Tensor) -> torch.Tensor:
-    """The values, each column (each value of a vector) by itself."""
-    room = spread(x, _ALIGNED)
-    return room[:, 0] if x.dim() == 1 else room.t()[: x.shape[0]]
 
 
 def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:

@@ -84,19 +84,22 @@ def gather_amax(
 
 
 @library_op()
-def spread(x: torch.Tensor, multiple: int, *, launch: bool = True) -> torch.Tensor:
-    """Memory of a new state: `x` with each column, or each value of a vector, in a row of its own.
+def spread(
+    scale: torch.Tensor, amax_history: torch.Tensor, multiple: int, *, launch: bool = True
+) -> torch.Tensor:
+    """Memory of a new state: a row for each column, with its scale first, then its history.
 
     An operator, because graphs that compute a part again must make a state once, and would write
     amaxes elsewhere if the values were copied into it by one of torch's.
 
     Args:
-        x: `[count]` or `[length, count]`.
-        multiple: rows are filled with zeros to as many elements.
+        scale: fp32 `[count]`.
+        amax_history: fp32 `[length, count]`.
+        multiple: both begin at multiples of as many elements.
     """
-    columns = x[:, None] if x.dim() == 1 else x.t()
-    count, length = columns.shape
-    room = x.new_zeros(count, -(-length // multiple) * multiple)
+    length, count = amax_history.shape
+    room = scale.new_zeros(count, multiple - (-length // multiple) * multiple)
     if launch:
-        room[:, :length].copy_(columns)
+        room[:, 0].copy_(scale)
+        room[:, multiple : multiple + length].copy_(amax_history.t())
     return room

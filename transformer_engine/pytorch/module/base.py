@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
+from transformer_engine.pytorch.chain.compiled import operator_key
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
@@ -21,10 +22,10 @@ from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM, GemmQuantizers
+from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FEATURE_ALIGNMENT,
-    Columns,
+    Built,
     build_quantizers,
     check_columns,
     with_weight_scales,
@@ -255,33 +256,64 @@ class TransformerEngineBaseModule(ScaledModule):
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
-        quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
-        if scope.enabled or (scope.calibrating and not exporting()):
-            quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
+        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
+        fp8_weights.validate(self, scope.recipe, scope.enabled)
+        if _is_compiling() and first_microbatch is None and not in_fp8:
+            plan = self._plan_of_operator(scope, dtype, needs, x.device, len(parameters))
+            if plan is not None:
+                return plan
+        built = self._quantizers_in(scope, any(needs), x.device)
+        quantizers = built.gemms
         if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.
             layers = self.chain.gemm_names
             quantizers = process_state().inspector.in_graph(layers, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
-        plan.columns = columns
-        in_fp8 = [i for i, p in enumerate(parameters, 1) if isinstance(p, QuantizedTensor)]
+        plan.columns = built.columns
         plan.fp8_weights = tuple(in_fp8)
-        fp8_weights.validate(self, scope.recipe, scope.enabled)
         return self.chain.prepare(plan)
 
+    def _plan_of_operator(
+        self,
+        scope: Scope,
+        dtype: torch.dtype,
+        needs: tuple[bool, ...],
+        device: torch.device,
+        parameters: int,
+    ) -> CallPlan | None:
+        """The plan of a call that is one operator of compiled code; None where it cannot be."""
+        chain = self.chain
+        if not chain.kind or exporting() or process_state().inspector is not None:
+            return None
+        if scope.calibrating and not scope.enabled:
+            return None
+        built = self._quantizers_in(scope, any(needs), device, in_operator=True)
+        gemms = tuple([gemm.description() for gemm in built.gemms])
+        if None in gemms:
+            return None
+        stack = autocast_stack()
+        chain.keep_template()
+        plan = CallPlan(dtype, needs or (False,) * (1 + parameters))
+        plan.state = built.state
+        how = (stack.entered_in_graph, stack.in_compiled_checkpoint)
+        plan.operator = operator_key(chain.kind, dtype, plan.needs, gemms, *how)
+        return plan
+
     def _quantizers_in(
-        self, scope: Scope, recording: bool, device: torch.device
-    ) -> tuple[list[GemmQuantizers], Columns | None]:
+        self, scope: Scope, recording: bool, device: torch.device, in_operator: bool = False
+    ) -> Built:
         """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
-        quantizers, moved, columns = build_quantizers(self, scope, recording, device)
-        if moved:
+        if not (scope.enabled or (scope.calibrating and not exporting())):
+            return Built([HIGH_PRECISION_GEMM] * self.gemm_count)
+        built = build_quantizers(self, scope, recording, device, in_operator)
+        if built.moved:
             self.drop_plans()
         for i, shape in enumerate(self._gemm_weights()):
             if scope.enabled and any(size % FEATURE_ALIGNMENT for size in shape):
                 self._announce_fallback(shape)
-                quantizers[i] = HIGH_PRECISION_GEMM
-        return quantizers, columns
+                built.gemms[i] = HIGH_PRECISION_GEMM
+        return built
 
     def _announce_fallback(self, shape: tuple[int, ...]) -> None:
         self.warn_once(

@@ -152,6 +152,7 @@ class Linear(SingleGemmModule):
     @save_original_input.setter
     def save_original_input(self, value: bool) -> None:
         self._matmul.save_original_input = value
+        self.chain.settings_changed()
         self.drop_plans()
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:

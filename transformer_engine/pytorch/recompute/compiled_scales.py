@@ -12,6 +12,7 @@ import torch
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.scaling_state import ALIGNED
 from transformer_engine.pytorch.kernels.library import library_op
 
 
@@ -39,17 +40,24 @@ def scales_of_call(
     Raises:
         RuntimeError: a call that autograd records runs within a backward.
     """
-    if launch and recorded and graph_task() != -1:
+    if launch and recorded:
+        refuse_in_backward()
+    if launch and flush:
+        process_state().flush()
+    # Each by itself, as it was: recordings take what begins at 16 bytes.
+    copies = torch.cat([scale.as_strided((ALIGNED,), (1,)) for scale in scales]).unsqueeze(0)
+    return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
+
+
+def refuse_in_backward() -> None:
+    """Raise RuntimeError within a backward: a forward with delayed scaling runs again there."""
+    if graph_task() != -1:
         raise RuntimeError(
             "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
             " one whose forward runs again in the backward, when its scales have moved on: call"
             " transformer_engine.pytorch.checkpoint in the compiled function, compile no layers"
             " inside of the checkpointed function, or use Float8CurrentScaling"
         )
-    if launch and flush:
-        process_state().flush()
-    copies = torch.cat(scales).unsqueeze(0)
-    return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
 @library_op(has_side_effects=True)
@@ -65,7 +73,7 @@ def count_amaxes(
     """
     del after
     if launch and graph_task() == -1:
-        torch._foreach_maximum_(amaxes, list(values[1].split(1)))
+        torch._foreach_maximum_(amaxes, list(values[1, ::ALIGNED].split(1)))
 
 
 @torch.compiler.assume_constant_result

@@ -218,7 +218,10 @@ def _casts(
     if scales is not None:
         columns = Columns([scales[i : i + 1] for i in indices], [None] * len(indices))
     elif scope.enabled:
-        columns = columns_of(forward, indices, counts, recomputed)
+        own, amaxes = [
+            [tensors[i] for i in indices] for tensors in (forward.scales, forward.amaxes)
+        ]
+        columns = columns_of(own, amaxes, counts, stack.entered_in_graph, recomputed)
     else:
         columns = Columns(
             [forward.scales[i] for i in indices], [forward.amaxes[i] for i in indices]

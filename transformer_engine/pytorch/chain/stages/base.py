@@ -48,6 +48,7 @@ class Stage:
         draws: the last of those is a seed: None where the stage shall draw it itself.
         takes_strides: it reads values, and gradients of its results, of any strides; others get
             contiguous ones.
+        not_settings: attributes that may differ between stages that compute the same.
         records_with_readers: it is recorded only where all who read its results are.
     """
 
@@ -56,10 +57,15 @@ class Stage:
     parameter_count = 0
     draws = False
     takes_strides = False
+    not_settings: tuple[str, ...] = ()
     records_with_readers = False
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
+
+    def settings(self) -> list[tuple[str, Any]]:
+        """What tells it from other stages of its class, but for its name."""
+        return sorted((k, v) for k, v in vars(self).items() if k not in self.not_settings)
 
     def prepare(self, call: CallPlan, first: int) -> Any:
         """The plan of the stage; its first parameter is number `first` of the call's inputs."""

@@ -150,6 +150,7 @@ class Matmul(Stage):
     """
 
     label = "matmul"
+    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors")
     parameter_count = 2
 
     def __init__(self, index: int, layer: str, fuse_wgrad: bool = False, part: str = "") -> None:

@@ -37,6 +37,11 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
 
+    def constants(self) -> tuple[Any, ...] | None:
+        """The arguments, where epsilon is its default."""
+        alike = (self.format, self.dimensions, self.power_of_2)
+        return alike if self.epsilon == 0.0 else None
+
     @property
     def cache_key(self) -> Hashable:
         """Blocks of one kind stand for each other."""

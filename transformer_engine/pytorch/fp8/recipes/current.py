@@ -31,6 +31,10 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         self.power_of_2 = power_of_2
         self.epsilon = epsilon
 
+    def constants(self) -> tuple[Any, ...] | None:
+        """The arguments, where epsilon is its default."""
+        return (self.format, self.power_of_2) if self.epsilon == 0.0 else None
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
         return self.cast(x, current_scales(x, self.format, self.power_of_2, self.epsilon), request)

@@ -46,6 +46,16 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         self.scale = scale
         self.amax = amax
 
+    def constants(self) -> tuple[Any, ...]:
+        """The format."""
+        return (self.format,)
+
+    @classmethod
+    def rebuilt(cls, description: Any, column: Any) -> Quantizer:
+        """With the scale and amax of the column."""
+        scale, amax = column
+        return cls(scale, amax, description[1])
+
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Cast with the stored scale, in one pass."""
         return self.cast_with(x, request, self.scale, self.amax)

@@ -1,0 +1,114 @@
+"""Chains as operators of compiled code: what shares one, and what each call may differ in."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
+
+HIDDEN = 32
+
+
+class Graphs:
+    """A backend that keeps the keys of the operators in the graphs that it gets."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[Any]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.te.chain]
+        self.keys.append([n.args[0] for n in nodes])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    reset_autocast()
+    torch._dynamo.reset()
+
+
+def step(call: Any, x: torch.Tensor, recipe: DelayedScaling | None) -> list[torch.Tensor]:
+    with te.fp8_autocast(recipe is not None, fp8_recipe=recipe):
+        y = call(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def leaf(rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, requires_grad=True)
+
+
+def test_layers_that_are_alike_share_a_graph() -> None:
+    graphs = Graphs()
+    for name in ("first", "second"):
+        layer = te.LayerNormMLP(HIDDEN, 64, device="cpu", name=name)
+        layer.compile(fullgraph=True, backend=graphs)
+        layer(torch.ones(16, HIDDEN))
+    other = te.LayerNormMLP(HIDDEN, 64, device="cpu", activation="relu")
+    other.compile(fullgraph=True, backend=graphs)
+    other(torch.ones(16, HIDDEN))
+    first, second = graphs.keys
+    assert len(first) == len(second) == 1 and first != second
+
+
+def test_a_setting_that_changes_is_another_operator() -> None:
+    graphs = Graphs()
+    layer = te.Linear(HIDDEN, 64, device="cpu")
+    call = torch.compile(layer, fullgraph=True, backend=graphs)
+    call(torch.ones(16, HIDDEN))
+    layer.save_original_input = True
+    call(torch.ones(16, HIDDEN))
+    first, second = graphs.keys
+    assert first != second
+
+
+@pytest.mark.parametrize("lengths", [(4, 9), (9, 4)])
+def test_histories_of_any_length(lengths: tuple[int, int]) -> None:
+    eager = te.LayerNormLinear(HIDDEN, 64, device="cpu")
+    call = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+    for length in (*lengths, *lengths):
+        x = leaf()
+        recipe = DelayedScaling(amax_history_len=length)
+        twin = x.detach().clone().requires_grad_()
+        for got, wanted in zip(step(call, x, recipe), step(eager, twin, recipe), strict=True):
+            assert_bitwise(got, wanted)
+
+
+def test_inputs_that_recordings_refuse() -> None:
+    """Memory that begins at 4 bytes comes after a call that was recorded."""
+    eager = te.LayerNormLinear(HIDDEN, 64, device="cpu")
+    call = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+    for offset in (0, 1, 0):
+        values = torch.randn(16 * HIDDEN + 1)[offset : offset + 16 * HIDDEN].view(16, HIDDEN)
+        results = [step(m, values.detach().requires_grad_(), None) for m in (call, eager)]
+        for got, wanted in zip(*results, strict=True):
+            assert_bitwise(got, wanted)
+
+
+def test_gradients_in_place() -> None:
+    eager = te.Linear(HIDDEN, 64, fuse_wgrad_accumulation=True, device="cpu")
+    twin = copy.deepcopy(eager)
+    for module in (eager, twin):
+        module.weight.main_grad = torch.zeros(64, HIDDEN)
+    call = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x = leaf()
+        step(call, x, None)
+        step(eager, x.detach().clone().requires_grad_(), None)
+    assert_bitwise(twin.weight.main_grad, eager.weight.main_grad)
+    assert twin.weight.main_grad.any()
+
+
+def test_gemm_report_counts_eager_calls_alone() -> None:
+    layer = te.Linear(HIDDEN, 64, device="cpu")
+    te.gemm_report(reset=True)
+    torch.compile(layer, backend="aot_eager")(torch.ones(16, HIDDEN))
+    assert te.gemm_report(reset=True).counts == {}

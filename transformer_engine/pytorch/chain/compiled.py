@@ -1,0 +1,331 @@
+"""Chains in compiled code: one operator for a forward, one for its backward, recorded as in eager.
+
+Dynamo sees `te::chain`. AOTAutograd looks inside and finds the autograd function below, which calls
+`te::chain_forward` and `te::chain_backward`; they run what eager calls run (`segments`). A key says
+which chain that is and in which facts its calls agree. It is made of their description, so that
+layers that are alike share one graph, and a graph that a cache on disk keeps means the same in
+another process. All tensors of the module come in with each call: quantizers of such a plan read
+stand-ins in place of scaling state, which `bind` replaces where stages run one by one.
+
+Calls are traced stage by stage where sizes are symbols, where the input is so large that the GPU is
+what takes time (parts give memory back earlier), and in checkpoints, whose policies name operators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch._torch_private import compiling, memory_of
+from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import TEMPLATES, run_forward
+from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.segment import traced
+from transformer_engine.pytorch.fp8.described import described_gemm
+from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
+from transformer_engine.pytorch.kernels.library import composite_op, library_op
+from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Facts(NamedTuple):
+    """In what the calls of an operator agree.
+
+    Attributes:
+        kind: `Chain.kind`.
+        dtype: of activations.
+        needs: see `CallPlan`.
+        gemms: descriptions of the quantizers of each.
+        flush: first run the updates of scales that compiled code has deferred.
+        recomputed: the graph may compute the call again.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: tuple[Any, ...]
+    flush: bool
+    recomputed: bool
+
+
+class _Trace(NamedTuple):
+    """What backward must know of forwards with some sizes.
+
+    Attributes:
+        places: of what was saved, see `_places`.
+        of_segments: as `segments.forward` returned it.
+        picks: which of results and saved tensors the operator returns.
+    """
+
+    places: Sequence[int | None]
+    of_segments: Sequence[Any]
+    picks: Sequence[int]
+
+
+class ChainOperator:
+    """What stands behind a key.
+
+    Attributes:
+        facts: of its calls.
+        chain: of that kind, without a module.
+        results: places of what the chain returns.
+        reads: of each input, whether backward reads it.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.chain = TEMPLATES[facts.kind]
+        self.results: Sequence[Any] = ()
+        self.reads: Sequence[bool] = ()
+        self._plans: dict[int, CallPlan] = {}  # by lengths of histories
+        self._traces: dict[Any, _Trace] = {}
+
+    def bound(self, state: Sequence[torch.Tensor], staged: bool = False) -> CallPlan:
+        """A plan of calls with this scaling state; `staged` ones cast with copies of its scales."""
+        facts, columns = self.facts, None
+        of_gemms: list[Any] = [None] * len(facts.gemms)
+        if state:
+            how = (any(facts.needs), facts.flush, facts.recomputed if staged else None)
+            columns, of_gemms = columns_in_memory(state, len(of_gemms), *how)
+        gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
+        plan = CallPlan(facts.dtype, facts.needs, gemms)
+        plan.columns = columns
+        return self.chain.prepare(plan)
+
+    def _planned(self, state: Sequence[torch.Tensor]) -> CallPlan:
+        """The plan of recorded calls; made in the first one, outside of what is traced."""
+        length = _length(state)
+        plan = self._plans.get(length)
+        if plan is None:
+            stand_ins = [torch.empty(room.shape, device="cpu") for room in state]
+            plan = self._plans[length] = self.bound(stand_ins)
+            plan.state, plan.bind = stand_ins, self.bound
+        return plan
+
+    def sizes(self, inputs: Tensors) -> tuple[int, ...]:
+        """Of all values that come in."""
+        return tuple([n for x in inputs[: self.chain.inputs] for n in x.shape])  # type: ignore[union-attr]
+
+    def staged(self, inputs: Tensors) -> bool:
+        """Whether a call is traced stage by stage."""
+        first = inputs[0]
+        assert first is not None
+        if self.facts.recomputed or any(isinstance(n, torch.SymInt) for n in self.sizes(inputs)):
+            return True
+        return first.nbytes > segments.HOST_BOUND_BYTES or not first.numel()
+
+    def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
+        """The tensors that a call makes: results, and what backward reads."""
+        if self.facts.flush:
+            process_state().flush()
+        if state and any(self.facts.needs):
+            refuse_in_backward()
+        plan, sizes = self._planned(state), (*self.sizes(inputs), _length(state))
+        with counting_apart():
+            results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
+            trace = self._traces.get(sizes)
+            if trace is not None and [t.stages is None for t in trace.of_segments] != [
+                t.stages is None for t in of_segments
+            ]:  # it runs from a recording, but not with these addresses or strides
+                copies = tuple([None if x is None else x.clone() for x in inputs])
+                results, saved, of_segments = segments.forward(plan, copies, state)
+        made = [*results, *saved]
+        if trace is None:
+            trace = self._traces[sizes] = self._trace_of(inputs, made, of_segments)
+        return [made[i] for i in trace.picks]
+
+    def shapes_of_forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
+        """The same of fake tensors."""
+        chain = self.chain
+        values = [*inputs, *chain.results]
+        with counting_apart():
+            of_all, saved = traced(
+                None, run_forward(self.bound(state), values, 0, len(chain.steps))
+            )
+        made = [*[values[v] for v in chain.outputs], *saved]
+        trace = self._trace_of(inputs, made, (of_all,))
+        self._traces["shapes", self.sizes(inputs)] = trace
+        return [made[i] for i in trace.picks]
+
+    def _trace_of(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
+        """The trace of a call; what is the same for all sizes is kept."""
+        places = _places(inputs, made)
+        results = len(self.chain.outputs)
+        self.results = places[:results]
+        read = {-1 - place for place in places[results:] if place is not None and place < 0}
+        self.reads = [i in read for i in range(len(inputs))]
+        firsts = {place: i for i, place in reversed([*enumerate(places)])}
+        fresh = sorted(place for place in firsts if place is not None and place >= 0)
+        return _Trace(places[results:], of_segments, [firsts[place] for place in fresh])
+
+    def backward(
+        self,
+        sizes: Sequence[int],
+        grads: Tensors,
+        saved: Tensors,
+        state: Sequence[torch.Tensor],
+        launch: bool,
+    ) -> list[Any]:
+        """The gradients that are needed; one that there is none of is a tensor of no values."""
+        trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", tuple(sizes))]
+        inputs = len(self.reads)
+        first = inputs - sum(place is not None and place >= 0 for place in self.results)
+        tensors = [
+            None if place is None else saved[-1 - place if place < 0 else first + place]
+            for place in trace.places
+        ]
+        plan = self._planned(state) if launch else self.bound(state)
+        with counting_apart():
+            found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
+        known = {id(grad) for grad in grads}
+        device = next(grad.device for grad in grads if grad is not None)
+        needed: list[Any] = []
+        for grad, need in zip(found, self.facts.needs, strict=False):
+            if need and grad is None:
+                needed.append(torch.empty(0, device=device))
+            elif need and grad is not None:
+                needed.append(grad.clone() if id(grad) in known else grad)
+                known.add(id(needed[-1]))
+        return needed
+
+
+def _length(state: Sequence[torch.Tensor]) -> int:
+    """Of the histories in it."""
+    return state[0].shape[1] if state else 0
+
+
+def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
+    """Where tensors are found: `-1 - i` is input i, n is the n-th that is none; None for None."""
+    known: dict[int, tuple[int, torch.Tensor]] = {}
+    for i, x in enumerate(inputs):
+        if x is not None:
+            known.setdefault(memory_of(x), (-1 - i, x))
+    fresh, places = 0, list[int | None]()
+    for t in made:
+        if t is None:
+            places.append(None)
+            continue
+        memory = memory_of(t)
+        if memory not in known:
+            known[memory] = (fresh, t)
+            fresh += 1
+        place, whole = known[memory]
+        assert t.shape == whole.shape and t.stride() == whole.stride(), "parts of one tensor"
+        places.append(place)
+    return places
+
+
+# By keys. A key is its description, so an operator is never replaced.
+_OPERATORS: dict[str, ChainOperator] = {}
+
+
+@torch.compiler.assume_constant_result
+def operator_key(*facts: Any) -> str:
+    """The key of calls with such `Facts`; Dynamo calls this and takes the result as a constant."""
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if key not in _OPERATORS:
+        _OPERATORS[key] = ChainOperator(Facts(*facts))
+    return key
+
+
+@library_op()
+def chain_forward(
+    key: str,
+    inputs: list[torch.Tensor | None],
+    state: list[torch.Tensor],
+    *,
+    launch: bool = True,
+) -> list[torch.Tensor]:
+    """The forward of a chain; amaxes in `state` are raised (docs/adr/0003).
+
+    Args:
+        key: of the operator.
+        inputs: the values that come in, and the parameters.
+        state: the memory of scaling state, forward and backward.
+        launch: False gives the shapes alone.
+
+    Returns:
+        Results and what backward reads, each a tensor of its own and none of the inputs.
+    """
+    operator = _OPERATORS[key]
+    if launch:
+        return operator.forward(inputs, state)
+    with compiling():
+        return operator.shapes_of_forward(inputs, state)
+
+
+@library_op()
+def chain_backward(
+    key: str,
+    sizes: list[int],
+    grads: list[torch.Tensor | None],
+    saved: list[torch.Tensor | None],
+    state: list[torch.Tensor],
+    *,
+    launch: bool = True,
+) -> list[torch.Tensor]:
+    """The backward of a chain; amaxes in `state` are raised.
+
+    Args:
+        key: of the forward.
+        sizes: of all values that came in.
+        grads: of the results, contiguous.
+        saved: those inputs that it reads, the others None; and what the forward left.
+        state: of the forward.
+        launch: False gives the shapes alone.
+
+    Returns:
+        Gradients, see `ChainOperator.backward`.
+    """
+    with nullcontext() if launch else compiling():
+        return _OPERATORS[key].backward(sizes, grads, saved, state, launch)
+
+
+class _CompiledNode(torch.autograd.Function):
+    """The two operators as one node of the graph that AOTAutograd traces."""
+
+    @staticmethod
+    def forward(ctx: Any, key: str, state: Sequence[torch.Tensor], *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        operator = _OPERATORS[key]
+        made = torch.ops.te.chain_forward(key, inputs, state)
+        ctx.call = key, state, operator.sizes(inputs)
+        read = [x if read else None for x, read in zip(inputs, operator.reads, strict=True)]
+        results = _results(operator, inputs, made)
+        ctx.save_for_backward(*read, *made[sum(p >= 0 for p in operator.results) :])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        key, state, sizes = ctx.call
+        contiguous = [None if g is None else g.contiguous() for g in grads]
+        saved = [*ctx.saved_tensors]
+        found = iter(torch.ops.te.chain_backward(key, sizes, contiguous, saved, state))
+        needs = _OPERATORS[key].facts.needs
+        made = [next(found) if need else None for need in needs]
+        return (None, None, *[g if g is None or g.shape != (0,) else None for g in made])
+
+
+def _results(operator: ChainOperator, inputs: Tensors, made: Sequence[Any]) -> list[Any]:
+    return [made[p] if p >= 0 else inputs[-1 - p] for p in operator.results]
+
+
+@composite_op("chain(str key, Tensor?[] inputs, Tensor[] state) -> Tensor[]")
+def chain(key: str, inputs: list[Any], state: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a chain returns, as compiled code calls it; see the top of this file."""
+    operator = _OPERATORS[key]
+    if operator.staged(inputs):
+        with nullcontext() if type(inputs[0]) is torch.Tensor else compiling():
+            made = call_chain(operator.bound(state, staged=True), None, *inputs)
+        return [*made] if isinstance(made, tuple) else [made]
+    if any(operator.facts.needs):
+        return [*_CompiledNode.apply(key, state, *inputs)]
+    return _results(operator, inputs, torch.ops.te.chain_forward(key, inputs, state))

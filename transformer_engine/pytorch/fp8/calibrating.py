@@ -1,0 +1,38 @@
+"""The quantizer of calibration: high precision that leaves amaxes for FP8 to start from."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.fp8.operands import OperandRequest, Operands
+from transformer_engine.pytorch.fp8.quantizers import (
+    IDENTITY,
+    IdentityQuantizer,
+    Quantizer,
+    Tensors,
+)
+from transformer_engine.pytorch.kernels.amax import amax as amax_of
+
+
+class CalibratingQuantizer(IdentityQuantizer):
+    """High precision that records `max |x|`, so that FP8 can start from a known scale."""
+
+    def __init__(self, amax: torch.Tensor) -> None:
+        self.amax = amax
+
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
+        """Both sides are `x`; its amax replaces the running one."""
+        self.record_amax(x)
+        return super().operands(x, request)
+
+    def record_amax(self, x: torch.Tensor) -> None:
+        """The amax."""
+        self.amax.copy_(amax_of(x))
+
+    def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
+        """High precision alone."""
+        return IDENTITY
+
+    def persistent_tensors(self) -> Tensors:
+        """The amax."""
+        return (self.amax,)
