@@ -57,6 +57,7 @@ class DebugManager:
             before the logs are closed or shown.
         log_dir: Where the caller wants what a session writes.
         root_log_dir: Where log files go: `log_dir`, or "" if there are none.
+        config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
     """
 
@@ -73,6 +74,7 @@ class DebugManager:
         self.drain: list[Callable[[], None]] = []
         self.log_dir = log_dir
         self.root_log_dir = log_dir if has_log_files else ""
+        self.config_names = config.names
         self.config_hash = config.hash
         self._config = config
         self._session = session
