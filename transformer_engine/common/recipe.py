@@ -20,6 +20,8 @@ from transformer_engine import _env
 
 T = TypeVar("T", bound=type)
 
+_LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
+
 
 class _FormatRange(NamedTuple):
     """Largest finite values of forward and backward tensors."""
@@ -147,7 +149,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "DelayedScaling"
-        _require(isinstance(self.margin, int), name, "margin", "an int", self.margin)
+        inside = isinstance(self.margin, int) and abs(self.margin) <= _LARGEST_MARGIN
+        _require(inside, name, "margin", f"an int within +-{_LARGEST_MARGIN}", self.margin)
         wanted = "a Format, such as Format.HYBRID"
         is_format = isinstance(self.fp8_format, Format)
         _require(is_format, name, "fp8_format", wanted, self.fp8_format)
@@ -171,6 +174,14 @@ class DelayedScaling(Recipe):
             "amax_compute_algo",
             "'max', 'most_recent' or a callable",
             self.amax_compute_algo,
+        )
+        find_scale = self.scaling_factor_compute_algo
+        _require(
+            find_scale is None or callable(find_scale),
+            name,
+            "scaling_factor_compute_algo",
+            "a callable or None",
+            find_scale,
         )
         if any(self.override_linear_precision):
             warnings.warn(
