@@ -11,7 +11,7 @@ from torch import nn
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
-from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
+from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.dtypes import autocast_dtype
@@ -76,7 +76,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self.sequence_parallel = False
         self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
-        self._plans: dict[Any, CallPlan] = {}
+        self._plans = PlanCache()
         self._announced: set[Hashable] = set()
 
     @property
@@ -300,7 +300,7 @@ class TransformerEngineBaseModule(ScaledModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make plans of their own: these point into this module's scaling state.
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": PlanCache()}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's. Another parameter may be of another kind, so calls are planned anew."""
