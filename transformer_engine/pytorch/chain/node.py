@@ -23,7 +23,12 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
 
     Returns:
         What the chain returns: one value, or a tuple.
+
+    Raises:
+        NotImplementedError: functorch transforms the call, or an input has a tangent.
     """
+    if not plan.compiling and _torch_private.other_autodiff_active():
+        _torch_private.refuse_other_autodiff(plan.chain.layer, inputs)
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)

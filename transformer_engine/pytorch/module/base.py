@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
@@ -252,6 +253,10 @@ class TransformerEngineBaseModule(ScaledModule):
         autocast: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> CallPlan:
+        if not _is_compiling() and _torch_private.other_autodiff_active():
+            _torch_private.refuse_other_autodiff(
+                self.name, (x, *parameters)
+            )  # before state is made
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
