@@ -58,7 +58,7 @@ def test_tangents_of_parameters_are_not_lost() -> None:
 
 TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "vjp": torch.func.vjp,
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
 }
