@@ -168,7 +168,7 @@ class QuantizedTensor(torch.Tensor):
             return self
         plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
         plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
-        return self.overwrite(self.quantized(plain.contiguous()))
+        return self.overwrite(self.quantized(plain.contiguous().resolve_neg()))
 
     def overwrite(self, parts: Parts) -> Any:
         """Take over the contents of other parts."""
@@ -328,7 +328,9 @@ class TensorMaking:
             tensor: fp32, fp16 or bf16.
             out: tensor to write into instead of a new one.
         """
-        return self._made(tensor.detach().contiguous()) if out is None else out.quantize_(tensor)
+        if out is not None:
+            return out.quantize_(tensor)
+        return self._made(tensor.detach().contiguous().resolve_neg())
 
     def _made(self, plain: torch.Tensor) -> Any:
         raise NotImplementedError
