@@ -74,7 +74,9 @@ class _Source:
                 f"[initialize] expected a configuration file, got {config_file}: {what}; "
                 "config_file=None runs without features, and built-in features need no feature_dirs"
             )
-        return cls(path.read_bytes(), str(config_file), f"Reading config from {config_file}.")
+        # A file's name may have bytes that are no characters.
+        name = str(config_file).encode("utf-8", "backslashreplace").decode()
+        return cls(path.read_bytes(), name, f"Reading config from {name}.")
 
 
 def start(settings: Settings) -> DebugManager:
@@ -110,9 +112,21 @@ def start(settings: Settings) -> DebugManager:
         calls.instances = Registry.instantiate()
         session = engine().begin(config, callouts, _log_options(settings))
         session.iteration = first_step
-    except BaseException:
+        return _manager(settings, source, session, calls, config)
+    except BaseException:  # whatever was raised, the next session finds what this one found
+        MetricLogger.enabled_loggers.clear()
         Registry.reset()
         raise
+
+
+def _manager(
+    settings: Settings,
+    source: _Source,
+    session: _engine.Session,
+    calls: Calls,
+    config: _engine.LoadedConfig,
+) -> DebugManager:
+    """The session's manager; its first messages say what the session was started with."""
     manager = DebugManager(session, calls, config, str(settings.log_dir), settings.logs_to_files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:

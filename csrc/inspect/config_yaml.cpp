@@ -94,7 +94,7 @@ class TreeBuilder : public YAML::EventHandler {
   void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                 const std::string& value) override {
     const size_t begin = reject_tag(mark);
-    Tree scalar{.node = {.mark = source_.mark(begin), .value = value}};
+    Tree scalar{.node = {.mark = source_.mark(begin), .value = to_utf8(value)}};
     const bool plain = tag == "?";
     if (plain) {
       try {
@@ -351,12 +351,14 @@ void explain(const SourceText& source, const YAML::Exception& thrown) {
   const size_t first = text.find_first_not_of(' ', line);
   if (first != text.npos && text[first] == '\t')
     throw TextError(source.mark(first), "expected spaces, got a tab");
-  throw TextError(source.mark(offset), "expected YAML, got: " + thrown.msg);
+  throw TextError(source.mark(offset), "expected YAML, got: " + to_utf8(thrown.msg));
 }
 
 }  // namespace
 
 Node parse_yaml(std::string_view text) {
+  constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   const SourceText source(text);
   // A last line of spaces makes yaml-cpp end a folded block with one.
   const size_t last = text.find_last_of('\n') + 1;  // npos + 1 is 0

@@ -36,11 +36,36 @@ Character decode(std::string_view text) {
 
 bool is_printable(uint32_t code) {
   if (code < 0x20) return code == '\t' || code == '\n' || code == '\r';
-  if (code < 0xa0) return code < 0x7f || code == 0x85;
+  if (code < 0xa0) return code < 0x7f;
   return code != 0xfffe && code != 0xffff;
 }
 
+// Ends a line in YAML 1.1, which PyYAML reads, and is text to yaml-cpp.
+const char* unicode_line_end(uint32_t code) {
+  switch (code) {
+    case 0x85: return "U+0085 (in quotes: \\N)";
+    case 0x2028: return "U+2028 (in quotes: \\L)";
+    case 0x2029: return "U+2029 (in quotes: \\P)";
+    default: return nullptr;
+  }
+}
+
 }  // namespace
+
+std::string to_utf8(std::string text) {
+  size_t i = 0;
+  while (i < text.size()) {
+    const size_t length = decode(std::string_view(text).substr(i)).length;
+    if (length == 0) {
+      const auto byte = static_cast<unsigned char>(text[i]);
+      const char pair[] = {static_cast<char>(0xc0 | byte >> 6),
+                           static_cast<char>(0x80 | (byte & 0x3f))};
+      text.replace(i, 1, pair, 2);
+    }
+    i += length == 0 ? 2 : length;
+  }
+  return text;
+}
 
 SourceText::SourceText(std::string_view text) : text_(text), lines_{0} {
   if (text.size() > kMaxBytes) {
@@ -70,6 +95,8 @@ void SourceText::check_characters() const {
       throw TextError(mark(i), "expected UTF-8, got an invalid byte sequence");
     if (character.code == 0xfeff)
       throw TextError(mark(i), "expected text without a byte order mark, got U+FEFF");
+    if (const char* name = unicode_line_end(character.code))
+      throw TextError(mark(i), concat("expected a line feed at a line's end, got ", name));
     if (!is_printable(character.code))
       throw TextError(mark(i), concat("expected text, got control character ", character.code));
     if (character.code == '\r' && !text_.substr(i + 1).starts_with('\n'))

@@ -17,12 +17,17 @@ class TextError : public std::runtime_error {
   Mark mark;
 };
 
+// The text with every byte that is not part of a UTF-8 sequence as a character of that number.
+// yaml-cpp gives such bytes for the escapes \N and \_, which name U+0085 and U+00A0, and in
+// messages that quote half a character.
+std::string to_utf8(std::string text);
+
 class SourceText {
  public:
   static constexpr size_t kMaxBytes = size_t{1} << 20;
 
   // Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8, control characters
-  // and carriage returns alone. Keeps the view.
+  // and ends of lines that YAML 1.1 and yaml-cpp do not agree on. Keeps the view.
   explicit SourceText(std::string_view text);
 
   std::string_view text() const { return text_; }

@@ -121,12 +121,28 @@ std::optional<int64_t> resolve_int(std::string_view text) {
   return resolve_sexagesimal(text, minus);
 }
 
+// Whether a number like 0171.0e+400 is 1 or more.
+bool reaches_one(std::string_view text) {
+  const size_t e = std::min(text.find_first_of("eE"), text.size());
+  const std::string_view mantissa = text.substr(0, e);
+  const auto point = static_cast<int64_t>(std::min(mantissa.find('.'), mantissa.size()));
+  const auto first = static_cast<int64_t>(mantissa.find_first_of("123456789"));
+  const int64_t digits_before_point = first < point ? point - first : point - first + 1;
+  if (e == text.size()) return digits_before_point > 0;
+  std::string_view exponent = text.substr(e + 1);
+  const bool minus = take_minus(exponent);
+  int64_t value = 0;
+  const auto parsed = std::from_chars(exponent.data(), exponent.data() + exponent.size(), value);
+  constexpr int64_t kLarge = int64_t{1} << 40;  // no text has so many digits
+  if (parsed.ec != std::errc() || value > kLarge) return !minus;
+  return digits_before_point + (minus ? -value : value) > 0;
+}
+
 double parse_double(const std::string& text) {
   double value = 0;
   const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
   if (parsed.ec != std::errc::result_out_of_range) return value;
-  const bool tiny = text.find("e-") != text.npos || text.starts_with('0') || text.starts_with('.');
-  return tiny ? 0.0 : std::numeric_limits<double>::infinity();
+  return reaches_one(text) ? std::numeric_limits<double>::infinity() : 0.0;
 }
 
 // Nothing, or [eE][-+][0-9]+

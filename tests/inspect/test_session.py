@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from inspect_logs import messages, rows, section, statistics
 
 import nvdlfw_inspect.api as debug_api
+from nvdlfw_inspect import startup
 from nvdlfw_inspect.base import FeatureConfig
 from nvdlfw_inspect.debug_manager import subscribe, unsubscribe
+from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import Registry, api_method
 
 Initialize = Callable[..., Any]
@@ -58,6 +61,8 @@ def test_second_initialize_replaces_in_a_notebook(
     ("arguments", "error"),
     [
         ({"config": {"s": section("Unknown")}}, ValueError),
+        ({"config": {"s\ud800": section("Counter")}}, ValueError),
+        ({"config": {"s": {"enabled": True, "layers": ["\ud800"]}}}, ValueError),
         ({"config": 3}, TypeError),
         ({"config": "missing.yaml"}, FileNotFoundError),
         ({"feature_dirs": "missing"}, FileNotFoundError),
@@ -76,6 +81,37 @@ def test_failed_initialize_leaves_nothing_behind(
     assert debug_api.DEBUG_MANAGER is None
     assert not Registry.data["ns"].features
     initialize({"s": section("Counter", tensors=["weight"], gemms=["fprop"])})
+
+
+@pytest.mark.parametrize(
+    "part", ["_report_broken", "_load", "_log_options", "DebugManager", "_add_loggers"]
+)
+def test_an_initialize_that_is_interrupted_leaves_nothing_behind(
+    initialize: Initialize, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    register_counter()
+    config = {"s": section("Counter", tensors=["weight"], gemms=["fprop"])}
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(startup, part, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            initialize(config)
+    assert debug_api.DEBUG_MANAGER is None
+    assert not Registry.data["ns"].features and not MetricLogger.enabled_loggers
+    initialize(config)
+
+
+def test_names_of_all_characters(initialize: Initialize, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.yaml")
+    file.write_text('"\\N\\_é": {enabled: true, layers: {layer_name_regex_pattern: x}}')
+    assert initialize(file).config_names == ["\x85\xa0é"]
+    debug_api.end_debug()
+    with pytest.raises(ValueError, match=r"text of whole characters at .*, got 's\\ud800'"):
+        initialize({"s\ud800": {}})
+    initialize({})
 
 
 def test_integers_have_64_bits(initialize: Initialize) -> None:

@@ -86,7 +86,13 @@ REFUSED = {
     "é: 1\t": "1:5: expected spaces, got a tab",
     "a: {b: 1,\tc: 2}": "1:10: expected spaces, got a tab",
     "a: x\ty": "1:5: expected spaces, got a tab",
-    "\ufeffa: 1": "1:1: expected text without a byte order mark",
+    "\ufeff\ufeffa: 1": "1:1: expected text without a byte order mark",
+    "a: \ufeff1": "1:4: expected text without a byte order mark",
+    "a: 1\x85b: 2": "1:5: expected a line feed at a line's end, got U+0085 (in quotes: \\N)",
+    "a: 'x\u2028y'": "1:6: expected a line feed at a line's end, got U+2028 (in quotes: \\L)",
+    "# x\u2029a: 1": "1:4: expected a line feed at a line's end, got U+2029 (in quotes: \\P)",
+    'a: "\\ud800"': "expected YAML",
+    'a: "\\é"': "expected YAML",
     "a: \x07": "1:4: expected text, got control character 7",
     "a: 'x\n  \x00'": "2:3: expected text, got control character 0",
     "a: &x [1, *x]": "1:11: expected an alias of something complete",
@@ -167,6 +173,21 @@ def test_scalar_resolves_as_in_pyyaml(scalar: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS.split("\n---\n"))
 def test_document_reads_as_in_pyyaml(document: str) -> None:
     assert same(ours(document), yaml.safe_load(document))
+
+
+@pytest.mark.parametrize("text", ["a: 1", "", "é: {b: 'c'}", "# c\na: 1"])
+def test_a_byte_order_mark_at_the_start_is_skipped(text: str) -> None:
+    assert same(ours("\ufeff" + text), yaml.safe_load(text))
+
+
+ESCAPES = '0abtnvfre N_LP"\\/'
+
+
+@pytest.mark.parametrize("escape", [*ESCAPES, "x85", "xa0", "xe9", "u2028", "u00c3", "U0001f600"])
+def test_escapes_are_those_of_pyyaml(escape: str) -> None:
+    for around in ("%s", "é%s", "%sé", "Ã%s%s", "\U0001f600%s"):
+        text = '"' + around.replace("%s", "\\" + escape) + '": 1'
+        assert same(ours(text), yaml.safe_load(text)), text
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "~", "\n\n"])

@@ -21,6 +21,8 @@ from transformer_engine import _env
 
 T = TypeVar("T", bound=type)
 
+_LARGEST_MARGIN = 126  # 2^margin and its inverse are normal floats
+
 
 class _FormatRange(NamedTuple):
     """Largest finite values of forward and backward tensors."""
@@ -150,13 +152,17 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         format, length, algorithm = self.fp8_format, self.amax_history_len, self.amax_compute_algo
-        self._expect("margin", isinstance(self.margin, int), "an int")
+        inside = isinstance(self.margin, int) and abs(self.margin) <= _LARGEST_MARGIN
+        self._expect("margin", inside, f"an int within +-{_LARGEST_MARGIN}")
         self._expect("fp8_format", isinstance(format, Format), "a Format, such as Format.HYBRID")
         trains = "Format.HYBRID or Format.E4M3 (E5M2 forward tensors do not train)"
         self._expect("fp8_format", format is not Format.E5M2, trains)
         self._expect("amax_history_len", isinstance(length, int) and length >= 1, "an int >= 1")
         known = callable(algorithm) or algorithm in ("max", "most_recent")
         self._expect("amax_compute_algo", known, "'max', 'most_recent' or a callable")
+        find_scale = self.scaling_factor_compute_algo
+        known = find_scale is None or callable(find_scale)
+        self._expect("scaling_factor_compute_algo", known, "a callable or None")
         if any(self.override_linear_precision):
             warnings.warn(
                 "DelayedScaling: override_linear_precision is accepted but has no effect; the "

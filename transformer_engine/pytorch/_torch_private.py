@@ -64,6 +64,10 @@ running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambd
 transforms_active: Callable[[], bool] = found(
     "torch:_C._are_functorch_transforms_active", lambda: True
 )
+# Without: calls inside of transforms fail in torch's words.
+_functorch_interpreter: Callable[[], Any] = found(
+    "torch:_C._functorch.peek_interpreter_stack", lambda: None
+)
 has_global_module_hooks: Callable[[], bool] = found(  # not in 2.4
     "torch.nn.modules.module:_has_any_global_hook", lambda: True
 )
@@ -115,6 +119,32 @@ def in_distributed_data_parallel() -> bool:
 def other_autodiff_active() -> bool:
     """Whether functorch transforms this call, or forward mode differentiates it."""
     return transforms_active() or _forward_ad._current_level >= 0
+
+
+def refuse_other_autodiff(layer: str, inputs: Sequence[Any]) -> None:
+    """Raise where functorch transforms a call, or forward mode differentiates one of its inputs.
+
+    Kernels read memory, which tensors of transforms have none of, and would drop tangents.
+
+    Args:
+        layer: for the message.
+        inputs: of the call.
+
+    Raises:
+        NotImplementedError: see above.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if _functorch_interpreter() is not None:
+        what = "transforms of torch.func (grad, vjp, jvp, vmap, ...)"
+    elif any(type(x) in plain and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        what = "forward-mode differentiation (torch.autograd.forward_ad)"
+    else:
+        return
+    where = f" (layer {layer})" if layer else ""
+    raise NotImplementedError(
+        f"[forward] expected a call outside of {what}, which layers of transformer_engine do not"
+        f" support, got one inside: use backward() or torch.autograd.grad{where}"
+    )
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -2,7 +2,10 @@
 // PyYAML's.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "inspect/config_yaml.h"
+#include "inspect/source_text.h"
 
 namespace te::inspect {
 namespace {
@@ -37,6 +40,33 @@ TEST(Yaml, ErrorsSayWhere) {
     EXPECT_EQ(error.mark.column, 3);
     EXPECT_STREQ(error.what(), "expected each key once, got 'é' again");
   }
+}
+
+TEST(Yaml, ScalarsAreUtf8) {
+  EXPECT_EQ(parse_yaml(R"("\N\_é\N")").as_string(), "\xc2\x85\xc2\xa0é\xc2\x85");
+  EXPECT_EQ(to_utf8("é\x85\xff"), "é\xc2\x85\xc3\xbf");
+  EXPECT_EQ(to_utf8("\xed\xa0\x80"), "\xc3\xad\xc2\xa0\xc2\x80") << "a lone surrogate";
+  EXPECT_EQ(to_utf8("\xc3"), "\xc3\x83") << "half a character";
+}
+
+TEST(Yaml, AByteOrderMarkIsNoColumn) {
+  EXPECT_EQ(parse_yaml("\xef\xbb\xbf{a: 1}").find("a")->mark.column, 5);
+}
+
+TEST(Yaml, ErrorsQuoteWholeCharacters) {
+  try {
+    parse_yaml("\"\\é\"");
+    FAIL() << "an unknown escape was accepted";
+  } catch (const TextError& error) {
+    EXPECT_EQ(to_utf8(error.what()), error.what());
+  }
+}
+
+TEST(Yaml, NumbersBeyondADoubleAreInfiniteOrZero) {
+  for (const char* large : {"0171.0e+400", "0_0.5e+400", "1.0e+9223372036854775807"})
+    EXPECT_EQ(parse_yaml(large).as_double(), std::numeric_limits<double>::infinity()) << large;
+  for (const char* small : {"171000.0e-400", ".1e-400", "0.1e-9223372036854775807"})
+    EXPECT_EQ(parse_yaml(small).as_double(), 0.0) << small;
 }
 
 TEST(Node, EditsKeysInPlace) {

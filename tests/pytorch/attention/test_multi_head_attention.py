@@ -256,3 +256,14 @@ def test_bad_inputs():
         make()(x, inference_params=object())
     with pytest.raises(TypeError, match=r"attention_mask of dtype torch\.bool"):
         make(attn_mask_type="padding")(x, torch.zeros(BATCH, 1, 1, LENGTH))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_rotary_angles_are_one_or_two(count):
+    module = make("cpu", name="attention")
+    angles = RotaryPositionEmbedding(HIDDEN // HEADS).to("cpu")(LENGTH)
+    text = rf"rotary_pos_emb to be a tensor or a pair .*, got {count} entries \(layer attention\)"
+    with pytest.raises(ValueError, match=text):
+        module(torch.randn(LENGTH, BATCH, HIDDEN), rotary_pos_emb=(angles,) * count)
+    with pytest.raises(TypeError, match=r"pair of tensors, got list \(layer attention\)"):
+        module(torch.randn(LENGTH, BATCH, HIDDEN), rotary_pos_emb=(angles, [angles]))

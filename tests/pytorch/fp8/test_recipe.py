@@ -139,3 +139,15 @@ def test_block_scaling_is_available_with_a_reason_where_not(monkeypatch) -> None
         assert not available and reason in found
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")
+
+
+@pytest.mark.parametrize("wrong", [{"margin": 127}, {"margin": -127}, {"margin": 0.5}])
+def test_margins_that_scales_cannot_have(wrong) -> None:
+    with pytest.raises(ValueError, match=r"expected margin to be an int within \+-126, got"):
+        DelayedScaling(**wrong)
+
+
+def test_a_function_of_scales_that_is_none() -> None:
+    text = "expected scaling_factor_compute_algo to be a callable or None, got 'log'"
+    with pytest.raises(ValueError, match=text):
+        DelayedScaling(scaling_factor_compute_algo="log")

@@ -119,3 +119,16 @@ class CallPlan:
 def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
     """`CallPlan.needs` of a chain of one value, where autograd records."""
     return (input_needs, *[p is not None and p.requires_grad for p in parameters])
+
+
+class PlanCache(dict[Any, CallPlan]):
+    """The plans of one module, which point into its scaling state: copies of it are empty.
+
+    `torch.nn.utils.parametrize` copies attributes of modules one by one.
+    """
+
+    def __deepcopy__(self, memo: object) -> PlanCache:
+        return PlanCache()
+
+    def __reduce__(self) -> tuple[type[PlanCache], tuple[()]]:
+        return PlanCache, ()

@@ -121,13 +121,27 @@ def weight_scales(state: Any, sizes: Sequence[int], layer: str) -> Sequence[torc
 
 
 def _bytes_of(state: Any) -> torch.Tensor | None:
+    """The bytes of a state; None for None. One byte, which nobody writes, for what has none."""
+    if state is None:
+        return None
     if isinstance(state, io.BytesIO):
         state = state.getvalue()
     if isinstance(state, bytes | bytearray):
         return torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
-    if not isinstance(state, torch.Tensor):
-        return None
-    return state.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if not _holds_bytes(state):
+        return torch.zeros(1, dtype=torch.uint8)
+    return state.detach().cpu().contiguous().reshape(-1)
+
+
+def _holds_bytes(state: Any) -> bool:
+    """Whether it is a plain tensor of bytes: memory of other kinds cannot be read as such."""
+    return (
+        isinstance(state, torch.Tensor)
+        and not isinstance(state, QuantizedTensor)
+        and state.dtype == torch.uint8
+        and state.layout == torch.strided
+        and not (state.is_meta or state.is_nested)
+    )
 
 
 def _is_ours(raw: torch.Tensor) -> bool:
@@ -144,6 +158,11 @@ def _contents(raw: torch.Tensor, layer: str) -> tuple[tuple[int, int, int], torc
     counts = _HEADER.unpack(header) if len(header) == _HEADER.size else (-1, -1, -1)
     forward, backward, length = counts
     expected = _START + 4 * (1 + length) * (forward + backward)
+    if min(counts) >= 0 and (length > 0) != (forward + backward > 0):
+        raise ValueError(
+            f"[load_state_dict] expected an amax history of one step or more for {forward} forward "
+            f"and {backward} backward scales, and none for none, got {length} (layer {layer})"
+        )
     if min(counts) < 0 or raw.numel() < expected or (raw.numel() - expected) % 8:
         raise ValueError(
             f"[load_state_dict] expected {expected} bytes of FP8 state, and 8 for each FP8 weight, "
@@ -167,7 +186,8 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
 class OptionalExtraState:
     """A module whose `_extra_state` a checkpoint may lack, as those of plain torch layers do.
 
-    Older versions have the key elsewhere; that is no error either.
+    Older versions have the key elsewhere; that is no error either. Where the module has scaling
+    state, one warning says that it stays as it is.
     """
 
     def _load_from_state_dict(
@@ -186,3 +206,11 @@ class OptionalExtraState:
         )
         for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
             keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]
+        key = prefix + "_extra_state"
+        if getattr(self, "scaling", None) and key not in state_dict:
+            warn_once(
+                f"[load_state_dict] expected FP8 scaling state under {key!r}, which is missing: "
+                f"scales stay as they are (layer {self.name}, and others like it)",  # type: ignore[attr-defined]
+                about="missing _extra_state",
+                stacklevel=3,
+            )

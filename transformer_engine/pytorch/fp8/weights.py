@@ -167,7 +167,7 @@ def _cast(
 ) -> QuantizedTensor:
     device = values.device if weight.is_meta else weight.device
     dtype = values.dtype if values.dtype in HIGH_PRECISION else torch.float32
-    values = values.detach().to(device, dtype).contiguous()
+    values = values.detach().to(device, dtype).contiguous().resolve_neg()
     quantizer = WeightQuantizer.writing(weight)
     matrix = quantizer.restored(values, scales)
     return quantizer.holding(matrix.codes, matrix.scales, weight.dtype)

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from transformer_engine.pytorch import _torch_private
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.compiled import operator_key
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
-from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
+from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache, needs_of
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.dtypes import autocast_dtype
@@ -77,7 +78,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self.sequence_parallel = False
         self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
-        self._plans: dict[Any, CallPlan] = {}
+        self._plans = PlanCache()
         self._announced: set[Hashable] = set()
 
     @property
@@ -253,6 +254,10 @@ class TransformerEngineBaseModule(ScaledModule):
         autocast: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> CallPlan:
+        if not _is_compiling() and _torch_private.other_autodiff_active():
+            _torch_private.refuse_other_autodiff(
+                self.name, (x, *parameters)
+            )  # before state is made
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
@@ -332,7 +337,7 @@ class TransformerEngineBaseModule(ScaledModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make plans of their own: these point into this module's scaling state.
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": PlanCache()}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's. Another parameter may be of another kind, so calls are planned anew."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -136,11 +137,24 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.register_parameter(here, part._parameters[inside])
 
     def _lend(self) -> None:
-        """Let the parts have the parameters that are here now."""
+        """Let the parts have the parameters that are here now.
+
+        What `torch.nn.utils.parametrize` and its like compute becomes an attribute of theirs, until
+        `_take_back`.
+        """
         for part, inside, here in self._names():
-            own = self._parameters[here]
-            if part._parameters[inside] is not own:
+            own = getattr(self, here)
+            if own is not None and not isinstance(own, nn.Parameter):
+                part._parameters.pop(inside, None)
+                part.__dict__[inside] = own
+            elif part._parameters.get(inside) is not own:
                 part.register_parameter(inside, own)
+
+    def _take_back(self) -> None:
+        """Drop tensors that were computed for one call, with the graphs that they are in."""
+        for part, inside, _ in self._names():
+            if part.__dict__.pop(inside, None) is not None:
+                part._parameters[inside] = None
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.
@@ -205,7 +219,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             )
         self._lend()
         parts = zip(self._parts, rows.split(splits), strict=True)
-        results = [part(own, is_first_microbatch) for part, own in parts]
+        try:
+            results = [part(own, is_first_microbatch) for part, own in parts]
+        finally:
+            self._take_back()
         outputs = [result[0] for result in results] if self.return_bias else results
         out = torch.cat(outputs).view(*inp.shape[:-1], self.out_features)
         return (out, [bias for _, bias in results]) if self.return_bias else out

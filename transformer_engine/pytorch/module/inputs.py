@@ -92,6 +92,10 @@ def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
     for name, own in module.named_parameters(recurse=False):
         if own is parameter:
             return name
+    # A weight that is split is put together from several parameters, a bias from vectors.
+    for name, own in module.named_parameters(recurse=False):
+        if (own.dtype, own.device, own.ndim) == (parameter.dtype, parameter.device, parameter.ndim):
+            return name
     return "a parameter"
 
 

@@ -77,6 +77,11 @@ class ParameterSet:
         on = default_device(device)
         for spec in specs:
             _check(module, spec, dtype)
+            if spec.name in module._parameters:
+                raise ValueError(
+                    f"[{type(module).__name__}] expected parameters of different names, got two "
+                    f"called {spec.name!r} (layer {module.name})"
+                )
             self._specs.append(spec)
             self._register(module, spec, _empty(spec.shape, dtype, on))
 
@@ -153,8 +158,9 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
     """Name to size along dim 0; trailing underscores of names are dropped. `{}` for no split."""
     if split is None:
         return {}
+    names = _part_names(split, layer)
     if isinstance(split, Mapping):
-        sizes = {name.rstrip("_"): size for name, size in split.items()}
+        sizes = dict(zip(names, split.values(), strict=True))
         check_sizes(layer, None, **sizes)
         if sum(sizes.values()) != features:
             raise ValueError(
@@ -162,13 +168,34 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
                 f"{features}, got {dict(split)} (sum {sum(sizes.values())})"
             )
         return sizes
-    names = [name.rstrip("_") for name in split]
     if not names or features % len(names):
         raise ValueError(
             f"[{layer}] expected out_features={features} to be divisible among parameters_split, "
             f"got {list(split)}"
         )
     return dict.fromkeys(names, features // len(names))
+
+
+def _part_names(split: Any, layer: str) -> list[str]:
+    """Without trailing underscores.
+
+    Raises:
+        TypeError: neither names nor a mapping of names.
+        ValueError: names that are equal, or that no parameter may have.
+    """
+    several = isinstance(split, Sequence | Mapping) and not isinstance(split, str | bytes)
+    if not (several and all(isinstance(name, str) for name in split)):
+        raise TypeError(
+            f"[{layer}] expected parameters_split to be names, or a mapping of names to sizes, got"
+            f" {split!r}"
+        )
+    names = [name.rstrip("_") for name in split]
+    if len(set(names)) < len(names) or any(not name or "." in name for name in names):
+        raise ValueError(
+            f"[{layer}] expected names in parameters_split that differ in more than trailing"
+            f" underscores, are not empty and have no dot, got {list(split)}"
+        )
+    return names
 
 
 Names = tuple[str | None, ...]
@@ -189,7 +216,8 @@ def tensors_of(module: nn.Module, names: Names) -> list[torch.Tensor | None]:
     try:
         return [own[name] if name is not None else None for name in names]
     except KeyError:
-        return [getattr(module, name) if name is not None else None for name in names]
+        computed = [getattr(module, name) if name is not None else None for name in names]
+        return [x if x is None or not x.is_neg() else x.resolve_neg() for x in computed]
 
 
 class SplitLinearParameters:

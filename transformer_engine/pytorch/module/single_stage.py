@@ -11,7 +11,7 @@ from torch import nn
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
-from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache
 from transformer_engine.pytorch.chain.stages.base import Stage
 
 
@@ -21,7 +21,7 @@ class SingleStageModule(nn.Module):
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.chain = Chain.of(stage)
-        self._plans: dict[Any, CallPlan] = {}
+        self._plans = PlanCache()
 
     def plan_for(self, dtype: torch.dtype, needs: tuple[bool, ...]) -> CallPlan:
         """The plan of calls with results of this dtype; `needs` as in `CallPlan`."""
@@ -49,4 +49,4 @@ class SingleStageModule(nn.Module):
         return call_chain(plan, None, x.contiguous(), *parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": PlanCache()}

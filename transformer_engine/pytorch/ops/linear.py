@@ -116,8 +116,7 @@ class Bias(FusibleOperation):
             refuse_input("Bias", "x", x, None)
         if x.ndim == 0 or x.shape[-1] != self.size:
             raise ValueError(f"[Bias] expected x of shape (..., {self.size}), got {tuple(x.shape)}")
-        bias = self._parameters["bias"]
-        assert bias is not None
+        bias: torch.Tensor = self.bias  # type: ignore[assignment]
         return x + bias.to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -55,6 +55,8 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         "_columnwise_scale_inv",
     )
 
+    fact_names = (*QuantizedTensor.fact_names, "is_2D_scaled")
+
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
@@ -96,6 +98,16 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         """A tensor of parts and facts as another one has them."""
         named = {name[1:]: part for name, part in zip(cls.part_names, parts, strict=True)}
         return cls(shape, **named, **facts)  # type: ignore[arg-type]
+
+    @classmethod
+    def part_shapes(
+        cls, shape: torch.Size, facts: Mapping[str, Any]
+    ) -> Sequence[Sequence[tuple[int, ...]]]:
+        """The shapes that each part of a tensor of this shape may have."""
+        layout = block_layout(2 if facts["is_2D_scaled"] else 1)
+        rows, cols = shape[:-1].numel(), shape[-1] if shape else 1
+        grids = layout.scale_shape(rows, cols), layout.scale_shape(cols, rows)
+        return (shape,), (grids[0],), ((cols, rows),), (grids[1],)
 
     @classmethod
     def from_operands(

@@ -78,6 +78,13 @@ class Float8Tensor(QuantizedTensor):
         return cls(shape, dtype, data, scale_inv, format, quantizer=facts["quantizer"])
 
     @classmethod
+    def part_shapes(
+        cls, shape: torch.Size, facts: Mapping[str, Any]
+    ) -> Sequence[Sequence[tuple[int, ...]]]:
+        """The shapes that each part of a tensor of this shape may have."""
+        return (shape,), ((2,), (1,), ())
+
+    @classmethod
     def from_operands(
         cls, operands: Operands, like: torch.Tensor, quantizer: Quantizer | None
     ) -> Float8Tensor:

@@ -20,6 +20,7 @@ from transformer_engine.pytorch._torch_private import no_torch_function, tree_le
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.tensor.part_checks import check_parts
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
@@ -39,6 +40,7 @@ class QuantizedTensor(torch.Tensor):
     __dlpack_c_exchange_api__ = None
     handlers: ClassVar[dict[Any, Handler]] = {}
     part_names: ClassVar[tuple[str, ...]] = ()
+    fact_names: ClassVar[tuple[str, ...]] = ("dtype", "fp8_dtype", "quantizer")
     parts: tuple[torch.Tensor | None, ...]  # codes and scales; None for those that are not there
 
     _fp8_dtype: DType
@@ -59,6 +61,13 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def assembled(cls, shape: torch.Size, parts: Parts, facts: Mapping[str, Any]) -> Any:
         """A tensor of parts and facts as another one has them."""
+        raise NotImplementedError
+
+    @classmethod
+    def part_shapes(
+        cls, shape: torch.Size, facts: Mapping[str, Any]
+    ) -> Sequence[Sequence[tuple[int, ...]]]:
+        """The shapes that each part of a tensor of this shape may have."""
         raise NotImplementedError
 
     @property
@@ -159,7 +168,7 @@ class QuantizedTensor(torch.Tensor):
             return self
         plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
         plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
-        return self.overwrite(self.quantized(plain.contiguous()))
+        return self.overwrite(self.quantized(plain.contiguous().resolve_neg()))
 
     def overwrite(self, parts: Parts) -> Any:
         """Take over the contents of other parts."""
@@ -277,7 +286,14 @@ def _rebuild(
     facts: dict[str, Any],
     needs_grad: bool | None,
 ) -> torch.Tensor:
-    """What `torch.save` writes; `needs_grad` is None where it was no parameter."""
+    """What `torch.save` writes; `needs_grad` is None where it was no parameter.
+
+    Raises:
+        ValueError: a tensor of this kind and shape cannot consist of these parts.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, QuantizedTensor) and kind.part_names):
+        raise ValueError(f"[QuantizedTensor] expected a kind of quantised tensor, got {kind!r}")
+    check_parts(kind, shape, parts, facts)
     tensor = kind.assembled(shape, parts, facts)
     return tensor if needs_grad is None else nn.Parameter(tensor, needs_grad)
 
@@ -312,7 +328,9 @@ class TensorMaking:
             tensor: fp32, fp16 or bf16.
             out: tensor to write into instead of a new one.
         """
-        return self._made(tensor.detach().contiguous()) if out is None else out.quantize_(tensor)
+        if out is not None:
+            return out.quantize_(tensor)
+        return self._made(tensor.detach().contiguous().resolve_neg())
 
     def _made(self, plain: torch.Tensor) -> Any:
         raise NotImplementedError

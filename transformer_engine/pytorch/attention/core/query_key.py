@@ -74,7 +74,7 @@ class Rotation(Part):
         """See `Part`; the arguments are those of `apply_rotary_pos_emb`, for queries and keys."""
         query, key = values.likes
         heads, groups, size, _ = self.layout
-        pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+        pair = _pair_of(angles)
         starts = None
         if inference_params is not None:
             pair, starts, ends = inference_params.positions(
@@ -103,6 +103,23 @@ class Rotation(Part):
             return super().__call__(query, key, *arguments)
         both = rope(both, table, starts, ends, self.qkv_format == "bshd", self.interleaved, False)
         return both.split((query.shape[-2], key.shape[-2]), -2)
+
+
+def _pair_of(angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles of queries and of keys."""
+    pair = tuple(angles) if isinstance(angles, tuple | list) else (angles, angles)
+    if len(pair) != 2:
+        raise ValueError(
+            "[MultiheadAttention] expected rotary_pos_emb to be a tensor or a pair for queries and"
+            f" keys, got {len(pair)} entries"
+        )
+    for one in pair:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(
+                "[MultiheadAttention] expected rotary_pos_emb to be a tensor or a pair of tensors,"
+                f" got {type(one).__name__}"
+            )
+    return pair
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,89 @@
+"""Forward-mode differentiation and transforms of torch.func: refused in words, never half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: te.Linear(32, 32, device="cpu", name="fc"),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu", name="fc"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, device="cpu", name="fc"),
+    "RMSNorm": lambda: te.RMSNorm(32, device="cpu"),
+    "GELU": te.ops.GELU,
+    "TransformerLayer": lambda: te.TransformerLayer(32, 32, 2, device="cpu", name="block"),
+}
+RECIPES = {"fp32": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
+
+
+def run(module: nn.Module, x: torch.Tensor, recipe: str) -> torch.Tensor:
+    with te.fp8_autocast(enabled=recipe != "fp32", fp8_recipe=RECIPES[recipe]):
+        return module(x)
+
+
+def refused(what: str) -> Any:
+    return pytest.raises(NotImplementedError, match=rf"^\[forward\] expected a call .*{what}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_tangents_are_not_lost(kind: str, frozen: bool, recorded: bool, recipe: str) -> None:
+    module = MODULES[kind]().requires_grad_(not frozen)
+    x = torch.randn(16, 2, 32)
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        with refused("forward-mode differentiation"):
+            run(module, forward_ad.make_dual(x, torch.ones_like(x)), recipe)
+        assert forward_ad.unpack_dual(run(module, x, recipe)).tangent is None
+    run(module, x, recipe)
+
+
+def test_tangents_of_parameters_are_not_lost() -> None:
+    module = te.Linear(32, 32, device="cpu", name="fc")
+    weight = module.weight.detach()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, torch.ones_like(weight))
+        with refused(r"forward-mode.*\(layer fc\)"):
+            torch.func.functional_call(module, {"weight": dual}, (torch.randn(16, 32),))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": torch.func.vjp,
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_transforms_are_refused_and_leave_no_state(kind: str, transform: str, recipe: str) -> None:
+    module, twin = MODULES[kind](), MODULES[kind]()
+    twin.load_state_dict(module.state_dict())
+    x = torch.randn(16, 2, 32)
+    with refused(r"transforms of torch\.func"):
+        TRANSFORMS[transform](lambda x: run(module, x, recipe), x)
+    if kind == "TransformerLayer":  # it has dropout
+        module.eval(), twin.eval()
+    assert torch.equal(run(module, x, recipe), run(twin, x, recipe))
+
+
+def test_gradients_of_parameters_by_transforms_are_refused() -> None:
+    module, x = te.Linear(32, 32, device="cpu", name="fc"), torch.randn(16, 32)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).sum()
+
+    with refused(r"transforms of torch\.func.*\(layer fc\)"):
+        torch.func.grad(loss)(dict(module.named_parameters()))
+    assert torch.isfinite(loss(dict(module.named_parameters())))

@@ -1,0 +1,49 @@
+"""`_extra_state` of another kind, or damaged: a warning or an error that names the layer."""
+
+import struct
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.fp8.extra_state import MAGIC
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+
+def linear_with_state() -> te.Linear:
+    layer = te.Linear(32, 32, device="cpu", name="fc")
+    with te.fp8_autocast(enabled=True):
+        layer(torch.randn(16, 32)).sum().backward()
+    return layer
+
+
+FOREIGN = {
+    "text": lambda: "scales",
+    "number": lambda: 3.0,
+    "floats": lambda: torch.ones(48),
+    "meta": lambda: torch.ones(8, dtype=torch.uint8, device="meta"),
+    "sparse": lambda: torch.ones(48, dtype=torch.uint8).to_sparse(),
+    "integers with a scale": lambda: torch.quantize_per_tensor(torch.ones(48), 0.1, 0, torch.qint8),
+    "FP8": lambda: Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(torch.ones(16, 16)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_holds_no_bytes_is_ignored_with_a_warning(kind: str) -> None:
+    state = FOREIGN[kind]()
+    layer = linear_with_state()
+    before = layer.get_extra_state()
+    with pytest.warns(UserWarning, match="ignoring the _extra_state of another package"):
+        layer.load_state_dict({**layer.state_dict(), "_extra_state": state})
+    assert torch.equal(layer.get_extra_state(), before)
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 0), (0, 0, 4), (3, 0, 0)])
+def test_an_empty_history_is_refused(counts: tuple[int, int, int]) -> None:
+    layer = te.Linear(32, 32, device="cpu", name="fc")
+    header = MAGIC + struct.pack("<iii", *counts)
+    raw = header + struct.pack(f"<{sum(counts[:2])}f", *[1.0] * sum(counts[:2]))
+    with pytest.raises(ValueError, match=r"amax history of one step or more .*\(layer fc\)"):
+        layer.set_extra_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))

@@ -1,0 +1,136 @@
+"""Modules whose parameters others compute: parametrisations, pruning, FSDP with flat parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: te.Linear(32, 32, device="cpu"),
+    "split": lambda: te.Linear(32, 32, device="cpu", parameters_split=("a", "b")),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, device="cpu"),
+    "RMSNorm": lambda: te.RMSNorm(32, device="cpu"),
+    "GroupedLinear": lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
+    "TransformerLayer": lambda: te.TransformerLayer(
+        32, 32, 2, device="cpu", hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "BasicLinear": lambda: te.ops.BasicLinear(32, 32, device="cpu"),
+    "Bias": lambda: te.ops.Bias(32, device="cpu"),
+}
+RECIPES = [None, DelayedScaling(amax_history_len=3), Float8CurrentScaling()]
+each_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES, ids=["fp32", "DelayedScaling", "Float8CurrentScaling"]
+)
+
+
+def run(module: nn.Module, x: torch.Tensor, recipe: Any) -> torch.Tensor:
+    """A step without optimizer: the output, and gradients where they belong."""
+    module.zero_grad()
+    grouped = "Grouped" in type(getattr(module, "module", module)).__name__
+    with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        y = module(x, [x.shape[0] * x.shape[1] // 2] * 2) if grouped else module(x)
+    y.square().sum().backward()
+    return y.detach()
+
+
+class Same(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+
+def parametrized(module: nn.Module, name: str) -> None:
+    parametrize.register_parametrization(module, name, Same())
+
+
+WAYS = {
+    "parametrize": parametrized,
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "prune": lambda module, name: prune.l1_unstructured(module, name, 1),
+}
+
+
+def compute(module: nn.Module, way: str) -> None:
+    """Let something compute each parameter, where it computes such ones."""
+    for inner in list(module.modules()):
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is not None and (parameter.ndim == 2 or way == "parametrize"):
+                WAYS[way](inner, name)
+
+
+@each_recipe
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_every_parameter_gets_a_gradient(kind: str, way: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    compute(module, way)
+    for _ in range(2):
+        run(module, torch.randn(8, 4, 32), recipe)
+    assert all(p.grad is not None for p in module.parameters())
+    module.load_state_dict(module.state_dict())
+
+
+@each_recipe
+@pytest.mark.parametrize("kind", MODULES)
+def test_parameters_that_are_computed_change_nothing(kind: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[kind]()
+    other = copy.deepcopy(plain)
+    compute(other, "parametrize")
+    for _ in range(3):
+        x = torch.randn(8, 4, 32)
+        assert torch.equal(run(plain, x, recipe), run(other, x, recipe))
+    ours = {name.rsplit(".", 1)[0]: p.grad for name, p in other.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        path, _, last = name.rpartition(".")
+        where = f"{path}.parametrizations.{last}".removeprefix(".")
+        assert torch.equal(ours[where], parameter.grad), name
+
+
+@each_recipe
+@pytest.mark.parametrize("kind", MODULES)
+def test_copies_run(kind: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    module, x = MODULES[kind](), torch.randn(8, 4, 32)
+    compute(module, "parametrize")
+    run(module, x, recipe)
+    twin = copy.deepcopy(module)
+    assert torch.equal(run(twin, x, recipe), run(module, x, recipe))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")
+@each_recipe
+@pytest.mark.parametrize("kind", MODULES)
+def test_flat_parameters_of_fsdp(kind: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[kind]()
+    cpu = torch.device("cpu")
+    sharded = FullyShardedDataParallel(copy.deepcopy(plain), use_orig_params=False, device_id=cpu)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in (plain, sharded)]
+    for _ in range(3):
+        x = torch.randn(8, 4, 32)
+        assert torch.equal(run(plain, x, recipe), run(sharded, x, recipe))
+        for optimizer in optimizers:
+            optimizer.step()
+    sharded.load_state_dict(sharded.state_dict())
