@@ -101,6 +101,22 @@ def test_what_is_evaluated_between_two_steps_belongs_to_the_second(outcomes) -> 
         assert norms == [64.0 * (1 + 2), 64.0 * (2 + 1 + 3)]
 
 
+def test_every_rank_writes_files_and_a_group_is_one_row(outcomes) -> None:
+    for files, rows in both(outcomes, "files_and_summary"):
+        assert files == [
+            *(f"nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-{r}.log" for r in range(2)),
+            *(
+                f"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-{r}.log"
+                for r in range(2)
+            ),
+            *(f"statistics_rank-{r}.jsonl" for r in range(2)),
+        ]
+        assert sorted(rows) == [
+            ["layer", "activation", "max", "0-1", "1"],
+            ["layer", "weight", "max", "1", "2"],
+        ]
+
+
 @pytest.mark.parametrize(
     ("session", "words"),
     [

@@ -12,6 +12,9 @@ from statistics_reference import ALL
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
+from nvdlfw_inspect.report.records import read_run
+from nvdlfw_inspect.report.table import table_of
+from nvdlfw_inspect.report.verdicts import judge
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 Outcome = Any
@@ -198,6 +201,20 @@ def evaluation(rank: int, folder: Path) -> Logged:
     return logged(folder, rank)
 
 
+def files_and_summary(rank: int, folder: Path) -> tuple[list[str], list[list[str]]]:
+    """What two ranks write, and the table that is made of it."""
+    config = section("LogTensorStats", tensors=["activation", "weight"], stats=["max"])
+    with debugging(folder, config):
+        layer = te.Linear(16, 16, device=here(), name="layer")
+        torch.nn.init.constant_(layer.weight, float(1 + rank))
+        layer(torch.full((4, 16), float(rank), device=here()))
+        debug_api.step()
+    dist.barrier()
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    rows = table_of(judge(read_run(folder))).rows
+    return names, [list(row[1:6]) for row in rows]
+
+
 def _ends(folder: Path, config: Any, run: Any) -> str:
     """The errors of a session, in order."""
     errors = []
@@ -331,6 +348,7 @@ SESSIONS = (
     pipeline,
     experts,
     evaluation,
+    files_and_summary,
     another_config,
     another_group,
     another_iteration,
