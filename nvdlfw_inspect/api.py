@@ -235,6 +235,13 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
 
     Raises:
         ValueError: No session is running.
+
+    Example:
+        >>> import tempfile
+        >>> import nvdlfw_inspect.api as debug_api
+        >>> debug_api.initialize(log_dir=tempfile.mkdtemp())
+        >>> debug_api.set_tensor_reduction_group(None)  # in a pipeline: the group of the stage
+        >>> debug_api.end_debug()
     """
     manager = _manager("set_tensor_reduction_group", ValueError)
     manager._tensor_reduction_group = group

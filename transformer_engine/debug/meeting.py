@@ -115,21 +115,26 @@ class Meeting:
             " equally often"
         )
 
-    def failed(self, doing: str) -> str:
-        """What to say of a collective that has failed: who else is stuck, and who did not come."""
+    def failed(self, doing: str, seconds: float, error: object) -> str:
+        """What to say of a collective that has failed: who else is stuck, and who did not come.
+
+        Args:
+            doing: see `hold`.
+            seconds: that this rank has waited.
+            error: what torch says.
+        """
+        text = f"[{self._purpose}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
         try:
             found = self._stuck(doing)
-        except Exception as error:  # the rank that had the store is gone
-            return (
-                f"[{self._purpose}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
-            )
+        except RuntimeError:
+            return f"{text}; the rank that has the store of torch.distributed has ended"
         absent = [rank for rank in self.ranks if rank not in found]
-        if absent:
+        if absent and seconds >= 0.8 * self.timeout.total_seconds():
             return self._absence(doing, absent)
-        said = "; ".join(f"rank {r}: {text}" for r, text in list(found.items())[:_MOST_NAMED])
-        return (
-            f"[{self._purpose}] a collective of {listed(self.ranks)} failed on all of them: {said}"
-        )
+        if absent:
+            return f"{text}; {listed(absent)} did not say so: ended, or waiting for others"
+        said = [f"rank {rank} in {where}" for rank, where in found.items() if where != doing]
+        return f"{text}, on all of them; {', '.join(said[:_MOST_NAMED]) or 'all were there'}"
 
     def _stuck(self, doing: str) -> dict[int, str]:
         if self._store is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,10 +46,12 @@ class SharedAmax:
         for group in groups:
             if (group, what) not in self._known:
                 self._meet(group, what)
+            started = time.monotonic()
             try:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group)
             except RuntimeError as error:
-                raise RuntimeError(self._meetings[group].failed(what)) from error
+                waited = time.monotonic() - started
+                raise RuntimeError(self._meetings[group].failed(what, waited, error)) from error
         return found
 
     def _meet(self, group: Any, what: str) -> None:

@@ -77,10 +77,12 @@ class PendingCopy:
     def _wait_for_ranks(self, group: GroupRows) -> None:
         """Raise RuntimeError before NCCL's watchdog ends the process without naming a rank."""
         assert self._event is not None
-        deadline = time.monotonic() + 0.8 * group.meeting.timeout.total_seconds()
+        started, longest = time.monotonic(), 0.8 * group.meeting.timeout.total_seconds()
         while not self._event.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError(group.meeting.failed(f"step() of iteration {self.iteration}"))
+            waited = time.monotonic() - started
+            if waited > longest:
+                doing = f"step() of iteration {self.iteration}"
+                raise RuntimeError(group.meeting.failed(doing, waited, "it takes too long"))
             time.sleep(20e-6)
 
     def statistics(self, of_ranks: Mapping[int, Sequence[Row]] | None = None) -> Iterator[Logged]:

@@ -8,6 +8,7 @@ part company later find out without waiting for each other, and compare again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -100,10 +101,13 @@ class GroupRows:
         payload[:1] = to_device(header, self._device)
         payload[1 : 1 + len(rows)] = rows
         gathered = payload.new_empty(self.size * self._capacity, WIDTH)
+        started = time.monotonic()
         try:
             _all_gather(gathered, payload, group=self.group)
         except RuntimeError as error:
-            raise RuntimeError(self.meeting.failed(f"step() of iteration {iteration}")) from error
+            waited = time.monotonic() - started
+            doing = f"step() of iteration {iteration}"
+            raise RuntimeError(self.meeting.failed(doing, waited, error)) from error
         return gathered.view(self.size, self._capacity, WIDTH)
 
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:

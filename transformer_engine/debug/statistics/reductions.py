@@ -67,9 +67,10 @@ class Reductions:
         """The tensors by the group that merges their rows: the reduction group first, `LOCAL`."""
         group = self._manager._tensor_reduction_group
         live = self._live()
-        key = (group, len(live))  # tensors are only ever added
+        size = group_size(group)
+        key = (group, size, len(live))  # tensors are only ever added
         if self._grouped is None or self._grouped[0] != key:
-            homes: dict[Any, Any] = {LOCAL: LOCAL, None: group if group_size(group) > 1 else LOCAL}
+            homes: dict[Any, Any] = {LOCAL: LOCAL, None: group if size > 1 else LOCAL}
             found: dict[Any, list[TensorStatistics]] = {}
             if homes[None] is group:
                 found[group] = []
