@@ -219,11 +219,15 @@ def infer_and_assign_layer_names(model: Any) -> None:
         RuntimeError: No session is running.
         ValueError: It is none of these.
     """
-    assign_layer_names(model, _manager("infer_and_assign_layer_names").log_message)
+    assign_layer_names(model, _manager("infer_and_assign_layer_names").layer_named)
 
 
 def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> None:
     """Set the process group over which statistics are reduced, instead of all ranks.
+
+    Its ranks run the same layers, and each of them sets it, before `step()`: those of a pipeline
+    stage, say, whether they share data, tensors or contexts. PerTensorScaling and FakeQuant scale
+    activations and gradients by the amax over a group that was set.
 
     Args:
         group: A `torch.distributed` group; None: all ranks.
@@ -231,6 +235,13 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
 
     Raises:
         ValueError: No session is running.
+
+    Example:
+        >>> import tempfile
+        >>> import nvdlfw_inspect.api as debug_api
+        >>> debug_api.initialize(log_dir=tempfile.mkdtemp())
+        >>> debug_api.set_tensor_reduction_group(None)  # in a pipeline: the group of the stage
+        >>> debug_api.end_debug()
     """
     manager = _manager("set_tensor_reduction_group", ValueError)
     manager._tensor_reduction_group = group

@@ -59,6 +59,7 @@ class DebugManager:
         root_log_dir: Where log files go: `log_dir`, or "" if there are none.
         config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
+        layer_names: Of layers that have been named, whether or not they have run.
     """
 
     running: ClassVar[DebugManager | None] = None
@@ -76,6 +77,7 @@ class DebugManager:
         self.root_log_dir = log_dir if has_log_files else ""
         self.config_names = config.names
         self.config_hash = config.hash
+        self.layer_names: set[str] = set()
         self._config = config
         self._session = session
         self._calls = calls
@@ -188,6 +190,11 @@ class DebugManager:
         """Write to the debug log; with a key `once`, only once per session and key."""
         key = None if once is None else repr(once)
         self._session.log_message(level, text, layer or "", key)
+
+    def layer_named(self, name: str) -> None:
+        """A layer of the model has been given its name."""
+        self.layer_names.add(name)
+        self.log_message(f"Assigned layer name: {name}")
 
     def layer_config(self, layer_name: str) -> dict[str, dict[str, Any]]:
         """Return {namespace: {feature: configuration}} as written for a layer."""

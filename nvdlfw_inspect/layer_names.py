@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def assign_layer_names(model: Any, log: Callable[[str], None]) -> None:
+def assign_layer_names(model: Any, named: Callable[[str], None]) -> None:
     """Set `name` on every module: "model", a dot, and its attribute path.
 
     Inside a ModuleList, a child's `layer_number` stands for its index, if it has one.
@@ -16,7 +16,7 @@ def assign_layer_names(model: Any, log: Callable[[str], None]) -> None:
         ValueError: Neither a module, nor something with a `.module`, nor a list of such.
     """
     for one in model if isinstance(model, (list, tuple)) else [model]:
-        _assign(_unwrap(one), "model", log)
+        _assign(_unwrap(one), "model", named)
 
 
 def _unwrap(model: Any) -> Any:
@@ -32,13 +32,13 @@ def _unwrap(model: Any) -> Any:
     return inner
 
 
-def _assign(module: Any, name: str, log: Callable[[str], None]) -> None:
+def _assign(module: Any, name: str, named: Callable[[str], None]) -> None:
     module_list = importlib.import_module("torch.nn").ModuleList
     if not isinstance(module, module_list):
         module.name = name
-        log(f"Assigned layer name: {name}")
+        named(name)
     for attribute, child in module.named_children():
         key = attribute
         if isinstance(module, module_list):
             key = str(getattr(child, "layer_number", attribute))
-        _assign(child, f"{name}.{key}", log)
+        _assign(child, f"{name}.{key}", named)

@@ -119,6 +119,6 @@ def _notes(verdicts: list[Verdicts], columns: Columns) -> list[str]:
             " them (the value of largest magnitude; of scale_inv_min the smallest), so no peak is"
             " lost. Verdicts and tables are made from every record."
         )
-    if any(len(v.run.ranks) > 1 for v in verdicts):
+    if any(len(ranks) > 1 for v in verdicts for ranks in v.run.series.values()):
         notes.append("The charts show the worst of all ranks; --rank R shows one.")
     return notes

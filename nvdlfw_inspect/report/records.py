@@ -60,12 +60,18 @@ class Series:
 
 @dataclass
 class Run:
-    """All records of a run: for every key, a series per rank."""
+    """All records of a run: for every key, a series per rank.
+
+    Of ranks that have logged the same about a tensor, as those of a reduction group do, the first
+    one stands for all.
+    """
 
     path: Path
     series: dict[Key, dict[int, Series]] = field(default_factory=dict)
     plan: dict[tuple[str, str, str], str] = field(default_factory=dict)  # (layer, tensor, gemm)
     ranks: list[int] = field(default_factory=list)
+    # (layer, tensor) -> rank in `series` -> ranks that have logged the same: a reduction group
+    copies: dict[tuple[str, str], dict[int, list[int]]] = field(default_factory=dict)
     records: int = 0
     empty: int = 0  # records of tensors without elements, which have no value
     skipped: int = 0  # damaged lines: kill -9 may cut the last one
@@ -127,7 +133,26 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
     for ranks in run.series.values():
         for number, series in ranks.items():
             ranks[number] = series.in_order()
+    if len(files) > 1:
+        _fold_copies(run)
     return run
+
+
+def _fold_copies(run: Run) -> None:
+    """Keeps one of the ranks that have logged the same about a tensor."""
+    for tensor, keys in run.siblings.items():
+        by_content: dict[tuple[object, ...], list[int]] = {}
+        for rank in run.ranks:
+            series = {
+                key: run.series[key][rank] for key in keys.values() if rank in run.series[key]
+            }
+            if series:
+                content = ((k, s.steps.tobytes(), s.values.tobytes()) for k, s in series.items())
+                by_content.setdefault(tuple(content), []).append(rank)
+        run.copies[tensor] = {ranks[0]: ranks for ranks in by_content.values()}
+        first = run.copies[tensor]
+        for key in keys.values():
+            run.series[key] = {r: s for r, s in run.series[key].items() if r in first}
 
 
 def _files(path: Path) -> dict[int, Path]:
@@ -203,6 +228,21 @@ def _read_plan(run: Run, file: Path) -> None:
         for line in lines:
             if ": Tensor: " in line and (match := PLAN_LINE.search(line)):
                 run.plan[match["layer"], match["tensor"], match["gemm"]] = match["plan"].strip()
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Writes rising numbers, runs of them as their ends.
+
+    >>> spans([3]), spans([0, 1, 2, 3, 6, 7])
+    ('3', '0-3, 6-7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def common_prefix(layers: Sequence[str]) -> str:

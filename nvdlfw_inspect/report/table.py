@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nvdlfw_inspect.report.records import Run, spans
 from nvdlfw_inspect.report.rules import Level
 from nvdlfw_inspect.report.statistic import PERCENT, Statistic
 from nvdlfw_inspect.report.verdicts import Row, Verdicts
@@ -44,15 +45,17 @@ def table_of(verdicts: Verdicts, limit: int | None = None) -> Table:
         Column("step", numeric=True),
         Column("why"),
     ]
-    rows = [_cells(row, several) for row in shown]
+    rows = [_cells(row, verdicts.run if several else None) for row in shown]
     return Table(columns, rows, [r.level for r in shown], len(verdicts.folded) - len(shown))
 
 
-def _cells(row: Row, several_ranks: bool) -> list[str]:
+def _cells(row: Row, of_ranks: Run | None) -> list[str]:
+    """The cells of a row; ranks, where there are several, from the run."""
+    ranks = [] if of_ranks is None else of_ranks.copies[row.key.layer, row.key.tensor][row.rank]
     return [
         row.level.word,
         *row.key,
-        *([str(row.rank)] if several_ranks else []),
+        *([spans(ranks)] if ranks else []),
         number(row.last, row.key.statistic),
         number(row.extreme, row.key.statistic),
         f"{row.step:,}",

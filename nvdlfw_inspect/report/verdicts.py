@@ -17,7 +17,7 @@ class Row:
     """One series in words and numbers; of several ranks the one that does worst."""
 
     key: Key
-    rank: int
+    rank: int  # for all of its reduction group, see `Run.copies`
     last: float
     extreme: float  # the value of largest magnitude, or the first that is not finite
     step: int  # where the extreme was

@@ -150,3 +150,16 @@ def test_common_prefix() -> None:
     assert common_prefix(["a.b.0.x", "a.b.1.x"]) == "a.b."
     assert common_prefix(["a.b"]) == "a."
     assert common_prefix(["fc1", "a.fc1"]) == ""
+
+
+def test_ranks_that_log_the_same_stand_for_each_other(tmp_path: Path) -> None:
+    """About a tensor, all of it: equal values of one statistic alone say nothing."""
+    layer, tensor, _ = KEY
+    for rank, (first, second) in enumerate(((1.0, 2.0), (1.0, 3.0), (1.0, 2.0))):
+        rows = [record(0, layer, tensor, "a", first), record(0, layer, tensor, "b", second)]
+        write_records(tmp_path, [*rows, record(0, layer, "other", "a", math.nan)], rank)
+    run = read_run(tmp_path)
+    assert run.copies == {(layer, tensor): {0: [0, 2], 1: [1]}, (layer, "other"): {0: [0, 1, 2]}}
+    for statistic in "ab":
+        assert list(run.series[Key(layer, tensor, statistic)]) == [0, 1]
+    assert run.ranks == [0, 1, 2]

@@ -76,6 +76,22 @@ def test_several_ranks_have_a_column(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "rank " not in capsys.readouterr().out
 
 
+def test_ranks_of_a_reduction_group_have_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two stages of two ranks; and a weight, of which each rank has logged its own."""
+    for rank in range(4):
+        records = [record(0, "a", "gradient", "underflows%", 4.0 + rank // 2)]
+        records.append(record(0, "a", "weight", "underflows%", float(rank)))
+        write_records(tmp_path, records, rank)
+    summary(tmp_path)
+    out = capsys.readouterr().out
+    assert re.search(r"gradient +underflows% +2-3 +5\.00", out)
+    assert re.search(r"weight +underflows% +3 +3\.00", out)
+    assert "2 watch, 0 ok" in out
+    assert "4 ranks" in out
+
+
 def test_damaged_lines_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary(write_records(tmp_path, [record(0, "a", "weight", "std", 1.0)], tail='{"iterat'))
     assert "1 damaged line skipped" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 import amax_ranks
 import checkpoint_ranks
 import cross_entropy_ranks
+import debug_rank_cases
 import statistics_ranks
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     )
     torch.set_num_threads(1)
     outcomes = {run.__name__: run(rank) for run in SCENARIOS}
-    for session in statistics_ranks.SESSIONS:
+    for session in (*statistics_ranks.SESSIONS, *debug_rank_cases.SESSIONS):
         outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
     torch.save(outcomes, f"{results}.{rank}")
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ class FeatureCalls:
         tp_size: its size.
         is_recompute: of a forward that was inspected already.
         device: of the layer.
+        replicated: all ranks of `tp_group` have the same tensor.
     """
 
     manager: Any
@@ -36,6 +37,7 @@ class FeatureCalls:
     tp_size: int
     is_recompute: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    replicated: bool = False
 
     def modify(
         self,
@@ -58,6 +60,8 @@ class FeatureCalls:
             tensor=x,
             default_quantizer=quantizer,
             iteration=self.iteration,
+            tp_group=self.tp_group,
+            tp_size=self.tp_size,
             **more,
         )
         if out is not None and made is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_engine.debug.calls import FeatureCalls
-from transformer_engine.debug.names import NAMESPACE
+from transformer_engine.debug.names import NAMESPACE, replicated_tensors
 from transformer_engine.debug.plans import (
     LayerPlan,
     Plan,
@@ -193,6 +193,7 @@ class Inspector:
             module.tp_size,
             is_recompute,
             next(module.parameters()).device,
+            tensor.tensor.name in replicated_tensors(module.chain.stages, plan.layer),
         )
 
     def _log(self, plan: LayerPlan) -> None:

@@ -10,7 +10,8 @@ its columns:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 NAMESPACE = "transformer_engine"
 
@@ -47,3 +48,21 @@ ROUTING_CALLS = (
     "modify_tensor_enabled",
     "fp8_gemm_enabled",
 )
+
+
+# Stages of tensor parallelism before a Matmul, and behind it, that leave all ranks with one
+# activation, and with one gradient.
+_BEFORE, _BEHIND = ("replicated", "gather"), ("reduce", "reduce_scatter")
+
+
+def replicated_tensors(stages: Sequence[Any], layer: str) -> tuple[str, ...]:
+    """Which tensors of a GEMM all ranks of its tensor parallel group have alike.
+
+    Args:
+        stages: of a chain, in order.
+        layer: name of the Matmul.
+    """
+    labels = ["", *(stage.label for stage in stages), ""]
+    at = ["", *(getattr(stage, "name", "") for stage in stages)].index(layer)
+    found = {"activation": labels[at - 1] in _BEFORE, "gradient": labels[at + 1] in _BEHIND}
+    return tuple(tensor for tensor, is_replicated in found.items() if is_replicated)

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
+from transformer_engine.pytorch.kernels.amax import scales_from_amax
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 
-def scales_with_margin(x: torch.Tensor, format: int, margin: int) -> torch.Tensor:
-    """fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax(x) * 2^margin).
+def scales_with_margin(largest: torch.Tensor, format: int, margin: int) -> torch.Tensor:
+    """fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax * 2^margin).
 
     An amax of 0 or Inf gives scale 1; NaN is not counted.
     """
-    return scales_from_amax(amax(x) * 2.0**margin, format, False, 0.0)
+    return scales_from_amax(largest * 2.0**margin, format, False, 0.0)
 
 
-def cast(x: torch.Tensor, format: int, margin: int, columnwise: bool) -> Float8Tensor:
+def cast(
+    x: torch.Tensor, largest: torch.Tensor, format: int, margin: int, columnwise: bool
+) -> Float8Tensor:
     """`x` in FP8.
 
     Args:
-        x: fp32, fp16 or bf16, any shape.
+        x: fp32, fp16 or bf16, any shape, contiguous.
+        largest: its amax, fp32 `[1]`, or that of the tensor of which it is a part.
         format: value of `DType`.
         margin: see `scales_with_margin`.
         columnwise: make the transposed codes too.
     """
-    x = x.detach().contiguous()
-    scales = scales_with_margin(x, format, margin)
+    scales = scales_with_margin(largest, format, margin)
     codes, transposed, _, _ = quantize(x, format, None, None, scales, True, columnwise, None)
     assert codes is not None
     return Float8Tensor(x.shape, x.dtype, codes, scales, format, transposed)
 
 
-def fake_quantize(x: torch.Tensor, format: int, margin: int, dtype: torch.dtype) -> torch.Tensor:
-    """`x` rounded to what FP8 can hold, as a plain tensor of `dtype`."""
-    x = x.detach().contiguous()
-    scales = scales_with_margin(x, format, margin)
+def fake_quantize(
+    x: torch.Tensor, largest: torch.Tensor, format: int, margin: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`x` rounded to what FP8 can hold, as a plain tensor of `dtype`; arguments as of `cast`."""
+    scales = scales_with_margin(largest, format, margin)
     codes, _, _, _ = quantize(x, format, None, None, scales, True, False, None)
     assert codes is not None
     return dequantize(codes, format, scales, dtype)

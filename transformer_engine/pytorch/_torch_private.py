@@ -14,11 +14,13 @@ parameters. `tools/check_layering.py` refuses private names anywhere else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,3 +304,23 @@ def functions_in_forward() -> Iterator[Any]:
                 if context.next_functions:
                     yield context
         frame = frame.f_back  # type: ignore[assignment]
+
+
+# Without: ranks of the debugger that disagree wait until the timeout of the collective is over.
+_default_store: Callable[[], Any] = found(
+    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
+)
+
+
+def default_store() -> Any:
+    """The key-value store of all ranks; None where they are not there (torch's fake backend)."""
+    return None if torch.distributed.get_backend() == "fake" else _default_store()
+
+
+def group_timeout(group: Any) -> Any:
+    """The `timedelta` that a rank waits for others; without private names, that of the store."""
+    own: Any = torch.distributed.group.WORLD if group is None else group
+    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return own._get_backend(device).options._timeout
+    return getattr(default_store(), "timeout", timedelta(minutes=10))

@@ -78,7 +78,8 @@ class TEDefaultFeatures(Protocol):
     - `tensor`: in high precision; after a cast, what the GEMM takes.
     - `iteration`: how often `debug_api.step()` was called.
     - `default_quantizer`: casts the tensor where no feature does; None without FP8.
-    - `tp_group`: tensor parallel group of the layer (not the reduction group), of `tp_size` ranks.
+    - `tp_group`: tensor parallel group of the layer (not the reduction group), of `tp_size` ranks;
+      for calls that carry a tensor.
     """
 
     def fp8_gemm_enabled(

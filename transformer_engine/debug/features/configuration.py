@@ -10,6 +10,9 @@ from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.registry import api_method
 from transformer_engine.debug.schedules import end_of_run
+from transformer_engine.debug.shared_amax import groups_of
+from transformer_engine.debug.statistics.session import collector
+from transformer_engine.pytorch.kernels.amax import amax
 
 OPERANDS = ("activation", "gradient", "weight")
 TENSORS = (*OPERANDS, "output", "wgrad", "dgrad")
@@ -38,6 +41,23 @@ class Modifying:
     ) -> tuple[bool, int | None]:
         """Yes, in every iteration."""
         return True, None
+
+    def amax(
+        self, x: torch.Tensor, where: tuple[str, str, str], tp_group: Any, tp_size: int | None
+    ) -> torch.Tensor:
+        """The amax of the whole tensor of which `x` is this rank's part, see `groups_of`.
+
+        Args:
+            x: contiguous.
+            where: layer, gemm and tensor.
+            tp_group: tensor parallel group of the layer.
+            tp_size: its size.
+        """
+        groups = groups_of(where[2], tp_group, tp_size)
+        if not groups:
+            return amax(x)
+        what = "layer {}, gemm {}, tensor {}".format(*where)
+        return collector().shared_amax.of(x, f"{type(self).__name__} of {what}", groups)
 
     def log_call(self, layer_name: str, gemm: str, tensor_name: str) -> None:
         """One line for every layer, gemm and tensor."""

@@ -22,8 +22,10 @@ MX_FORMATS = {"MXFP8E4M3": E4M3, "MXFP8E5M2": E5M2}
 class FakeQuant(Modifying):
     """Round tensors to what FP8 can hold, and run their GEMMs in high precision.
 
-    A tensor has one scale; in MXFP8, each run of 32 values that a GEMM sums has its own, a power
-    of two. The GEMMs that are named run in high precision, whatever the recipe.
+    A tensor has one scale (the same on all ranks that share it: those of the layer's tensor
+    parallel group, and of the reduction group that was set); in MXFP8, each run of 32 values that
+    a GEMM sums has its own, a power of two. The GEMMs that are named run in high precision,
+    whatever the recipe.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
@@ -72,6 +74,8 @@ class FakeQuant(Modifying):
         tensor: torch.Tensor,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        tp_group: Any = None,
+        tp_size: int | None = None,
     ) -> torch.Tensor | None:
         """Round; into `out` where it is given."""
         self.log_call(layer_name, gemm, tensor_name)
@@ -82,5 +86,7 @@ class FakeQuant(Modifying):
             columnwise = operand is not None and operand.columnwise == gemm
             made = fake_quantize_to_mx(tensor, MX_FORMATS[name], margin, columnwise, wanted)
         else:
-            made = fake_quantize(tensor, FORMATS[name], margin, wanted)
+            x = tensor.detach().contiguous()
+            largest = self.amax(x, (layer_name, gemm, tensor_name), tp_group, tp_size)
+            made = fake_quantize(x, largest, FORMATS[name], margin, wanted)
         return delivered(made, out)

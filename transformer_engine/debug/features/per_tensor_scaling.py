@@ -19,7 +19,9 @@ class PerTensorScaling(Modifying):
     """Cast operands to FP8 with a scale from the tensor in hand instead of its history.
 
     The format is the recipe's. A GEMM that another feature, or the recipe, runs in high precision
-    stays so: a warning in the log says that its operands are left as they are.
+    stays so: a warning in the log says that its operands are left as they are. Ranks that share a
+    tensor (those of the layer's tensor parallel group, and of the reduction group that was set)
+    scale it alike, by the amax of all of it.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
@@ -58,6 +60,8 @@ class PerTensorScaling(Modifying):
         iteration: int,
         default_quantizer: Any,
         out: torch.Tensor | None = None,
+        tp_group: Any = None,
+        tp_size: int | None = None,
     ) -> torch.Tensor | None:
         """Cast; into `out` where it is given.
 
@@ -71,5 +75,8 @@ class PerTensorScaling(Modifying):
             )
         self.log_call(layer_name, gemm, tensor_name)
         columnwise = OPERANDS[tensor_name].columnwise == gemm
-        made = cast(tensor, int(default_quantizer.dtype), config.get("margin") or 0, columnwise)
+        x = tensor.detach().contiguous()
+        largest = self.amax(x, (layer_name, gemm, tensor_name), tp_group, tp_size)
+        margin = config.get("margin") or 0
+        made = cast(x, largest, int(default_quantizer.dtype), margin, columnwise)
         return delivered(made, out)

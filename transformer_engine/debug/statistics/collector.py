@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -11,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from transformer_engine.debug.meeting import group_size, ranks_of
 from transformer_engine.debug.names import NAMESPACE
+from transformer_engine.debug.shared_amax import SharedAmax
 from transformer_engine.debug.statistics.buffer import DeviceBuffer
+from transformer_engine.debug.statistics.feeds import TensorName
 from transformer_engine.debug.statistics.layout import digest
 from transformer_engine.debug.statistics.pending import Due, PendingCopy
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
-from transformer_engine.debug.statistics.ranks import GroupRows, group_size
+from transformer_engine.debug.statistics.ranks import RanksDifferError
+from transformer_engine.debug.statistics.reductions import LOCAL, Reductions, any_due
 from transformer_engine.debug.statistics.subscription import Subscription
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 
@@ -25,8 +30,6 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
 _MOST_PENDING = 64  # steps in flight before one is waited for
-BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
-LOCAL = object()  # instead of a group: rows that stay on their rank
 
 
 @dataclass
@@ -54,11 +57,11 @@ class Collector:
         self.stepped = False  # ever
         self.cost = CostCounter()
         self.weights_over_tp_group = weights_over_tp_group
+        self.shared_amax = SharedAmax(digest(str(manager.config_hash)))
         self._tensors: dict[tuple[str, str, torch.device], TensorStatistics | None] = {}
         self._buffers: dict[torch.device, DeviceBuffer] = {}
-        self._groups: dict[Any, GroupRows] = {}
+        self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
-        self._schedules: list[Any] | None = None
         self._lock = threading.RLock()
 
     def tensor(
@@ -68,8 +71,18 @@ class Collector:
         device: torch.device,
         tp_group: Any = None,
         tp_size: int = 1,
+        replicated: bool = False,
     ) -> TensorStatistics | None:
-        """The statistics of one tensor of a layer; None where none is configured."""
+        """The statistics of one tensor of a layer; None where none is configured.
+
+        Args:
+            layer: name of the layer.
+            tensor: which of its tensors.
+            device: where it is.
+            tp_group: tensor parallel group of the layer, None without.
+            tp_size: its size.
+            replicated: all ranks of that group have the same tensor: it counts once.
+        """
         key = (layer, tensor, device)
         if key in self._tensors:
             found = self._tensors[key]
@@ -77,7 +90,19 @@ class Collector:
             with self._lock:
                 group = self._weight_group(tp_group, tp_size) if tensor == "weight" else None
                 found = self._tensors[key] = self._make(layer, tensor, device, group)
+                if found is not None and tp_size > 1 and tp_group is not None:
+                    self._share(found, tp_group, replicated)
         return found
+
+    def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
+        """Tell a tensor that other ranks have parts of it, or all of it too."""
+        if group_size(tp_group) == 1:
+            return
+        tensor.replicas = ranks_of(tp_group) if replicated else ()
+        if tensor.group is not LOCAL and not replicated:
+            what = f"layer {tensor.layer}, tensor {tensor.tensor}"
+            whole = functools.partial(self.shared_amax.of, what=what, groups=(tp_group,))
+            tensor.name = TensorName(tensor.layer, tensor.tensor, whole)
 
     def _weight_group(self, tp_group: Any, tp_size: int) -> Any:
         reduced = self.weights_over_tp_group and tp_size > 1 and tp_group is not None
@@ -107,7 +132,9 @@ class Collector:
             that may change, None for never.
         """
         name, device = calls.tensor.name, calls.device
-        found = self.tensor(calls.layer, name, device, calls.tp_group, calls.tp_size)
+        found = self.tensor(
+            calls.layer, name, device, calls.tp_group, calls.tp_size, calls.replicated
+        )
         if found is None:
             return None, None
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -167,49 +194,26 @@ class Collector:
         self.cost.seconds += time.perf_counter() - start
 
     def _send(self) -> None:
-        by_group: dict[Any, list[TensorStatistics]] = {}
-        group = self.manager._tensor_reduction_group
-        reduces = group_size(group) > 1
-        for tensor in self._live():
-            own = group if tensor.group is None else tensor.group
-            local = own is LOCAL or group_size(own) == 1
-            by_group.setdefault(LOCAL if local else own, []).append(tensor)
-        if reduces and self._may_be_due():
-            by_group.setdefault(group, [])
-        elif reduces:
-            by_group.pop(group, None)
-        sent = {
-            key: tensors
-            for key, tensors in by_group.items()
-            if any(t.due for t in tensors) or (reduces and key is group)
-        }
-        if not sent:
+        reductions = self._reductions
+        reductions.meet(self.iteration)
+        if reductions.due(self.iteration):
+            self._log(keep=0)  # the headers of the step before decide whether ranks still agree
+        sent = reductions.due(self.iteration)
+        local = reductions.by_group().get(LOCAL, ())
+        if not (sent or any_due(local)):
             return
         self.cost.steps += 1
         taken = {device: buffer.take() for device, buffer in self._buffers.items()}
+        self._send_local(local, taken)
         for key, tensors in sent.items():
-            if key is LOCAL:
-                self._send_local(tensors, taken)
-            else:
-                self._send_group(key, tensors, taken)
-
-    def _may_be_due(self) -> bool:
-        """Whether the text of the configuration says so: the same on all ranks that share it."""
-        if self._schedules is None:
-            self._schedules = [
-                schedule
-                for feature in BUILT_IN
-                for tensor, schedule in self.manager.schedules(feature)
-                if tensor != "weight"
-            ]
-        return any(schedule.due(self.iteration) for schedule in self._schedules)
+            self._send_group(key, tensors, taken)
 
     def _add_pending(self, copy: PendingCopy) -> None:
         self.cost.bytes += copy.nbytes
         self._pending.append(copy)
 
     def _send_local(
-        self, tensors: list[TensorStatistics], taken: dict[torch.device, torch.Tensor]
+        self, tensors: Sequence[TensorStatistics], taken: dict[torch.device, torch.Tensor]
     ) -> None:
         for device, rows in taken.items():
             due = _due(t for t in tensors if t.buffer.device == device)
@@ -222,10 +226,7 @@ class Collector:
         tensors: list[TensorStatistics],
         taken: dict[torch.device, torch.Tensor],
     ) -> None:
-        if group not in self._groups:
-            self._groups[group] = GroupRows(group, digest(str(self.manager.config_hash)))
-        together = self._groups[group]
-        self._log(keep=0)  # the headers of the step before decide whether ranks still agree
+        together = self._reductions.rows_of(group)
         layout = together.layout(tensors)
         gathered = together.gather(layout, taken, self.iteration)
         self.cost.collectives += 1
@@ -235,7 +236,13 @@ class Collector:
         """Log what has arrived; waits for all but the last `keep` steps."""
         while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
             copy = self._pending.popleft()
-            for layer, tensor, values in copy.statistics():
+            try:
+                found = [*copy.statistics()]
+            except RanksDifferError:
+                assert copy.shared is not None
+                group, layout = copy.shared[0].group, copy.shared[1]
+                found = [*copy.statistics(self._reductions.agree(group, self.iteration, layout))]
+            for layer, tensor, values in found:
                 self.manager.log_statistics(copy.iteration, layer, tensor, values)
 
     def drain(self) -> None:
@@ -252,6 +259,7 @@ class Collector:
                 tensor.clear()
             for buffer in self._buffers.values():
                 buffer.close()
+            self._reductions.check()
 
 
 def _due(tensors: Iterable[TensorStatistics]) -> list[Due]:

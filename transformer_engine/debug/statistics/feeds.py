@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, scale_pair
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
+from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
+from transformer_engine.pytorch.kernels.amax import scales_from_amax
 from transformer_engine.pytorch.kernels.moments import (
     CAST_MOMENTS_FIELDS,
     cast_moments,
@@ -25,6 +27,22 @@ from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 MX = "mxfp8"  # what-if alone
+Amax = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """Which tensor is looked at.
+
+    Attributes:
+        layer: name of its layer.
+        tensor: which one of that layer.
+        amax: of the whole tensor of which a rank has a part; None where it has all of it.
+    """
+
+    layer: str
+    tensor: str
+    amax: Amax | None = None
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -162,9 +180,16 @@ def _merge(
 
 
 def cast(
-    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, layer: str, tensor: str
+    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, of: TensorName
 ) -> Cast | BlockCast | Scales | str:
     """What a casts slot is fed with, or why there is nothing to feed it with.
+
+    Args:
+        x: the tensor in high precision, None for a parameter that is kept in FP8.
+        side: what a GEMM takes of it.
+        source: of the slot.
+        quantizer: that made the side.
+        of: which tensor it is.
 
     Raises:
         ValueError: the recipe cannot be evaluated after the fact.
@@ -177,8 +202,7 @@ def cast(
             return f"{source.recipe} needs the tensor in high precision, and it is kept in FP8"
         if source.recipe == MX:
             return _cast_to_mx(x, source)
-        where = f"layer {layer}, tensor {tensor}"
-        return _cast_again(x, source, _what_if(source, quantizer, tensor, where))
+        return _cast_again(x, source, _what_if(source, quantizer, of), of.amax)
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
         direction = "columnwise" if source.columnwise else "rowwise"
@@ -213,26 +237,34 @@ def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
     return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
-def _what_if(source: Source, quantizer: Any, tensor: str, where: str) -> Fp8Quantizer:
+def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:
     """What casts as a recipe would that is not in use."""
     rules = rules_named(source.recipe)
     format = getattr(quantizer, "format", -1)
     format = E4M3 if format < 0 else format
-    found = None if rules is None else rules.what_if_quantizer(tensor, format)
+    found = None if rules is None else rules.what_if_quantizer(of.tensor, format)
     if found is None:
         raise ValueError(
             f"[LogFp8TensorStats] Cannot recreate quantizer for {source.recipe}: its scale comes "
             f"from a history of amaxes that was not kept, and the tensor is quantised by "
-            f"{getattr(quantizer, 'scaling', '') or 'nothing'} ({where})"
+            f"{getattr(quantizer, 'scaling', '') or 'nothing'} (layer {of.layer}, tensor "
+            f"{of.tensor})"
         )
     return found
 
 
-def _cast_again(x: torch.Tensor, source: Source, quantizer: Fp8Quantizer) -> Cast | BlockCast:
+def _cast_again(
+    x: torch.Tensor, source: Source, quantizer: Fp8Quantizer, whole_amax: Amax | None
+) -> Cast | BlockCast:
     """A cast that the layer does not make, for its statistics alone."""
     columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(rows_of(x), x.shape[-1])
-    made = quantizer.operands(flat, OperandRequest(quantizer, not columnwise, columnwise))
+    request = OperandRequest(quantizer, not columnwise, columnwise)
+    if isinstance(quantizer, CurrentQuantizer) and whole_amax is not None:
+        options = quantizer.format, quantizer.power_of_2, quantizer.epsilon
+        made = quantizer.cast(flat, scales_from_amax(whole_amax(flat), *options), request)
+    else:
+        made = quantizer.operands(flat, request)
     matrix = made.columnwise if columnwise else made.rowwise
     assert isinstance(matrix, Fp8Matrix)
     if quantizer.layout.in_blocks:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from transformer_engine.debug.statistics.buffer import Slot, to_device
-from transformer_engine.debug.statistics.rows import WIDTH
+from transformer_engine.debug.statistics.rows import WIDTH, empty_row
+from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 
 
@@ -21,28 +22,41 @@ class Layout:
     """The slots of some tensors, ordered by name rather than by first use.
 
     Attributes:
-        names: of the slots.
+        names: of each slot: type of device, layer, tensor, what it is fed with.
         kinds: int64 `[slots]`, values of `Kind`.
         place: slot to its row.
         digest: of the names.
+
+    Args:
+        tensors: whose slots.
+        ranks: that merge their rows.
+        rank: of them, this one.
     """
 
-    def __init__(self, tensors: Iterable[TensorStatistics]) -> None:
-        found = [
-            (str(t.buffer.device.type), f"{t.layer} {t.tensor} {source}", t.buffer.device, slot)
-            for t in tensors
-            for source, slot in t.slots.items()
-        ]
-        found.sort(key=lambda entry: entry[:2])
-        self.names = tuple(name for _, name, _, _ in found)
-        slots = [slot for _, _, _, slot in found]
+    def __init__(
+        self, tensors: Iterable[TensorStatistics], ranks: Sequence[int] = (), rank: int = 0
+    ) -> None:
+        found = sorted(
+            (
+                (row_of(t, source), t.buffer.device, slot, t.counts_on(ranks, rank))
+                for t in tensors
+                for source, slot in t.slots.items()
+            ),
+            key=lambda entry: entry[0],
+        )
+        self.names = tuple(row for row, _, _, _ in found)
+        slots = [slot for _, _, slot, _ in found]
         self.kinds = torch.tensor([slot.kind for slot in slots], dtype=torch.int64)
         self.place: Mapping[Slot, int] = {slot: at for at, slot in enumerate(slots)}
-        self.digest = digest("\n".join(self.names))
+        self.digest = digest("\n".join(map(str, self.names)))
         self._positions: dict[torch.device, torch.Tensor] = {}
-        for device in dict.fromkeys(device for _, _, device, _ in found):
-            own = [slot.position for _, _, other, slot in found if other == device]
+        for device in dict.fromkeys(device for _, device, _, _ in found):
+            own = [slot.position for _, other, slot, _ in found if other == device]
             self._positions[device] = to_device(torch.tensor(own, dtype=torch.int64), device)
+        # Of what several ranks hold alike, one counts.
+        self._left_out = [at for at, (_, _, _, counts) in enumerate(found) if not counts]
+        empty = [empty_row(slots[at].kind) for at in self._left_out]
+        self._empty = torch.tensor(empty, dtype=torch.float64).view(-1, WIDTH)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -53,4 +67,15 @@ class Layout:
             taken[device][index].to(on, non_blocking=on.type == "cuda")
             for device, index in self._positions.items()
         ]
-        return torch.cat(parts) if parts else torch.empty(0, WIDTH, dtype=torch.float64, device=on)
+        if not parts:
+            return torch.empty(0, WIDTH, dtype=torch.float64, device=on)
+        rows = torch.cat(parts)
+        if self._left_out:
+            at = to_device(torch.tensor(self._left_out, dtype=torch.int64), on)
+            rows.index_copy_(0, at, to_device(self._empty, on))
+        return rows
+
+
+def row_of(tensor: TensorStatistics, source: Source) -> tuple[str, str, str, str]:
+    """The name of a slot, the same on all ranks."""
+    return tensor.buffer.device.type, tensor.layer, tensor.tensor, str(source)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from transformer_engine.debug.statistics.buffer import Slot
+from transformer_engine.debug.statistics.differences import Row
 from transformer_engine.debug.statistics.layout import Layout
 from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.rows import read
@@ -66,20 +68,40 @@ class PendingCopy:
         """Whether the copy has finished."""
         if self._event is None:
             return True
-        if wait:
+        if wait and self.shared is not None:
+            self._wait_for_ranks(self.shared[0])
+        elif wait:
             self._event.synchronize()
         return self._event.query()
 
-    def statistics(self) -> Iterator[Logged]:
+    def _wait_for_ranks(self, group: GroupRows) -> None:
+        """Raise RuntimeError before NCCL's watchdog ends the process without naming a rank."""
+        assert self._event is not None
+        started, longest = time.monotonic(), 0.8 * group.meeting.timeout.total_seconds()
+        while not self._event.query():
+            waited = time.monotonic() - started
+            if waited > longest:
+                doing = f"step() of iteration {self.iteration}"
+                raise RuntimeError(group.meeting.failed(doing, waited, "it takes too long"))
+            time.sleep(20e-6)
+
+    def statistics(self, of_ranks: Mapping[int, Sequence[Row]] | None = None) -> Iterator[Logged]:
         """The statistics of every tensor that was seen.
 
+        Args:
+            of_ranks: which rows ranks have sent, if not all have sent the same.
+
         Raises:
-            RuntimeError: the ranks of a group looked at different tensors.
+            RanksDifferError: they have not.
         """
         rows, place, ranks = self._rows, None, 1
         if self.shared is not None:
             group, layout = self.shared
-            rows, place, ranks = group.merged(rows, layout), layout.place, group.size
+            place, ranks = layout.place, group.size
+            if of_ranks:
+                rows = group.merged_by_name(rows, layout, of_ranks)
+            else:
+                rows = group.merged(rows, layout)
         values = rows.tolist()
         for layer, tensor, readings in self.due:
             found = _values(readings, values, place, ranks)

@@ -1,36 +1,35 @@
 """Rows of the ranks of a reduction group, brought together in one collective a step.
 
 Every rank of a group joins whenever the text of the configuration says that something may be due.
-The first time, ranks compare what they look at: a difference is an error on all of them. After
-that the size of the collective is fixed, and a header in row 0 says what its sender looked at; it
-is read before the next collective, so that ranks that part company stop instead of waiting.
+Before the first time, ranks compare what they look at (`differences`). After that the collective
+has a size that all of them know, and a header in row 0 says what its sender looked at: ranks that
+part company later find out without waiting for each other, and compare again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from transformer_engine.debug.meeting import Meeting
 from transformer_engine.debug.statistics.buffer import to_device
+from transformer_engine.debug.statistics.differences import RankFacts, Row, differ, explain
 from transformer_engine.debug.statistics.layout import Layout
-from transformer_engine.debug.statistics.rows import WIDTH, merge_ranks
+from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row, merge_ranks
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 
 _LEAST_CAPACITY = 64
-_ADVICE = (
-    "ranks that run different layers (pipeline stages) or have different configurations need "
-    "reduction groups of their own: debug_api.set_tensor_reduction_group(group)"
-)
+# all_gather_into_tensor is what torch called it before 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def group_size(group: Any) -> int:
-    """The number of ranks that reduce together."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
-        return 1
-    return dist.get_world_size(group)
+class RanksDifferError(RuntimeError):
+    """Headers have shown that the ranks of a group look at different tensors."""
 
 
 class GroupRows:
@@ -38,15 +37,15 @@ class GroupRows:
 
     Args:
         group: process group; None is all ranks.
-        config: digest of the configuration, equal on all ranks.
+        purpose: of its meetings.
     """
 
-    def __init__(self, group: Any, config: int) -> None:
+    def __init__(self, group: Any, purpose: str) -> None:
         self.group = group
-        self.size = group_size(group)
-        self._config = config
+        self.meeting = Meeting(group, purpose)
+        self.size = len(self.meeting.ranks)
+        self.agreed = False
         self._capacity = 0  # rows of a payload, its header among them
-        self._outgrown = False  # a rank had more rows than that
         self._layout: tuple[int, Layout] | None = None
         self._device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
@@ -55,8 +54,36 @@ class GroupRows:
     def layout(self, tensors: Sequence[TensorStatistics]) -> Layout:
         """Of tensors that are only ever added to."""
         if self._layout is None or self._layout[0] != len(tensors):
-            self._layout = (len(tensors), Layout(tensors))
+            self._layout = (len(tensors), Layout(tensors, self.meeting.ranks, dist.get_rank()))
         return self._layout[1]
+
+    def agree(
+        self, facts: RankFacts, rows: Mapping[str, Sequence[Row]], layers: Sequence[str]
+    ) -> Mapping[int, Sequence[Row]]:
+        """Compare with the other ranks; every rank of the group must call.
+
+        Args:
+            facts: of this rank, without rows and layers.
+            rows: see `RankFacts`.
+            layers: see `RankFacts`.
+
+        Returns:
+            The rows of each rank, all of which all are to have; {} where they have the same.
+
+        Raises:
+            RuntimeError: ranks differ, on every rank; or one did not come.
+        """
+        doing = f"step() of iteration {facts.iteration}"
+        self.agreed = True
+        verdict = self.meeting.hold(facts.posted(), doing, differ)
+        if verdict["alike"]:
+            return {}
+        if not verdict.get("error"):
+            more = replace(facts, rows=rows, layers=layers)
+            verdict = self.meeting.hold(more.posted(), doing, explain)
+        if verdict["error"]:
+            raise RuntimeError(verdict["error"])
+        return {int(rank): [*map(tuple, rows)] for rank, rows in verdict["rows"].items()}
 
     def gather(
         self, layout: Layout, taken: Mapping[torch.device, torch.Tensor], iteration: int
@@ -64,10 +91,9 @@ class GroupRows:
         """All ranks' payloads, `[ranks, capacity, 16]`; every rank of the group must call.
 
         Raises:
-            RuntimeError: ranks look at different tensors, on every rank.
+            RuntimeError: not all ranks came.
         """
-        if not self._capacity or self._outgrown:
-            self._agree(layout, iteration)
+        self._capacity = self._capacity or _capacity_for(len(layout))
         header = torch.zeros(1, WIDTH, dtype=torch.float64)
         header[0, :3] = torch.tensor([layout.digest, iteration, len(layout)], dtype=torch.float64)
         rows = layout.rows(taken, self._device)[: self._capacity - 1]
@@ -75,22 +101,14 @@ class GroupRows:
         payload[:1] = to_device(header, self._device)
         payload[1 : 1 + len(rows)] = rows
         gathered = payload.new_empty(self.size * self._capacity, WIDTH)
-        dist.all_gather_into_tensor(gathered, payload, group=self.group)
+        started = time.monotonic()
+        try:
+            _all_gather(gathered, payload, group=self.group)
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            doing = f"step() of iteration {iteration}"
+            raise RuntimeError(self.meeting.failed(doing, waited, error)) from error
         return gathered.view(self.size, self._capacity, WIDTH)
-
-    def _agree(self, layout: Layout, iteration: int) -> None:
-        """Compare digests; the only time that a step waits for the hosts of other ranks."""
-        own = [self._config, layout.digest, iteration]
-        mine = torch.tensor(own, dtype=torch.int64, device=self._device)
-        everyone = mine.new_empty(self.size * len(own))
-        dist.all_gather_into_tensor(everyone, mine, group=self.group)
-        found = everyone.view(self.size, -1).tolist()
-        if any(other != found[0] for other in found):
-            names: list[Any] = [None] * self.size
-            dist.all_gather_object(names, layout.names, group=self.group)
-            raise RuntimeError(_difference(found, names))
-        self._capacity = max(_LEAST_CAPACITY, 1 << (2 * len(layout)).bit_length())
-        self._outgrown = False
 
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The rows of all ranks merged, `[slots, 16]`, from a payload that has arrived.
@@ -98,36 +116,38 @@ class GroupRows:
         Slots beyond the capacity come out empty, and the next step makes room for them.
 
         Raises:
-            RuntimeError: ranks look at different tensors.
+            RanksDifferError: ranks look at different tensors, or are at different iterations; all
+                ranks see it.
         """
         headers = gathered[:, 0, :3].tolist()
         if any(header != headers[0] for header in headers):
-            seen = ", ".join(
-                f"{int(slots)} rows in iteration {int(iteration)} (rank {rank})"
-                for rank, (_, iteration, slots) in enumerate(headers)
-            )
-            raise RuntimeError(
-                "[statistics] expected all ranks of the reduction group to look at the same "
-                f"tensors, got {seen}; {_ADVICE}"
-            )
-        room = gathered.shape[1] - 1
-        self._outgrown = len(layout) > room
-        rows = merge_ranks(gathered[:, 1 : 1 + len(layout)], layout.kinds[:room])
-        missing = rows.new_zeros(max(0, len(layout) - room), WIDTH)
-        return torch.cat([rows, missing])
+            raise RanksDifferError("[statistics] expected rows of one iteration of all ranks")
+        return self._merged(gathered[:, 1 : 1 + len(layout)], layout)
+
+    def merged_by_name(
+        self, gathered: torch.Tensor, layout: Layout, of_ranks: Mapping[int, Sequence[Row]]
+    ) -> torch.Tensor:
+        """The same of ranks with different rows, which they have told each other (`agree`)."""
+        empty = torch.tensor(
+            [empty_row(Kind(kind)) for kind in layout.kinds.tolist()], dtype=torch.float64
+        )
+        rows = empty.repeat(self.size, 1, 1)
+        for at, rank in enumerate(self.meeting.ranks):
+            place = {name: i for i, name in enumerate(of_ranks[rank][: gathered.shape[1] - 1])}
+            for i, name in enumerate(layout.names):
+                if name in place:
+                    rows[at, i] = gathered[at, 1 + place[name]]
+        return self._merged(rows, layout)
+
+    def _merged(self, rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+        room = rows.shape[1]
+        self._capacity = max(
+            self._capacity, _capacity_for(len(layout)) if len(layout) > room else 0
+        )
+        merged = merge_ranks(rows, layout.kinds[:room])
+        missing = merged.new_zeros(max(0, len(layout) - room), WIDTH)
+        return torch.cat([merged, missing])
 
 
-def _difference(found: Sequence[Sequence[int]], names: Sequence[Sequence[str]]) -> str:
-    """What differs between ranks, in words."""
-    text = "[statistics] expected all ranks of the reduction group to look at the same tensors"
-    common = set(names[0]).intersection(*names[1:])
-    for rank, own in enumerate(names):
-        extra = [name for name in own if name not in common]
-        if extra:
-            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
-            text += f"; not on all ranks: {', '.join(extra[:3])}{more} (rank {rank})"
-    if len({digests[0] for digests in found}) > 1:
-        text += "; the ranks' configurations differ"
-    if len({digests[2] for digests in found}) > 1:
-        text += f"; iterations differ: {[digests[2] for digests in found]}"
-    return f"{text}; {_ADVICE}"
+def _capacity_for(rows: int) -> int:
+    return max(_LEAST_CAPACITY, 1 << (2 * rows).bit_length())

@@ -34,6 +34,10 @@ class TensorStatistics:
         buffer: of the tensor's device.
         subscriptions: what is asked of it, in the order of the logs.
         group: the process group that merges its rows, or `LOCAL`.
+
+    Attributes:
+        name: layer and tensor, and how to find the amax of it where ranks have parts of it.
+        replicas: ranks that have all of it alike.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class TensorStatistics:
         self.tensor = tensor
         self.buffer = buffer
         self.group = group
+        self.name = feeds.TensorName(layer, tensor)
+        self.replicas: tuple[int, ...] = ()
         self.due = False
         self.slots: dict[Source, Slot] = {}
         self._schedules: dict[tuple[int, Source], tuple[Any, Asks]] = {}
@@ -63,6 +69,10 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._warned = False
+
+    def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
+        """Whether this rank's rows are merged: of several that have the same tensor, the first."""
+        return rank == min((r for r in self.replicas if r in ranks), default=rank)
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
         """The rows that feeds merge into, and the flags that captured feeds read."""
@@ -167,7 +177,7 @@ class TensorStatistics:
             if not self._open(slot, captured):
                 continue
             side = columnwise if source.columnwise else rowwise
-            found = feeds.cast(x, side, source, quantizer, self.layer, self.tensor)
+            found = feeds.cast(x, side, source, quantizer, self.name)
             if isinstance(found, str):
                 self._skip(found)
                 continue

@@ -1,0 +1,160 @@
+"""The debugger on two ranks: what they log together, change alike, and say where they differ."""
+
+import math
+
+import pytest
+import torch
+from debug_rank_cases import TOKENS, batch, part_of
+from statistics_reference import assert_statistics, reference
+
+
+def both(outcomes, session: str):
+    return [outcome[session] for outcome in outcomes]
+
+
+def assert_alike(found, expected, rtol: float = 1e-6) -> None:
+    """The same statistics of the same tensors, but for the order of sums."""
+    assert set(found) == set(expected)
+    for key, values in expected.items():
+        assert list(found[key]) == list(values)
+        for name, value in values.items():
+            close = math.isclose(found[key][name], value, rel_tol=rtol, abs_tol=1e-8)
+            assert close, f"{key} {name}: {found[key][name]} instead of {value}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed"])
+def test_halves_of_a_batch_are_logged_as_the_whole(outcomes, precision: str) -> None:
+    for outcome in both(outcomes, "halves_and_whole"):
+        halves, whole = outcome[precision]
+        assert len(halves) == 2 * 5
+        assert_alike(halves, whole)
+        if precision == "delayed":
+            lost = [halves[step, "layer", "gradient"]["underflows%"] for step in range(2)]
+            assert all(0 < share < 100 for share in lost)
+
+
+def test_ranks_log_the_same(outcomes) -> None:
+    first, second = both(outcomes, "halves_and_whole")
+    activations = [outcome["bf16"][0][1, "layer", "activation"] for outcome in (first, second)]
+    assert activations[0] == activations[1]
+
+
+def test_fp8_statistics_of_ranks_with_scales_of_their_own(outcomes) -> None:
+    """Shares and errors are means over equal halves; of scales the extremes count."""
+    together = both(outcomes, "fp8_of_each")[0][0]
+    alone = [outcome[1] for outcome in both(outcomes, "fp8_of_each")]
+    for key, found in together.items():
+        parts = [logged[key] for logged in alone]
+        assert parts[0]["scale_inv_max"] != parts[1]["scale_inv_max"]
+        for name, value in found.items():
+            merge = {"scale_inv_min": min, "scale_inv_max": max}.get(name, lambda x: sum(x) / 2)
+            assert math.isclose(value, merge([p[name] for p in parts]), rel_tol=1e-9)
+
+
+def test_shards_are_cast_by_the_amax_of_the_whole(outcomes) -> None:
+    for found, expected in both(outcomes, "shards"):
+        assert_alike(found, expected)
+        assert found[0, "layer", "weight"]["fp8_current_scaling_underflows%"] > 0
+
+
+def test_copies_of_a_tensor_count_once(outcomes) -> None:
+    for found in both(outcomes, "copies"):
+        assert_statistics(found[0, "layer", "activation"], reference(batch(0)[0]))
+
+
+@pytest.mark.parametrize("feature", ["FakeQuant", "PerTensorScaling"])
+def test_ranks_that_share_a_tensor_scale_it_alike(outcomes, feature: str) -> None:
+    for rank, outcome in enumerate(both(outcomes, "modified")):
+        shared, own, whole = outcome[feature]
+        for x, alone, expected in zip(shared, own, whole, strict=True):
+            assert x.shape[0] == TOKENS // 2
+            torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-7)
+            if rank == 0:  # the smaller half: a scale of its own is another one
+                assert not torch.allclose(alone, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_stages_of_a_pipeline_have_groups_of_their_own(outcomes) -> None:
+    for rank, found in enumerate(both(outcomes, "pipeline")):
+        assert {layer for _, layer, _ in found} == {f"stage{rank}"}
+        assert_statistics(found[1, f"stage{rank}", "activation"], reference(batch(1)[0]))
+
+
+def test_layers_that_have_names_need_not_run_on_all_ranks(outcomes) -> None:
+    """Whoever runs a layer logs it; the others add nothing, from their first step on."""
+    first, second = both(outcomes, "experts")
+    shared = {0: [1.0, 11.0]}
+    expected = {
+        (step, f"model.{i}"): [1.0 + i] for step in range(3) for i in range(1, 2 + bool(step))
+    }
+    expected |= {(step, f"model.{i}"): shared[i] for step in range(2) for i in shared}
+    expected |= {(2, "model.0"): [1.0], (2, "model.1"): [2.0, 12.0]}
+    for (step, layer), values in expected.items():
+        parts = [torch.full((4, 16), value) for value in values]
+        assert_statistics(first[step, layer, "activation"], reference(*parts))
+    assert len(first) == len(expected)
+    assert all(first[key] == values for key, values in second.items())
+
+
+def test_what_is_evaluated_between_two_steps_belongs_to_the_second(outcomes) -> None:
+    for found in both(outcomes, "evaluation"):
+        norms = [found[step, "layer", "activation"]["l1_norm"] for step in range(2)]
+        assert norms == [64.0 * (1 + 2), 64.0 * (2 + 1 + 3)]
+
+
+def test_every_rank_writes_files_and_a_group_is_one_row(outcomes) -> None:
+    for files, rows in both(outcomes, "files_and_summary"):
+        assert files == [
+            *(f"nvdlfw_inspect_logs/nvdlfw_inspect_globalrank-{r}.log" for r in range(2)),
+            *(
+                f"nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-{r}.log"
+                for r in range(2)
+            ),
+            *(f"statistics_rank-{r}.jsonl" for r in range(2)),
+        ]
+        assert sorted(rows) == [
+            ["layer", "activation", "max", "0-1", "1"],
+            ["layer", "weight", "max", "1", "2"],
+        ]
+
+
+@pytest.mark.parametrize(
+    ("session", "words"),
+    [
+        ("another_config", ["configurations that differ", "of look (rank 0)", "of look (rank 1)"]),
+        ("another_group", ["groups that differ", "(rank 0), the default of ranks 0, 1 (rank 1)"]),
+        ("another_iteration", ["iterations that differ: 0 (rank 0), 7 (rank 1)"]),
+        (
+            "another_layer",
+            ["layer a, tensor activation only on rank 0; layer b, tensor", "only on rank 1"],
+        ),
+        ("another_layer_later", ["layer late, tensor activation only on rank 0"]),
+        ("another_weight", ["layer layer, tensor weight only on rank 0"]),
+        ("a_rank_that_never_steps", ["step() of iteration 0, but rank 1 did not come within 1 s"]),
+        (
+            "another_modification",
+            ["layer a, gemm fprop", "(rank 0)", "layer b, gemm fprop", "(rank 1)"],
+        ),
+    ],
+)
+def test_ranks_that_differ_end_in_an_error_on_both(
+    outcomes, session: str, words: list[str]
+) -> None:
+    for said in both(outcomes, session):
+        for word in words:
+            assert word in said
+
+
+def test_a_rank_that_leaves_out_a_step_is_named(outcomes) -> None:
+    waited, left_out = both(outcomes, "a_rank_that_stops")
+    if waited or left_out:  # gloo
+        assert "step() of iteration 1, but rank 1 did not come within 1 s" in waited
+        assert "rank 0 waits in step() of iteration 1, and gave up" in left_out
+
+
+def test_failures_leave_nothing_behind(outcomes) -> None:
+    assert both(outcomes, "a_session_afterwards") == ["", ""]
+
+
+def test_parts_make_up_the_batch() -> None:
+    tokens = torch.arange(TOKENS)
+    assert torch.equal(torch.cat([tokens[part_of(rank)] for rank in range(2)]), tokens)

@@ -1,0 +1,97 @@
+"""The amax of a tensor whose parts are on several ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvdlfw_inspect import api
+from transformer_engine.debug.meeting import Facts, Meeting, group_size, listed, ranks_of
+from transformer_engine.pytorch.kernels.amax import amax
+
+_PURPOSE = "amax"
+
+
+class SharedAmax:
+    """The largest magnitudes of tensors over the ranks of groups; one for a session.
+
+    The first time that a group is asked about a tensor its ranks compare which one that is, so that
+    none waits for another tensor's, and no two tensors mix.
+
+    Args:
+        config: digest of the configuration.
+    """
+
+    def __init__(self, config: int) -> None:
+        self._config = config
+        self._meetings: dict[Any, Meeting] = {}
+        self._known: set[tuple[Any, str]] = set()
+
+    def of(self, x: torch.Tensor, what: str, groups: tuple[Any, ...]) -> torch.Tensor:
+        """fp32 `[1]`; all ranks of the groups must call.
+
+        Args:
+            x: fp32, fp16 or bf16, contiguous; may be empty on some ranks.
+            what: the tensor, in words.
+            groups: process groups, one after the other; none: of this rank alone.
+
+        Raises:
+            RuntimeError: ranks are at different tensors, or one did not come.
+        """
+        found = amax(x)
+        for group in groups:
+            if (group, what) not in self._known:
+                self._meet(group, what)
+            started = time.monotonic()
+            try:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group)
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                raise RuntimeError(self._meetings[group].failed(what, waited, error)) from error
+        return found
+
+    def _meet(self, group: Any, what: str) -> None:
+        if group not in self._meetings:
+            self._meetings[group] = Meeting(group, f"{_PURPOSE} over {ranks_of(group)}")
+        facts = {"config": self._config, "what": what}
+        verdict = self._meetings[group].hold(facts, what, _judge)
+        if verdict["error"]:
+            raise RuntimeError(verdict["error"])
+        self._known.add((group, what))
+
+
+def _judge(posts: Mapping[int, Facts]) -> Facts:
+    if all(facts == posts[min(posts)] for facts in posts.values()):
+        return {"error": ""}
+    by_facts: dict[str, list[int]] = {}
+    for rank, facts in posts.items():
+        text = f"{facts['what']} by configuration {facts['config']:012x}"
+        by_facts.setdefault(text, []).append(rank)
+    said = ", ".join(f"{text} ({listed(ranks)})" for text, ranks in by_facts.items())
+    return {
+        "error": "[amax] expected all ranks of a group to look for the amax of the same tensor, got"
+        f" {said}"
+    }
+
+
+def groups_of(tensor: str, tp_group: Any, tp_size: int | None) -> tuple[Any, ...]:
+    """The groups of several ranks over which a tensor is one for features that modify it.
+
+    These are the tensor parallel group of its layer, and the reduction group where one was set, but
+    for weights, of which other ranks of that have copies.
+    """
+    wanted = []
+    if tp_group is not None and (tp_size or 1) > 1:
+        wanted.append(tp_group)
+    manager: Any = api.DEBUG_MANAGER
+    group = None if manager is None else manager._tensor_reduction_group
+    if group is not None and tensor != "weight":
+        wanted.append(group)
+    wanted = [group for group in wanted if group_size(group) > 1]
+    if len(wanted) == 2 and set(ranks_of(wanted[0])) <= set(ranks_of(wanted[1])):
+        return tuple(wanted[1:])
+    return tuple(wanted)

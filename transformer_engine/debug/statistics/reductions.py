@@ -1,0 +1,161 @@
+"""Which ranks merge which rows, and whether they agree on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.debug.meeting import Meeting, group_size, ranks_of
+from transformer_engine.debug.statistics.differences import RankFacts, Row, key_of
+from transformer_engine.debug.statistics.layout import Layout, digest
+from transformer_engine.debug.statistics.ranks import GroupRows
+from transformer_engine.debug.statistics.tensor import TensorStatistics
+
+BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
+PURPOSE = "statistics"  # of meetings of the reduction group
+LOCAL = object()  # instead of a group: rows that stay on their rank
+
+
+class Reductions:
+    """The reduction group of a session, and the groups of its weights.
+
+    Args:
+        manager: of the session.
+        live: gives all tensors that are looked at.
+        learn: makes a tensor that has not been looked at here.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        live: Callable[[], list[TensorStatistics]],
+        learn: Callable[[str, str, torch.device], Any],
+    ) -> None:
+        self._manager = manager
+        self._live = live
+        self._learn = learn
+        self._groups: dict[Any, GroupRows] = {}
+        self._grouped: tuple[Any, dict[Any, list[TensorStatistics]]] | None = None
+        self._schedules: list[Any] | None = None
+
+    def meet(self, iteration: int) -> None:
+        """Compare with other ranks where that has not been done.
+
+        Raises:
+            RuntimeError: ranks differ, or one did not come.
+        """
+        for group in self.shared():
+            if not self.rows_of(group).agreed:
+                self.agree(group, iteration)
+
+    def shared(self) -> dict[Any, list[TensorStatistics]]:
+        """The tensors by the group of several ranks that merges their rows."""
+        return {key: tensors for key, tensors in self.by_group().items() if key is not LOCAL}
+
+    def due(self, iteration: int) -> dict[Any, list[TensorStatistics]]:
+        """Groups that come together now, which all of their ranks know."""
+        group = self._manager._tensor_reduction_group
+        return {
+            key: tensors
+            for key, tensors in self.shared().items()
+            if any_due(tensors) or (key is group and self._may_be_due(iteration))
+        }
+
+    def by_group(self) -> dict[Any, list[TensorStatistics]]:
+        """The tensors by the group that merges their rows: the reduction group first, `LOCAL`."""
+        group = self._manager._tensor_reduction_group
+        live = self._live()
+        size = group_size(group)
+        key = (group, size, len(live))  # tensors are only ever added
+        if self._grouped is None or self._grouped[0] != key:
+            homes: dict[Any, Any] = {LOCAL: LOCAL, None: group if size > 1 else LOCAL}
+            found: dict[Any, list[TensorStatistics]] = {}
+            if homes[None] is group:
+                found[group] = []
+            for tensor in live:
+                if tensor.group not in homes:
+                    homes[tensor.group] = _home(tensor.group, homes[None])
+                found.setdefault(homes[tensor.group], []).append(tensor)
+            self._grouped = key, found
+        return self._grouped[1]
+
+    def rows_of(self, group: Any) -> GroupRows:
+        """The collectives of a group."""
+        if group not in self._groups:
+            is_main = group is self._manager._tensor_reduction_group
+            purpose = PURPOSE if is_main else f"{PURPOSE} of weights of {ranks_of(group)}"
+            self._groups[group] = GroupRows(group, purpose)
+        return self._groups[group]
+
+    def agree(
+        self, group: Any, iteration: int, sent: Layout | None = None
+    ) -> Mapping[int, Sequence[Row]]:
+        """Compare what the ranks of a group look at, and learn of layers that have not run here.
+
+        Args:
+            group: process group.
+            iteration: that ends.
+            sent: what this rank has sent, where that has shown that ranks differ.
+
+        Returns:
+            The rows of each rank, where they differ.
+        """
+        found = {
+            ranks: self.rows_of(key).layout(tensors)
+            for key, tensors in self.by_group().items()
+            if key is not LOCAL and set(ranks := ranks_of(key)) <= set(ranks_of(group))
+        }
+        if sent is not None:
+            found[ranks_of(group)] = sent
+        facts = RankFacts(
+            group=ranks_of(group),
+            name="" if group is None else getattr(group, "group_name", ""),
+            config=digest(str(self._manager.config_hash)),
+            sections=tuple(getattr(self._manager, "config_names", ())),
+            iteration=iteration,
+            digests={key_of(ranks): layout.digest for ranks, layout in found.items()},
+        )
+        rows = {key_of(ranks): layout.names for ranks, layout in found.items()}
+        is_main = group is self._manager._tensor_reduction_group
+        layers = sorted(getattr(self._manager, "layer_names", ())) if is_main else ()
+        agreed = self.rows_of(group).agree(facts, rows, layers)
+        for device, layer, tensor, _ in sorted({row for own in agreed.values() for row in own}):
+            here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
+            self._learn(layer, tensor, torch.device(here))
+        return agreed
+
+    def _may_be_due(self, iteration: int) -> bool:
+        """Whether the text of the configuration says so: the same on all ranks that share it."""
+        if self._schedules is None:
+            self._schedules = [
+                schedule
+                for feature in BUILT_IN
+                for tensor, schedule in self._manager.schedules(feature)
+                if tensor != "weight"
+            ]
+        return any(schedule.due(iteration) for schedule in self._schedules)
+
+    def check(self) -> None:
+        """Raise RuntimeError where others have waited for this rank in vain."""
+        group = self._manager._tensor_reduction_group
+        if group_size(group) == 1:
+            return
+        together = self._groups.get(group)
+        meeting = Meeting(group, PURPOSE) if together is None else together.meeting
+        said = meeting.abandoned()
+        if said:
+            raise RuntimeError(said)
+
+
+def _home(own: Any, group: Any) -> Any:
+    """Of a group of ranks: the reduction group where that has the same ranks."""
+    if group_size(own) == 1:
+        return LOCAL
+    return group if group is not LOCAL and ranks_of(own) == ranks_of(group) else own
+
+
+def any_due(tensors: Iterable[TensorStatistics]) -> bool:
+    """Whether anything is due in this iteration."""
+    return any(tensor.due for tensor in tensors)
