@@ -4,8 +4,6 @@
 
 namespace te::cuda {
 
-AttentionPlan plan_attention(const AttentionKey&) {
-  return {nullptr, lack_of("cuDNN attention")};
-}
+AttentionPlan plan_attention(const AttentionKey&) { return {nullptr, lack_of("cuDNN attention")}; }
 
 }  // namespace te::cuda

@@ -15,7 +15,8 @@ struct LeftOut {
 
 const std::vector<LeftOut>& left_out();
 
-// `this build lacks CUDA: <reason>; in the sources run: <command>`, for the errors of what needs it.
+// `this build lacks CUDA: <reason>; in the sources run: <command>`, for the errors of what needs
+// it.
 std::string lack_of(std::string_view part);
 
 }  // namespace te::cuda
