@@ -6,6 +6,8 @@ libraries come as wheels with headers), the build environment. The build backend
 the build environment must bring; CMake runs this file to get folders, and what must be left out:
 
     python packaging/backend/cuda_toolkit.py [--nvcc FILE] [cublas=FOLDER ...]
+
+With `--wheels` it prints the wheels that are missing, for builds without isolation.
 """
 
 from __future__ import annotations
@@ -120,15 +122,15 @@ class Found:
 
 def find_nvcc(environment: Mapping[str, str]) -> str:
     """CUDACXX, CUDA_HOME and CUDA_PATH, then PATH, then the usual folder; "" without any."""
-    named = environment.get("CUDACXX", "")
+    compiler = environment.get("CUDACXX", "")
     homes = [environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(home, "bin")) for home in homes if home]
     folders += [environment.get("PATH", ""), "/usr/local/cuda/bin"]
-    return shutil.which(named or "nvcc", path=os.pathsep.join(folders)) or ""
+    return shutil.which(compiler or "nvcc", path=os.pathsep.join(folders)) or ""
 
 
 def examine_nvcc(path: str, environment: Mapping[str, str]) -> Compiler:
-    """Its version and toolkit; compiles an empty kernel, which shows whether g++ is one it takes."""
+    """Its version and toolkit; an empty kernel shows whether it takes the g++ that is here."""
     if not path:
         reason = "no nvcc was found in CUDACXX, CUDA_HOME, on the PATH or in /usr/local/cuda"
         return Compiler(problem=reason, command=NAME_NVCC)
@@ -190,20 +192,20 @@ def places(compiler: Compiler, paths: list[str]) -> Iterator[Path]:
 
 
 def look(
-    compiler: Compiler, given: Mapping[str, str] | None = None, paths: list[str] | None = None
+    compiler: Compiler, named: Mapping[str, str] | None = None, paths: list[str] | None = None
 ) -> Found:
     """Find every header.
 
     Args:
         compiler: whose toolkit is looked into first.
-        given: folders that the user names, by name of the header.
+        named: folders that the user names, by name of the header.
         paths: folders of Python packages; by default those of `installed_paths`.
     """
     found = Found()
     everywhere = list(places(compiler, installed_paths() if paths is None else paths))
     for name, header in HEADERS.items():
         found.refused[name] = f"{header.file} was not found"
-        own = [Path(folder) for key, folder in (given or {}).items() if key == name]
+        own = [Path(folder) for key, folder in (named or {}).items() if key == name]
         for folder in own or everywhere:
             if not (folder / header.file).is_file():
                 continue
@@ -275,15 +277,19 @@ def as_cmake(compiler: Compiler, found: Found) -> str:
 
 
 def main() -> None:
-    """Print code for CMake."""
+    """Print code for CMake, or names of wheels."""
     parser = argparse.ArgumentParser(description="Finds nvcc and headers; prints code for CMake.")
+    parser.add_argument("--wheels", action="store_true", help="print the missing wheels instead")
     parser.add_argument("--nvcc", default="", help="the compiler to use")
-    parser.add_argument("given", nargs="*", help="NAME=FOLDER of a header")
+    parser.add_argument("named", nargs="*", help="NAME=FOLDER of a header")
     arguments = parser.parse_args()
     compiler = examine_nvcc(arguments.nvcc or find_nvcc(os.environ), os.environ)
-    given = dict(one.split("=", 1) for one in arguments.given)
-    found = Found() if compiler.problem else look(compiler, given)
-    print(as_cmake(compiler, found))
+    named = dict(one.split("=", 1) for one in arguments.named)
+    found = Found() if compiler.problem else look(compiler, named)
+    if arguments.wheels:
+        print("\n".join(requirements(compiler, found)))
+    else:
+        print(as_cmake(compiler, found))
 
 
 if __name__ == "__main__":

@@ -57,12 +57,12 @@ def cuda_requirements(settings: Settings, environment: Mapping[str, str]) -> lis
     compiler = cuda_toolkit.examine_nvcc(nvcc, environment)
     if compiler.problem:
         return []
-    given = {
+    named = {
         name: chosen[option]
         for name in cuda_toolkit.HEADERS
         if (option := f"TE_{name.upper()}_INCLUDE") in chosen
     }
-    return cuda_toolkit.requirements(compiler, cuda_toolkit.look(compiler, given))
+    return cuda_toolkit.requirements(compiler, cuda_toolkit.look(compiler, named))
 
 
 def definitions(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
