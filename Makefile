@@ -10,13 +10,14 @@ python := $(VENV)/bin/python
 endif
 STEPS := $(shell tools/steps.sh --list)
 
-.PHONY: help bootstrap tools demo test format docs bench clean $(STEPS)
+.PHONY: help bootstrap tools demo test format docs wheel bench clean $(STEPS)
 
 help:
 	@echo "make demo    train a small GPT in FP8 and plot its loss (ARGS=... are passed on)"
 	@echo "make test    all checks and tests; one alone: make $(STEPS)"
 	@echo "make format  rewrite the sources as lint wants them"
 	@echo "make docs    build the documentation into build/docs and say where it is"
+	@echo "make wheel   build wheels for other machines into dist, and try them"
 	@echo "make bench   measure and write benchmarks/results (ARGS=\"names\" for some)"
 	@echo "make clean   remove build products; .venv stays"
 
@@ -40,6 +41,9 @@ format: tools
 
 docs:
 	@tools/docs.sh $(ARGS)
+
+wheel:
+	@tools/wheel.sh
 
 bench: bootstrap
 	@tools/bench.sh $(ARGS)

@@ -33,7 +33,8 @@ endif()
 function(te_compile_options target)
   # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
   set(cxx -Wall -Wextra -ffp-contract=off)
-  set(cuda -lineinfo --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
+  # Code for GPUs is nine tenths of the module: compressed it is a third, and is unpacked once, when a kernel is first needed.
+  set(cuda -lineinfo -Xfatbin=-compress-all --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
   if(TE_SANITIZE)
     list(APPEND cxx -Wno-maybe-uninitialized) # instrumented code confuses GCC's analysis of std::variant and std::optional
   endif()

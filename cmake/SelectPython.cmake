@@ -18,5 +18,5 @@ if(TE_PYTHON)
   set(PYBIND11_FINDPYTHON ON)
   find_package(pybind11 3.0 CONFIG REQUIRED PATHS "${pybind11_cmake_dir}" NO_DEFAULT_PATH)
 elseif(NOT TE_CUDA STREQUAL "OFF")
-  find_package(Python 3.10 COMPONENTS Interpreter) # only to look for CUDA headers among its packages
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter) # only to look for CUDA headers
 endif()

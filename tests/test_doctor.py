@@ -41,7 +41,7 @@ def test_healthy(capsys):
         assert f"\n{section}\n" in f"\n{text}"
     assert f"{torch.__version__}" in text
     assert "forward and backward run" in text
-    assert text.endswith("everything that is needed is here\n")
+    assert "\neverything that is needed is here" in text
 
 
 def test_json(capsys):
@@ -144,15 +144,6 @@ def test_missing_library_of_the_engine(monkeypatch):
 
 class WithGPU(doctor.Machine):
     cuda = True
-
-
-def test_a_gpu_needs_the_cuda_backend(monkeypatch):
-    machine = WithGPU()
-    monkeypatch.setattr(machine.load("transformer_engine._C"), "built_with_cuda", lambda: False)
-    monkeypatch.setattr(doctor, "_trial", lambda machine, device: doctor.Finding("", "", "ok", ""))
-    found = by_name(doctor.native(machine))["transformer_engine._C"]
-    assert found.status == doctor.MISSING
-    assert "TE_CUDA=ON" in found.fix
 
 
 def test_a_gpu_needs_cublaslt(monkeypatch):

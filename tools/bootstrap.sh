@@ -71,11 +71,16 @@ create_venv() {
 
 install_package() {
   local stamp=$VENV/.te-package
-  local sources=(csrc cmake transformer_engine transformer_engine_torch nvdlfw_inspect CMakeLists.txt pyproject.toml)
+  local sources=(csrc cmake packaging/backend transformer_engine transformer_engine_torch nvdlfw_inspect CMakeLists.txt pyproject.toml)
+  local headers=()
   if [ -e "$stamp" ] && [ -z "$(find "${sources[@]}" -name __pycache__ -prune -o -newer "$stamp" -print -quit)" ]; then
     return
   fi
   say "building transformer-engine into $VENV (TE_CUDA=${TE_CUDA:-AUTO})"
+  if [ "${TE_CUDA:-AUTO}" != OFF ]; then # what isolation would bring, less what it would bring along
+    mapfile -t headers < <("$py" packaging/backend/cuda_toolkit.py --wheels | grep .)
+    [ ${#headers[@]} -eq 0 ] || "$py" -m pip install -qq --no-deps "${headers[@]}"
+  fi
   touch "$stamp.new" # before the build, so that a file saved during it counts as newer
   "$py" -m pip install -qq --no-build-isolation --no-deps --force-reinstall .
   mv "$stamp.new" "$stamp"

@@ -32,7 +32,7 @@ ALLOWED_INCLUDES = (
     ("csrc/inspect/*", ("core/*", "inspect/*")),
     ("csrc/bindings/errors.*", ("core/*", "bindings/errors.h")),
     ("csrc/bindings/inspect_*", ("core/*", "inspect/*", "bindings/errors.h", "bindings/inspect_*")),
-    ("csrc/bindings/*", ("core/*", "ops/*", "bindings/[!i]*", "cuda/runtime.h")),
+    ("csrc/bindings/*", ("core/*", "ops/*", "bindings/[!i]*", "cuda/runtime.h", "cuda/left_out.h")),
 )
 OUR_FOLDERS = {"core", "ops", "cpu", "cuda", "inspect", "bindings"}
 PACKAGES = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Prints the CMake options that name the headers of cuBLASLt, cuDNN, cudnn-frontend, NCCL and NVRTC. Where the toolkit lacks
-# them they are taken from the wheels on PyPI, of which only the include folders are kept, in a cache outside the clone.
+# Prints the CMake options that name the headers of cuBLASLt, cuDNN, cudnn-frontend and NVRTC of the oldest versions that
+# the code must compile with: the include folders of their wheels, in a cache outside the clone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-# The oldest versions that the code must compile with.
-WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-cudnn-frontend==1.32.0 nvidia-nccl-cu13==2.28.3
-  nvidia-cuda-nvrtc==13.0.88)
+WHEELS=(nvidia-cublas==13.0.2.14 nvidia-cudnn-cu13==9.14.0.64 nvidia-cudnn-frontend==1.32.0 nvidia-cuda-nvrtc==13.0.88)
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/te-cuda-headers/$(printf '%s\n' "${WHEELS[@]}" | cksum | cut -d' ' -f1)
 if [ ! -e "$cache/complete" ]; then
@@ -25,4 +23,4 @@ PY
 fi
 printf -- '-DTE_%s_INCLUDE=%s\n' \
   CUBLAS "$cache/nvidia/cu13/include" CUDNN "$cache/nvidia/cudnn/include" CUDNN_FRONTEND "$cache/include" \
-  NCCL "$cache/nvidia/nccl/include" NVRTC "$cache/nvidia/cu13/include"
+  NVRTC "$cache/nvidia/cu13/include"

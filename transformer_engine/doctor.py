@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformer_engine import __version__, _env, _libraries
+from transformer_engine import __version__, _build, _env, _libraries
 
 OK, ABSENT, MISSING = "ok", "absent", "missing"  # absent: nothing that is here needs it
 OLDEST_TORCH = (2, 4)
@@ -149,14 +149,9 @@ def native(machine: Machine) -> Iterator[Finding]:
     if core is None:
         yield _broken(machine, "transformer_engine._C")
     else:
-        with_cuda = core.built_with_cuda()
-        value = "backends: CPU, CUDA" if with_cuda else "backends: CPU"
-        if machine.cuda and not with_cuda:
-            value += "; torch sees a GPU, which needs the CUDA backend"
-            fix = "in the sources: TE_CUDA=ON python -m pip install --force-reinstall --no-deps ."
-            yield Finding("native", core.__name__, MISSING, value, core.__file__, fix)
-        else:
-            yield Finding("native", core.__name__, OK, value, core.__file__)
+        value = "backends: CPU, CUDA" if core.built_with_cuda() else "backends: CPU"
+        yield Finding("native", core.__name__, OK, value, core.__file__)
+        yield from _left_out(machine)
     engine = machine.load("nvdlfw_inspect._engine")
     if engine is None:
         yield _broken(machine, "nvdlfw_inspect._engine")
@@ -171,6 +166,19 @@ def native(machine: Machine) -> Iterator[Finding]:
         return
     for device in ("cpu", "cuda") if machine.cuda else ("cpu",):
         yield _trial(machine, device)
+
+
+def _left_out(machine: Machine) -> Iterator[Finding]:
+    """What the build lacks: missing where there is a GPU, to be mended where torch has CUDA."""
+    torch = machine.load("torch")
+    cuda = torch.version.cuda if torch is not None else None
+    for one in _build.left_out():
+        told = f"for a GPU, {one.command}"
+        if machine.cuda or cuda:
+            told = "torch sees a GPU" if machine.cuda else f"torch is built for CUDA {cuda}"
+        value = f"left out of this build: {one.reason}; {told}"
+        fix = one.command if machine.cuda or cuda else ""
+        yield Finding("native", one.part, MISSING if machine.cuda else ABSENT, value, fix=fix)
 
 
 def _broken(machine: Machine, name: str) -> Finding:
@@ -360,6 +368,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines += ["", "what to do", *(f"  {one.name}: {one.fix}" for one in fixes)]
     missing = [finding.name for finding in findings if finding.status == MISSING]
     last = f"missing: {', '.join(missing)}" if missing else "everything that is needed is here"
+    if fixes and not missing:
+        last += f"; worth doing: {', '.join(finding.name for finding in fixes)}"
     return "\n".join([*lines, "", last])
 
 

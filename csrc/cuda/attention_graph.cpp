@@ -19,7 +19,7 @@ namespace fe = cudnn_frontend;
 using Slot = AttentionSlot;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // cmake/SelectCudnn.cmake has looked
+static_assert(CUDNN_FRONTEND_VERSION >= 13200);  // packaging/backend/cuda_toolkit.py has looked
 
 constexpr const char* kOp = "attention";
 

@@ -1,12 +1,9 @@
 // Of a build without the headers of cudnn-frontend.
 #include "cuda/attention_graph.h"
+#include "cuda/left_out.h"
 
 namespace te::cuda {
 
-AttentionPlan plan_attention(const AttentionKey&) {
-  return {nullptr,
-          "this build lacks it: the headers of cudnn-frontend were not found; run pip install "
-          "nvidia-cudnn-frontend, then install transformer-engine again"};
-}
+AttentionPlan plan_attention(const AttentionKey&) { return {nullptr, lack_of("cuDNN attention")}; }
 
 }  // namespace te::cuda

@@ -1,5 +1,6 @@
 // The CUDA backend of a build without CUDA: every entry says so.
 #include "core/error.h"
+#include "cuda/left_out.h"
 #include "cuda/runtime.h"
 #include "ops/activation.h"
 #include "ops/amax.h"
@@ -22,9 +23,7 @@ namespace te::cuda {
 namespace {
 
 [[noreturn]] void absent(const char* op) {
-  fail(Kind::Unsupported, op,
-       "got a CUDA tensor, but this build has the CPU backend only; reinstall with nvcc on the "
-       "PATH (TE_CUDA=ON pip install .)");
+  fail(Kind::Unsupported, op, "got a CUDA tensor, but ", lack_of("CUDA"));
 }
 
 }  // namespace
@@ -43,7 +42,7 @@ bool gemm_use(const GemmAlgorithm&) { absent("gemm"); }
 void gemm_use_guess() { absent("gemm"); }
 int64_t attention_graph_count() { return 0; }
 std::string attention_refusal(const AttentionArgs&, const AttentionGradients*) {
-  return "this build has the CPU backend only";
+  return lack_of("CUDA");
 }
 int64_t attention_workspace_bytes(const AttentionArgs&, const AttentionGradients*, Stream) {
   absent("attention");

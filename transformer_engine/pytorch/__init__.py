@@ -10,7 +10,7 @@
 
 import torch
 
-from transformer_engine import _C
+from transformer_engine import _C, _build
 from transformer_engine.pytorch import (
     _compat,
     constants,
@@ -75,6 +75,7 @@ from transformer_engine.pytorch.tensor import (
 
 _compat.install()
 _C.set_num_threads(torch.get_num_threads())
+_build.warn_of_left_out(torch.cuda.device_count)
 
 __all__ = [
     "ConversionReport",

@@ -1,0 +1,22 @@
+// What this build does without: decided by cmake/SelectCuda.cmake, which fills left_out.cpp.in.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace te::cuda {
+
+struct LeftOut {
+  std::string part;     // "CUDA" or "cuDNN attention"
+  std::string reason;   // why
+  std::string command;  // what builds it, run in the sources
+};
+
+const std::vector<LeftOut>& left_out();
+
+// `this build lacks CUDA: <reason>; in the sources run: <command>`, for the errors of what needs
+// it.
+std::string lack_of(std::string_view part);
+
+}  // namespace te::cuda

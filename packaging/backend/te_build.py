@@ -1,0 +1,78 @@
+"""The build backend: scikit-build-core, and the headers of CUDA libraries where nvcc is.
+
+A build on a machine with nvcc is to have everything. What the toolkit and the environment lack
+comes as build requirements; see `cuda_toolkit`. `TE_CUDA=OFF` asks for none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import cuda_toolkit
+from scikit_build_core import build as scikit
+from scikit_build_core.build import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+Settings = Mapping[str, Any] | None
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """What scikit-build-core wants, and wheels with headers."""
+    wanted = scikit.get_requires_for_build_wheel(config_settings)
+    return [*wanted, *cuda_requirements(config_settings, os.environ)]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """Likewise."""
+    wanted = scikit.get_requires_for_build_editable(config_settings)
+    return [*wanted, *cuda_requirements(config_settings, os.environ)]
+
+
+def cuda_requirements(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+    """Wheels with the headers that are missing; none where CUDA is not built."""
+    chosen = definitions(settings, environment)
+    if chosen.get("TE_CUDA", "AUTO") == "OFF":
+        return []
+    nvcc = chosen.get("CMAKE_CUDA_COMPILER") or cuda_toolkit.find_nvcc(environment)
+    compiler = cuda_toolkit.examine_nvcc(nvcc, environment)
+    if compiler.problem:
+        return []
+    named = {
+        name: chosen[option]
+        for name in cuda_toolkit.HEADERS
+        if (option := f"TE_{name.upper()}_INCLUDE") in chosen
+    }
+    return cuda_toolkit.requirements(compiler, cuda_toolkit.look(compiler, named))
+
+
+def definitions(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Options of CMake that a user gives: TE_CUDA=, CMAKE_ARGS=-D..., pip's -C cmake.define...."""
+    found = {"TE_CUDA": environment["TE_CUDA"]} if environment.get("TE_CUDA") else {}
+    for word in shlex.split(environment.get("CMAKE_ARGS", "")):
+        name, equals, value = word.removeprefix("-D").partition("=")
+        if word.startswith("-D") and equals:
+            found[name.partition(":")[0]] = value
+    for key, value in (settings or {}).items():
+        if "cmake.define." in key:
+            found[key.partition("cmake.define.")[2]] = str(value)
+    return found
