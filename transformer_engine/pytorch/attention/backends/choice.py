@@ -57,7 +57,7 @@ def _facts(
     CallShape,
     torch.device,
     torch.dtype,
-    tuple[bool, float, str, str, bool],
+    tuple[bool, float, str, str, bool, bool],
     _BiasFacts | None,
     _SequenceFacts | None,
     bool,
@@ -74,6 +74,7 @@ def _facts(
             call.sink.type,
             call.cache,
             call.casts is not None,
+            call.part,
         ),
         None if bias is NO_BIAS else _bias_facts(bias),
         None if shape.band is not None else _sequence_facts(call),
@@ -106,13 +107,13 @@ def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
-    facts: tuple[bool, float, str, str, bool],
+    facts: tuple[bool, float, str, str, bool, bool],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
     repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
-    training, dropout, softmax_type, cache, fp8 = facts
+    training, dropout, softmax_type, cache, fp8, part = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
@@ -144,6 +145,7 @@ def _problem(
         cache=cache,
         fp8=fp8,
         compiling=torch.compiler.is_compiling(),
+        part=part,
     )
 
 
