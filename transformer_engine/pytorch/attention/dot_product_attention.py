@@ -191,7 +191,7 @@ class DotProductAttention(ScaledModule):
         """Set the ranks that share sequences; the arguments are those of the constructor."""
         heads = (self.num_attention_heads, self.num_gqa_groups)
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        self._context = context_group(self.name, heads, *arguments)
+        self.context = context_group(self.name, heads, *arguments)
         self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = arguments
 
     @names_layer
@@ -356,7 +356,7 @@ class DotProductAttention(ScaledModule):
             cache,
             self.training,
             casts,
-            self._context,
+            self.context,
         )
 
     def _sink(self, device: torch.device) -> Sink:

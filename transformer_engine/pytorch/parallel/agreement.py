@@ -34,7 +34,8 @@ def agree(
     errors = {rank: error for rank, (_, error) in found.items() if error is not None}
     if errors:
         rank, text = min(errors.items())
-        raise ValueError(text if error == text else f"{text} (on rank {rank})")
+        on_all = len(errors) == len(found) and len(set(errors.values())) == 1
+        raise ValueError(text if on_all else f"{text} (on rank {rank})")
     differences = [_difference(name, found) for name in facts]
     text = "; ".join(difference for difference in differences if difference)
     if text:

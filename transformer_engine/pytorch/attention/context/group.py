@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,46 +69,60 @@ class ContextGroup:
         return replace(self, comm_type="p2p", heads=None)
 
 
-def refusal(call: Call) -> str | None:
+class Refusal(NamedTuple):
+    """What ranks cannot serve together."""
+
+    expected: str
+    got: str
+    advice: str
+
+
+def refusal(call: Call) -> Refusal | None:
     """Why ranks cannot serve a call together; None where they can."""
     context, shape = call.context, call.shape
     assert context is not None
     if call.casts is not None:
-        return "attention in 16 bit or fp32; use a recipe without fp8_dpa and fp8_mha"
+        advice = "use a recipe without fp8_dpa and fp8_mha"
+        return Refusal("attention in high precision", "attention in FP8", advice)
     if call.cache:
-        return "no inference_params; generate without a context parallel group"
+        return Refusal("no inference_params", "a cache", "generate without a cp_group")
     if shape.qkv_format != "thd":
         for name, tokens in (("query", shape.queries), ("key", shape.keys)):
             if tokens % 2:
-                return (
-                    f"{name} tokens of a rank to be two chunks of equal length (sequences divisible"
-                    f" by {2 * context.size}), got {tokens} tokens"
+                return Refusal(
+                    f"two chunks of equal length in {name}_layer of each rank",
+                    f"{tokens} tokens",
+                    f"pad sequences to a multiple of {2 * context.size}",
                 )
     if context.group is None:
         return _refusal_of_heads(call)
     if call.bias.type == "alibi":
-        return "no ALiBi with this cp_comm_type; use 'a2a'"
-    kind = shape.rule.type
-    if kind.padding and None in (call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens):
-        return "padding as cu_seqlens_q and cu_seqlens_kv, or cp_comm_type 'a2a' with masks"
-    if context.heads is not None and (kind.arbitrary or call.bias.tensor is not None):
-        return "no mask or bias of one's own with this cp_comm_type; use 'p2p', 'all_gather', 'a2a'"
+        return Refusal("no ALiBi", "core_attention_bias_type='alibi'", "use 'a2a'")
+    if shape.rule.type.padding and (
+        call.query_sequences.cu_seqlens is None or call.key_sequences.cu_seqlens is None
+    ):
+        return Refusal("cu_seqlens_q and cu_seqlens_kv", "a mask of padding", "or use 'a2a'")
+    if context.heads is not None and (shape.rule.type.arbitrary or call.bias.tensor is not None):
+        return Refusal("no mask or bias of one's own", "one", "use 'p2p', 'all_gather' or 'a2a'")
     return _refusal_of_band(call) or _refusal_of_shapes(call)
 
 
-def _refusal_of_band(call: Call) -> str | None:
+def _refusal_of_band(call: Call) -> Refusal | None:
     """Padding ends sequences at lengths of their own, which a band does not follow everywhere."""
     assert call.context is not None
     rule = call.shape.rule
+    window = (rule.left, rule.right)
     windowed = rule.left >= 0 or (rule.right >= 0 and not rule.type.causal)
     if not rule.type.padding or not (windowed or rule.type.causal):
         return None
     if windowed and call.context.comm_type != "all_gather":
-        return "no window with padding with this cp_comm_type; use 'all_gather' or 'a2a'"
+        advice = "use 'a2a', or 'all_gather' for causal ones"
+        return Refusal("no window of padded sequences", f"{window}", advice)
     if windowed and not rule.type.causal:
-        return "no window with padding unless it is causal with this cp_comm_type; use 'a2a'"
+        return Refusal("a causal window of padded sequences", f"{window}", "use 'a2a'")
     if not _alike(call):
-        return "queries and keys of the same lengths with causal padding; use 'a2a' for others"
+        expected = "queries and keys of the same lengths, with padding and a causal mask"
+        return Refusal(expected, "others", "use 'a2a'")
     return None
 
 
@@ -119,7 +133,7 @@ def _alike(call: Call) -> bool:
     )
 
 
-def _refusal_of_shapes(call: Call) -> str | None:
+def _refusal_of_shapes(call: Call) -> Refusal | None:
     """Masks and biases have the queries of a rank, and the keys of all."""
     assert call.context is not None
     mask = call.attention_mask if call.shape.rule.type.arbitrary else None
@@ -127,17 +141,18 @@ def _refusal_of_shapes(call: Call) -> str | None:
     for name, x in (("attention_mask", mask), ("core_attention_bias", call.bias.tensor)):
         if not isinstance(x, torch.Tensor):
             continue
-        sizes = ((1, 1, *x.shape))[-2:]
+        sizes = (1, 1, *x.shape)[-2:]
         if any(size not in (1, full) for size, full in zip(sizes, whole, strict=True)):
-            return (
-                f"{name} of {whole[0]} queries (those of this rank) and {whole[1]} keys (of all"
-                f" ranks), got {tuple(x.shape)}"
+            return Refusal(
+                f"{name} of {whole[0]} queries (of this rank) and {whole[1]} keys (of all ranks)",
+                f"{tuple(x.shape)}",
+                "shard its queries with shard_sequence",
             )
     return None
 
 
-def _refusal_of_heads(call: Call) -> str | None:
+def _refusal_of_heads(call: Call) -> Refusal | None:
     bias = call.bias.tensor
     if bias is not None and bias.requires_grad and bias.shape[-2] == 1:
-        return "a bias of all queries, if it is learned, with cp_comm_type='a2a'"
+        return Refusal("a learned bias of all queries", f"{tuple(bias.shape)}", "use 'p2p'")
     return _refusal_of_shapes(call)

@@ -10,6 +10,7 @@ from transformer_engine.pytorch.attention.backends.backend import Backend
 from transformer_engine.pytorch.attention.context import gather, heads, ring
 from transformer_engine.pytorch.attention.context.group import ContextGroup, refusal
 from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.parallel.agreement import agree
 
@@ -34,7 +35,7 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
 
 
 _NAMES = (
-    *("dtype", "format", "mask and window", "query heads", "key heads", "size of keys"),
+    *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
     *("dropout", "softmax", "lengths", "communication", "gradients"),
 )
@@ -62,13 +63,16 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
 
 
 def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:
-    reason = refusal(call)
-    error = None
-    if reason is not None:
+    """Raise on all ranks where one refuses, or where they differ."""
+    refused, error = refusal(call), None
+    if refused is not None:
         error = (
-            f"[DotProductAttention] expected of context parallel ranks ({context.comm_type}):"
-            f" {reason}"
+            f"[DotProductAttention] expected {refused.expected} with"
+            f" cp_comm_type={context.comm_type!r}, got {refused.got}; {refused.advice}"
         )
-    groups = [group for group in (context.heads, context.group) if group is not None]
     facts = dict(zip(_NAMES, structure, strict=True))
+    rule = call.shape.rule
+    facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
+    facts["window"] = (rule.left, rule.right)
+    groups = [group for group in (context.heads, context.group) if group is not None]
     agree("DotProductAttention", groups, facts, error)
