@@ -99,7 +99,7 @@ class DotProductAttention(ScaledModule):
 
     Raises:
         ValueError: heads, formats, mask types or windows that cannot be.
-        NotImplementedError: what is not implemented; groups of several ranks.
+        NotImplementedError: what is not implemented; tensor parallel groups of several ranks.
 
     Example:
         >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")

@@ -269,6 +269,7 @@ def attention_backends(
     device: torch.device | str | None = None,
     is_training: bool = True,
     deterministic: bool | None = None,
+    cp_comm_type: str | None = None,
 ) -> BackendTable:
     """Which attention backends take a problem, and why the others do not.
 
@@ -301,6 +302,7 @@ def attention_backends(
         is_training: a backward will follow.
         deterministic: gradients must repeat bit for bit; None is what the environment and torch's
             switch ask for.
+        cp_comm_type: of context parallel ranks; None without.
 
     Returns:
         Names in the order of preference, each with the reason why it refuses, or None.
@@ -340,5 +342,6 @@ def attention_backends(
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,
         fp8=fp8,
+        part=cp_comm_type not in (None, "a2a"),
     )
     return table(problem, allowed)
