@@ -312,8 +312,7 @@ def attention_backends(
         >>> table.chosen
         'unfused'
     """
-    allowed = attention_variables()
-    device = default_device(device)
+    allowed, device = attention_variables(), default_device(device)
     key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
     rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
     problem = Problem(
