@@ -101,7 +101,15 @@ def problem_of(case, ranks):
         arguments["core_attention_bias_type"] = case.bias
         shape = (*case.bias_shape, TOKENS, case.keys)
         rows["core_attention_bias"] = torch.randn(shape, generator=generator).to(case.dtype)
-    return Problem(inputs, arguments, rows, masks, starts)
+    inputs = [x.to(here()) for x in inputs]
+    found = [
+        {name: x.to(here()) if isinstance(x, torch.Tensor) else x for name, x in group.items()}
+        for group in (arguments, rows)
+    ]
+    if "cu_seqlens_q" in arguments and arguments["cu_seqlens_q"] is arguments["cu_seqlens_kv"]:
+        found[0]["cu_seqlens_kv"] = found[0]["cu_seqlens_q"]
+    masks = tuple(mask.to(here()) for mask in masks)
+    return Problem(inputs, *found, masks, None if starts is None else starts.to(here()))
 
 
 def module_of(case):
@@ -161,7 +169,8 @@ def errors(case, group):
 
     module = module_of(exact)
     like = module(*[x.float() for x in whole.inputs], **arguments)
-    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(6)).to(case.dtype)
+    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(6))
+    grad = grad.to(here(), case.dtype)
     expected = run(module, [x.float() for x in whole.inputs], arguments, grad.float(), exact)
 
     rows = {name: shard_sequence(x, group, 2) for name, x in whole.rows.items()}

@@ -41,22 +41,28 @@ def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(rank, *arguments)` returns on each of so many processes, joined by gloo."""
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
+    """What `function(rank, *arguments)` returns on each of so many processes of a group."""
     with TemporaryDirectory() as folder:
-        spawned = (world_size, folder, function, arguments)
+        spawned = (world_size, backend, folder, function, arguments)
         mp.spawn(_run_one, spawned, nprocs=world_size)
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _run_one(rank: int, world_size: int, folder: str, function: Any, arguments: Any) -> None:
+def _run_one(
+    rank: int, world_size: int, backend: str, folder: str, function: Any, arguments: Any
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=240),  # processors may be busy
     )
     torch.save(function(rank, *arguments), f"{folder}/{rank}")
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ class ContextGroup:
         comm_type: one of `COMM_TYPES`.
         group: of the ring, or of the ranks that gather; None for `a2a`.
         heads: of the ranks that exchange heads for tokens; None where none do.
-        stream: on which every other part runs; None for the current stream.
+        stream: on which results are merged; None for the current stream.
         backend_for: of a call with this group, see `schemes.py`.
         known: structures of calls that all ranks have been found to share.
     """

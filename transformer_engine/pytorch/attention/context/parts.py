@@ -293,6 +293,12 @@ class Merged:
         self.out = self._like.new_zeros((*lead, self.size), dtype=torch.float32)
         self.rows = self.out.new_full(lead, -torch.inf)
 
+    def record_stream(self, stream: Any) -> None:
+        """Another stream than that of `add` reads what was merged."""
+        for x in (self.out, self.rows):
+            if x is not None:
+                x.record_stream(stream)
+
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The result with flat heads, and its rows; the sink is one more key, without a value."""
         if self.out is None or self.rows is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,20 +55,38 @@ def attend(
     """See `backends/__init__.py`; `inputs` are query, key and value of this rank."""
     query, key, value = inputs
     call, merged = whole.call, Merged(whole, query)
+    stream = None if call.context is None else call.context.stream
     tensors: list[Any] = []
     left: list[_Left] = []
     for visit in visits:
         for part in whole.parts(visit.side):
             out, rows, (backend, saved) = run_part(_inputs(whole, part, query, visit), part, needs)
-            merged.add(part, out, rows)
+            with _on(stream, out, rows):
+                merged.add(part, out, rows)
             if any(needs):
                 place = slice(len(tensors), len(tensors) + len(saved.tensors))
                 left.append(_Left(visit.number, backend, saved.facts, place))
                 tensors += saved.tensors
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+        merged.record_stream(torch.cuda.current_stream())
     out, rows = merged.result(call.sink.offset)
     if not any(needs):
         return out, None
     return out, Saved(rows, (query, key, value, out, *call.tensors, *tensors), left)
+
+
+@contextmanager
+def _on(stream: Any, *tensors: torch.Tensor) -> Iterator[None]:
+    """Behind all that is under way, on a stream which reads these tensors, if there is one."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    for x in tensors:
+        x.record_stream(stream)
 
 
 def _inputs(
