@@ -180,8 +180,14 @@ def test_ranks_that_differ_say_so_on_each(two):
     assert "dtype torch.float32 on rank 0 but torch.bfloat16 on rank 1" in first["dtype"]
     assert "query_layer of each rank" in first["one is uneven"]
     assert "(on rank 1)" in first["one is uneven"]
-    assert first["collectives"] == 1  # for three calls that are alike
+    assert first["asked"] == [0, 0, 0]  # from the first of three calls that are alike on
     assert first == second
+
+
+def test_a_rank_that_is_alone_with_a_call_ends_with_an_error(two):
+    text = two[1]["alone"]
+    assert "expected rank 0 to make a call that is new to rank 1, got none within 1 s" in text
+    assert "'query tokens': '8'" in text
 
 
 def test_dropout_keeps_the_mean_and_the_backward_drops_what_the_forward_dropped(two):

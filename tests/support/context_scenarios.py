@@ -1,5 +1,7 @@
 """What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from rank_device import here
@@ -106,7 +108,7 @@ def message(run):
     """The error of a call, as a line."""
     try:
         run()
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -167,15 +169,24 @@ def disagreements(rank):
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
     }
+    store = agreement.default_store()
     asked = []
-    gather = dist.all_gather_object
-    agreement.dist.all_gather_object = lambda *a, **k: (asked.append(1), gather(*a, **k))
-    try:
-        for _ in range(3):
-            call(module)
-    finally:
-        agreement.dist.all_gather_object = gather
-    found["collectives"] = len(asked)
+    for _ in range(3):
+        call(module)
+        asked.append(store.add(f"te/agree/{world().group_name}/{rank}", 0))
+    found["asked"] = [after - asked[0] for after in asked]
+    return found
+
+
+def alone(rank):
+    """What the only rank that makes a call of a new shape says, after a timeout."""
+    found, store = None, agreement.default_store()
+    timeout = store.timeout
+    if rank == 1:
+        store.set_timeout(timedelta(seconds=1))
+        found = message(lambda: call(attention(), 8))
+        store.set_timeout(timeout)
+    dist.barrier()
     return found
 
 
@@ -226,7 +237,7 @@ def compiled(rank):
         return torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
-SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled)
+SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled, alone)  # it ends all
 
 
 def scenarios(rank):

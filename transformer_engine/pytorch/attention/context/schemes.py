@@ -18,7 +18,7 @@ from transformer_engine.pytorch.parallel.agreement import agree
 def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
     """The two functions for a call with a `ContextGroup`, which compose those of backends.
 
-    The first call of each structure is a collective.
+    Before the first call of each structure the ranks meet, see `agree`.
 
     Raises:
         ValueError: on all ranks, of what none can serve, and of calls that differ.
