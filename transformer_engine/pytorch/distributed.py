@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.parallel.sequences import gather_sequence, shard_sequence
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.recompute.regions import recompute_context
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, graph_safe_rng_available
@@ -14,9 +15,11 @@ __all__ = [
     "CudaRNGStatesTracker",
     "activation_recompute_forward",
     "checkpoint",
+    "gather_sequence",
     "graph_safe_rng_available",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
+    "shard_sequence",
 ]
 
 

@@ -166,6 +166,44 @@ def assert_statistics(found, expected, case):
     torch.testing.assert_close(found[seen].double(), expected[seen], rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name, case, has_rows in CASES if has_rows or name == "unfused"],
+    ids=str,
+)
+def test_a_part_is_kept_without_what_comes_again(name, case, monkeypatch):
+    backend = backend_of(name, monkeypatch)
+    problem, (*inputs, call) = call_of(case, monkeypatch)
+    call = call._replace(part=True)
+    _, _, statistics = by_definition(case, problem)
+    with torch.no_grad():
+        out, saved = backend.forward(*inputs, call, ALL)
+        rows = backend.parts.rows(saved, call)
+        rest = backend.parts.keep(saved, call)
+        assert rows.dtype is torch.float32 and rows.shape == (*out.shape[:-1], HEADS)
+        if not problem.biases:
+            exact = statistics.transpose(1, 2).unsqueeze(-1)
+            exact = to_format(exact, case, case.lengths[0]).squeeze(-1)
+            seen = exact.isfinite() & (exact != 7.0)  # which `to_format` has between sequences
+            bound = 1e-5 if case.dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(rows[seen].double(), exact[seen], rtol=bound, atol=bound)
+        places = {x.untyped_storage().data_ptr() for x in (*inputs, out)}
+        assert all(x is None or x.untyped_storage().data_ptr() not in places for x in rest.tensors)
+        rows = rows.masked_fill(~rows.isfinite(), torch.inf)
+        tensors = (*inputs, out)
+        again = backend.parts.restore(rest, tensors, rows, call)
+        more = backend.parts.restore(rest, tensors, rows + 1.0, call)
+        upstream = torch.randn_like(out)
+        expected = backend.backward(upstream, saved, call.settings(), ALL)
+        found = backend.backward(upstream, again, call.settings(), ALL)
+    for ours, theirs in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert again.log_sum_exp.shape == saved.log_sum_exp.shape
+    finite = saved.log_sum_exp.isfinite() & again.log_sum_exp.isfinite() & (again.log_sum_exp != 0)
+    assert bool(finite.any())
+    assert torch.equal(more.log_sum_exp[finite], again.log_sum_exp[finite] + 1.0)
+
+
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize(
     ("backend", "case"),

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.backends import choice, cudnn
+from transformer_engine.pytorch.attention.backends import choice, cudnn, cudnn_strides
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
 from transformer_engine.pytorch.attention.backends.policy import preference
 from transformer_engine.pytorch.attention.core import attention as core
@@ -69,7 +69,7 @@ def test_tensors_are_taken_as_they_lie():
         ((one,), False),
         (of_thd.split(4, 1), True),
     ):
-        read = cudnn._readable(*inputs, placed=placed)
+        read = cudnn_strides.readable(*inputs, placed=placed)
         assert all(a is b for a, b in zip(read, inputs, strict=True))
 
 
@@ -85,7 +85,7 @@ def test_tensors_are_taken_as_they_lie():
     ],
 )
 def test_strides_that_cudnn_cannot_read_are_copied(x, placed):
-    (copy,) = cudnn._readable(x, placed=placed)
+    (copy,) = cudnn_strides.readable(x, placed=placed)
     assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 

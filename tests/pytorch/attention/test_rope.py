@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from transformer_engine.pytorch.parallel.order import by_rank, in_order
 
 
 def frequency(i, dim, base=10000.0):
@@ -236,8 +237,18 @@ def test_bad_arguments():
         apply_rotary_pos_emb(t, angles, "bhsd")
     with pytest.raises(ValueError, match="expected cu_seqlens"):
         apply_rotary_pos_emb(t[0], angles, "thd")
-    with pytest.raises(NotImplementedError, match="cp_size=2"):
+    with pytest.raises(ValueError, match="at least 8 positions, got 4"):
         apply_rotary_pos_emb(t, angles, cp_size=2)
+    with pytest.raises(ValueError, match="cp_rank=2 and cp_size=2"):
+        apply_rotary_pos_emb(t, angles, cp_size=2, cp_rank=2)
+    starts = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected start_positions=None"):
+        apply_rotary_pos_emb(t[:2], angles, start_positions=starts, cp_size=2)
+    with pytest.raises(ValueError, match=r"two chunks of equal length .* got 1 tokens"):
+        apply_rotary_pos_emb(t[:1], angles, cp_size=2)
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"divisible by 4 .* got \[6\]"):
+        apply_rotary_pos_emb(t[:3, 0], angles, "thd", cu_seqlens=ends, cp_size=2)
     with pytest.raises(ValueError, match="an even number of elements"):
         RotaryPositionEmbedding(7)
     with pytest.raises(ValueError, match="expected t of 4 dimensions"):
@@ -265,3 +276,27 @@ def test_padding_may_lie_behind_the_last_angle():
     starts = torch.tensor([0, 3], dtype=torch.int32)
     rotated = [apply_rotary_pos_emb(t, angles, "sbhd", f, start_positions=starts) for f in (0, 1)]
     torch.testing.assert_close(*rotated)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_turns_its_tokens_as_one_that_has_all(device, ranks, tensor_format, fused):
+    whole, starts = torch.randn(2, 16, 3, 8, device=device), None
+    ends = torch.tensor([0, 8, 32], dtype=torch.int32, device=device)
+    options = {"tensor_format": tensor_format, "fused": fused}
+    if tensor_format == "thd":
+        whole, starts = whole.flatten(0, 1), torch.tensor([3, 0], dtype=torch.int32, device=device)
+        options |= {"cu_seqlens": ends, "start_positions": starts}
+    elif tensor_format == "sbhd":
+        whole = whole.transpose(0, 1)
+    angles = angles_of(device, 6, 32)
+    expected = apply_rotary_pos_emb(whole, angles, **options)
+    dim = 1 if tensor_format == "bshd" else 0
+    cuts = by_rank(whole, dim, ranks, ends if tensor_format == "thd" else None)
+    found = [
+        apply_rotary_pos_emb(cut, angles, cp_size=ranks, cp_rank=rank, **options)
+        for rank, cut in enumerate(cuts)
+    ]
+    found = in_order(torch.stack(found), dim, ends if tensor_format == "thd" else None)
+    assert torch.equal(found, expected)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.attention.cache.generation import check_params, with_cache
+from transformer_engine.pytorch.attention.context.settings import context_group
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.arguments import (
     arguments_of,
@@ -84,11 +85,12 @@ class DotProductAttention(ScaledModule):
         tp_group: tensor parallel group, of one rank so far.
         layer_number: number of the layer, from 1.
         attention_type: `self` or `cross`.
-        cp_group: context parallel group, of one rank so far.
-        cp_global_ranks: ranks of the context parallel group.
-        cp_stream: stream for context parallel work.
+        cp_group: ranks that share sequences, see `docs/how-to/context_parallel.md`: a process
+            group; a list of two for `a2a+p2p`, that of the exchange first.
+        cp_global_ranks: its global ranks; None for those of the group.
+        cp_stream: where results of parts are merged, under the next one; None: current stream.
         bottom_right_diagonal: alignment of windows whose type is not causal; None is bottom-right.
-        cp_comm_type: how context parallel ranks communicate.
+        cp_comm_type: `p2p`, `all_gather`, `a2a` or `a2a+p2p`.
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
         softmax_type: `vanilla`; `off-by-one` has 1 more in the denominator; `learnable` has
             exp(`softmax_offset`) more, a parameter `[num_attention_heads]`, zeros at first.
@@ -97,7 +99,7 @@ class DotProductAttention(ScaledModule):
 
     Raises:
         ValueError: heads, formats, mask types or windows that cannot be.
-        NotImplementedError: what is not implemented; groups of several ranks.
+        NotImplementedError: what is not implemented; tensor parallel groups of several ranks.
 
     Example:
         >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
@@ -186,11 +188,11 @@ class DotProductAttention(ScaledModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the context parallel group, of one rank so far."""
-        for group in cp_group if isinstance(cp_group, list) else [cp_group]:
-            refuse_parallelism(self, "cp_group", group)
-        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
-        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+        """Set the ranks that share sequences; the arguments are those of the constructor."""
+        heads = (self.num_attention_heads, self.num_gqa_groups)
+        arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.context = context_group(self.name, heads, *arguments)
+        self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = arguments
 
     @names_layer
     def forward(
@@ -354,6 +356,7 @@ class DotProductAttention(ScaledModule):
             cache,
             self.training,
             casts,
+            self.context,
         )
 
     def _sink(self, device: torch.device) -> Sink:

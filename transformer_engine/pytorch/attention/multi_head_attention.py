@@ -266,10 +266,10 @@ class MultiheadAttention(FlowModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the context parallel group, of one rank so far."""
-        self.core_attention.set_context_parallel_group(
-            cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        )
+        """Set the ranks that share sequences, see `DotProductAttention`."""
+        core = self.core_attention
+        core.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self._rotation.set_context(core.context)
 
     @names_layer
     def forward(

@@ -13,6 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.attention.rope_of_rank import (
+    angles_of_rank,
+    check_rank,
+    sequences_of_rank,
+)
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
@@ -127,28 +132,33 @@ def apply_rotary_pos_emb(
 
     Args:
         t: `[sequence, batch, heads, size]`, or as `tensor_format` says.
-        freqs: angles `[positions, 1, 1, elements]`; tokens behind the last position, as padding
-            may be, have the angles of the last.
+        freqs: angles `[positions, 1, 1, elements]`, of whole sequences; tokens behind the last
+            position, as padding may be, have the angles of the last.
         tensor_format: `sbhd`, `bshd` or `thd`.
         fused: by one kernel, in fp32 and rounded once; otherwise in the dtype of `t`.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence of `thd` ends.
+        cu_seqlens: int32 `[batch + 1]`, where each whole sequence of `thd` ends.
         start_positions: int32 `[batch]`, the position of each sequence's first token.
         interleaved: which elements are a pair.
-        cp_size: context parallel ranks, 1 so far.
+        cp_size: context parallel ranks: `t` has the tokens that `shard_sequence` leaves to one.
         cp_rank: this rank among them.
 
     Raises:
         ValueError: shapes that do not fit together; sequences without start positions that are
-            longer than `freqs`.
+            longer than `freqs`; with several ranks, sequences that cannot be cut into
+            `2 * cp_size` chunks, and start positions of other formats than `thd`.
         TypeError: `t` or `freqs` is no tensor.
     """
-    if cp_size != 1 or cp_rank != 0:
-        raise NotImplementedError(
-            f"[apply_rotary_pos_emb] cp_size={cp_size}: context parallelism is not implemented yet"
-        )
+    check_rank(cp_size, cp_rank)
     if not isinstance(t, torch.Tensor):
         _refuse_type("t", t)
-    check_freqs(t.shape, freqs, tensor_format, cu_seqlens)
+    check_freqs(t.shape, freqs, tensor_format, cu_seqlens, cp_size)
+    if cp_size > 1 and tensor_format != "thd":
+        length = t.shape[0 if tensor_format == "sbhd" else 1]
+        freqs = angles_of_rank(freqs, length, start_positions, cp_size, cp_rank)
+    elif cp_size > 1 and cu_seqlens is not None:
+        cu_seqlens, start_positions = sequences_of_rank(
+            cu_seqlens, start_positions, cp_size, cp_rank
+        )
     if fused:
         packed = cu_seqlens if tensor_format == "thd" else None
         options = (tensor_format == "bshd", interleaved)
@@ -251,6 +261,7 @@ def check_freqs(
     freqs: torch.Tensor,
     tensor_format: str,
     cu_seqlens: torch.Tensor | None,
+    ranks: int = 1,
 ) -> None:
     """Raise unless angles fit a tensor of these sizes; see `apply_rotary_pos_emb`."""
     if not isinstance(freqs, torch.Tensor):
@@ -283,7 +294,7 @@ def check_freqs(
                 "[apply_rotary_pos_emb] expected cu_seqlens with tensor_format 'thd', got None"
             )
         return
-    length = sizes[0 if tensor_format == "sbhd" else 1]
+    length = sizes[0 if tensor_format == "sbhd" else 1] * ranks
     if length > shape[0]:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected freqs for at least {length} positions, got {shape[0]}"

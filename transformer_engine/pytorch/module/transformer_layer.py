@@ -258,7 +258,7 @@ class TransformerLayer(FlowModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the context parallel group, of one rank so far."""
+        """Set the ranks that share sequences, see `DotProductAttention`."""
         child: Any
         for child in self.children():
             if hasattr(child, "set_context_parallel_group"):

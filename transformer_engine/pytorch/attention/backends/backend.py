@@ -43,6 +43,7 @@ class Problem(NamedTuple):
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
+        part: the softmax goes over more keys than these, see `Parts`.
     """
 
     device: str = "cpu"
@@ -72,6 +73,7 @@ class Problem(NamedTuple):
     cache: str = ""
     fp8: bool = False
     compiling: bool = False
+    part: bool = False
 
     @property
     def empty(self) -> bool:
@@ -136,6 +138,8 @@ class Saved(NamedTuple):
         log_sum_exp: fp32, logarithm of the sum of the exponentials of a query's scores, in the
             layout that the backend names; None of a backend that does not compute it.
         tensors: everything else that the backward reads, tensors and None; autograd watches them.
+            Where there is a log-sum-exp, the first four of the innermost function are query, key,
+            value and result.
         facts: what is no tensor.
     """
 
@@ -164,6 +168,26 @@ class Gradients(NamedTuple):
     sink: torch.Tensor | None = None
 
 
+class Parts(NamedTuple):
+    """How a call may be a part of attention: the softmax goes over more keys than it has.
+
+    Results of parts are merged by their log-sum-exp. The backward of a part is that of the backend,
+    of a `Saved` with the result and the log-sum-exp of all keys. Queries, keys and values of a part
+    need not be kept in between.
+
+    Attributes:
+        rows: `rows(saved, call)`: the log-sum-exp as fp32 `[..., heads]` in the format of the call;
+            any value, or an infinite one, of a query that sees no key of the part.
+        keep: `keep(saved, call)`: what is left without query, key, value, result and log-sum-exp.
+        restore: `restore(rest, tensors, rows, call)`: a `Saved` again, from query, key, value and
+            result in the format of the call, and rows, +inf of a query that sees no key at all.
+    """
+
+    rows: Callable[[Saved, Call], torch.Tensor]
+    keep: Callable[[Saved, Call], Saved]
+    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor, Call], Saved]
+
+
 Forward = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Call, Needs], tuple[torch.Tensor, Saved | None]
 ]
@@ -185,6 +209,7 @@ class Backend(NamedTuple):
         draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
             it `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
+        parts: for calls that are parts; None where there is no log-sum-exp.
     """
 
     name: str
@@ -196,6 +221,7 @@ class Backend(NamedTuple):
     differentiable: bool = False
     draw_seed: Callable[[torch.device], torch.Tensor] | None = None
     recordable: Callable[[Call], bool] = lambda call: False
+    parts: Parts | None = None
 
     def __hash__(self) -> int:
         """Plans are found by it in every call."""

@@ -57,7 +57,7 @@ def _facts(
     CallShape,
     torch.device,
     torch.dtype,
-    tuple[bool, float, str, str, bool],
+    tuple[bool, float, str, str, bool, bool],
     _BiasFacts | None,
     _SequenceFacts | None,
     bool,
@@ -74,6 +74,7 @@ def _facts(
             call.sink.type,
             call.cache,
             call.casts is not None,
+            call.part,
         ),
         None if bias is NO_BIAS else _bias_facts(bias),
         None if shape.band is not None else _sequence_facts(call),
@@ -106,13 +107,13 @@ def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
-    facts: tuple[bool, float, str, str, bool],
+    facts: tuple[bool, float, str, str, bool, bool],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
     repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
-    training, dropout, softmax_type, cache, fp8 = facts
+    training, dropout, softmax_type, cache, fp8, part = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
@@ -144,6 +145,7 @@ def _problem(
         cache=cache,
         fp8=fp8,
         compiling=torch.compiler.is_compiling(),
+        part=part,
     )
 
 
@@ -267,6 +269,7 @@ def attention_backends(
     device: torch.device | str | None = None,
     is_training: bool = True,
     deterministic: bool | None = None,
+    cp_comm_type: str | None = None,
 ) -> BackendTable:
     """Which attention backends take a problem, and why the others do not.
 
@@ -299,6 +302,7 @@ def attention_backends(
         is_training: a backward will follow.
         deterministic: gradients must repeat bit for bit; None is what the environment and torch's
             switch ask for.
+        cp_comm_type: of context parallel ranks; None without.
 
     Returns:
         Names in the order of preference, each with the reason why it refuses, or None.
@@ -308,8 +312,7 @@ def attention_backends(
         >>> table.chosen
         'unfused'
     """
-    allowed = attention_variables()
-    device = default_device(device)
+    allowed, device = attention_variables(), default_device(device)
     key_size, value_size = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
     rule = mask_rule(attn_mask_type, as_window(window_size), bottom_right_diagonal)
     problem = Problem(
@@ -338,5 +341,6 @@ def attention_backends(
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,
         fp8=fp8,
+        part=cp_comm_type not in (None, "a2a"),
     )
     return table(problem, allowed)

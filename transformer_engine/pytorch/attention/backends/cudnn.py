@@ -24,10 +24,12 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Backend,
     Gradients,
     Needs,
+    Parts,
     Problem,
     Requirement,
     Saved,
 )
+from transformer_engine.pytorch.attention.backends.cudnn_strides import readable
 from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
@@ -49,7 +51,6 @@ from transformer_engine.pytorch.kernels.attention import (
     attention_refusal,
     settings_of,
 )
-from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 _FORMATS = {"sbhd": SBHD, "bshd": BSHD, "thd": THD}
 _NO_EXTRAS = (None, None, None, *NO_SEQUENCES)
@@ -82,7 +83,7 @@ def forward(
         check_bias_shape(bias, (shape.batch or 0, shape.heads, shape.queries, shape.keys))
         bias = bias.contiguous()
     placed = training and shape.band is None and bias is None
-    query, key, value = _readable(query, key, value, placed=placed)
+    query, key, value = readable(query, key, value, placed=placed)
     options = (how, call.scale, dropout)
     out, statistics = attention_forward(
         query, key, value, *options, sequences, bias, sink, seed, training
@@ -137,6 +138,31 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     )
 
 
+def _rows(saved: Saved, call: Call) -> torch.Tensor:
+    """See `Parts`."""
+    found = saved.log_sum_exp
+    assert found is not None
+    if call.shape.qkv_format == "thd":
+        return found
+    return found.permute(2, 0, 1) if call.shape.qkv_format == "sbhd" else found.transpose(1, 2)
+
+
+def _keep(saved: Saved, call: Call) -> Saved:
+    return Saved(None, saved.tensors[4:], saved.facts)
+
+
+def _restore(
+    rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+) -> Saved:
+    *inputs, out = tensors
+    shape = call.shape
+    placed = shape.band is None and call.bias.tensor is None
+    inputs = [*readable(*inputs, placed=placed)]
+    if shape.qkv_format != "thd":
+        rows = rows.permute(1, 2, 0) if shape.qkv_format == "sbhd" else rows.transpose(1, 2)
+    return Saved(rows.contiguous(), (*inputs, out.contiguous(), *rest.tensors), rest.facts)
+
+
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
     """cu_seqlens of both sides, then the padded ones; and the longest sequences of thd."""
     query, key = call.query_sequences, call.key_sequences
@@ -173,49 +199,6 @@ def settings_for(
     if max(window) < 0:
         bottom_right = False
     return settings_of(_FORMATS[shape.qkv_format], window, bottom_right, alibi, repeatable, longest)
-
-
-def _readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
-    """The tensors themselves, unless cuDNN cannot read 16 bytes at a time with strides as these.
-
-    Where it is told the place of each sequence, and a backward follows (`placed`), it wants
-    gradients with the strides of inputs: those are the parts of one tensor that
-    `attention_backward` makes, or contiguous tensors (docs/adr/0013-cudnn-graphs.md).
-    """
-    if placed and (torch.compiler.is_compiling() or packed_layout_of(*inputs) is None):
-        return tuple(x.contiguous() for x in inputs)
-    strides = inputs[0].stride()
-    if _in_eights(strides) and all([x.stride() == strides for x in inputs]):
-        return inputs
-    read = reads(*inputs)
-    return tuple(
-        x if readable else x.clone(memory_format=torch.contiguous_format)
-        for x, readable in zip(inputs, read, strict=True)
-    )
-
-
-def reads(*inputs: torch.Tensor) -> tuple[bool, ...]:
-    """Which of these tensors cuDNN can read with the strides they have."""
-    return _read(tuple([(x.shape, x.stride()) for x in inputs]))
-
-
-@memoize
-def _in_eights(strides: tuple[int, ...]) -> bool:
-    """Whether cuDNN can read tensors of these strides, whatever their sizes."""
-    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in strides[:-1])
-
-
-@memoize
-def _read(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> tuple[bool, ...]:
-    """Which of tensors of these shapes and strides cuDNN can read."""
-    return tuple([_in_steps_of_eight(*layout) for layout in layouts])
-
-
-def _in_steps_of_eight(sizes: torch.Size, strides: tuple[int, ...]) -> bool:
-    return strides[-1] == 1 and all(
-        size == 1 or (stride > 0 and stride % 8 == 0)
-        for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
-    )
 
 
 NOT_ASKED = "was not asked before a CUDA graph was captured; run the layer once (a warm-up)"
@@ -324,6 +307,7 @@ BACKEND = Backend(
     keeps_scores=False,
     draw_seed=new_seed,
     recordable=_recordable,
+    parts=Parts(_rows, _keep, _restore),
     requirements=(
         FUSED,
         GPU,

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Forward,
     Gradients,
     Needs,
+    Parts,
     Saved,
 )
 from transformer_engine.pytorch.attention.core import formats
@@ -39,6 +40,14 @@ from transformer_engine.pytorch.attention.masks.masks import (
 )
 
 
+class KernelParts(NamedTuple):
+    """`Parts` of a kernel."""
+
+    rows: Callable[[Saved], torch.Tensor]
+    keep: Callable[[Saved], Saved]
+    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
+
+
 class Kernel(NamedTuple):
     """Attention of `[batch, heads, sequence, size]`, as a pair of functions.
 
@@ -50,10 +59,13 @@ class Kernel(NamedTuple):
             `Sink`. The result is `[batch, heads, queries, size of value]`, of any strides.
         backward: `backward(grad, saved, call, needs) -> Gradients`, in the shapes of the forward's
             arguments; but that of the bias is `[batch, heads, queries, keys]`.
+        parts: `Parts` of these shapes, without `call`; the log-sum-exp is `[batch, heads,
+            queries]`.
     """
 
     forward: Callable[..., tuple[torch.Tensor, Saved | None]]
     backward: Callable[[torch.Tensor, Saved, Call, Needs], Gradients]
+    parts: KernelParts | None = None
 
 
 class _Facts(NamedTuple):
@@ -141,6 +153,44 @@ def _packed(
         )
         saved = saved.wrap(maps, _Facts(padded, _bias_facts(call, needs)))
     return formats.pack_sequences(formats.flat_heads(out, "bshd"), rows), saved
+
+
+def dense_parts(kernel: KernelParts) -> Parts:
+    """The `Parts` of a backend from those of its kernel."""
+
+    def rows(saved: Saved, call: Call) -> torch.Tensor:
+        inner, maps, facts = saved.unwrap()
+        found = kernel.rows(inner)
+        if facts.padded is not None:
+            return formats.gather_rows(found.transpose(1, 2).flatten(0, 1), *maps[2:4])
+        return found.permute(2, 0, 1) if call.shape.qkv_format == "sbhd" else found.transpose(1, 2)
+
+    def keep(saved: Saved, call: Call) -> Saved:
+        inner, maps, facts = saved.unwrap()
+        return kernel.keep(inner).wrap(maps, facts)
+
+    def restore(
+        rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+    ) -> Saved:
+        inner, maps, facts = rest.unwrap()
+        query, key, value, out = tensors
+        out = out.unflatten(-1, (call.shape.heads, call.shape.value_size))
+        qkv_format = call.shape.qkv_format
+        if facts.padded is None:
+            found = [formats.heads_first(x, qkv_format) for x in (query, key, value, out)]
+            rows = rows.permute(1, 2, 0) if qkv_format == "sbhd" else rows.transpose(1, 2)
+        else:
+            key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
+            key, value = (formats.pad_sequences(x, key_rows) for x in (key, value))
+            query, out, rows = (
+                formats.gather_rows(x, *maps[:2]).unflatten(0, facts.padded)
+                for x in (query, out, rows)
+            )
+            found = [x.transpose(1, 2) for x in (query, key, value, out)]
+            rows = rows.transpose(1, 2)
+        return kernel.restore(inner, tuple(found), rows).wrap(maps, facts)
+
+    return Parts(rows, keep, restore)
 
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.backends.flash import (
     package,
     requirements,
 )
+from transformer_engine.pytorch.attention.backends.flash_parts import NO_DROPOUT_IN_PARTS, PARTS
 from transformer_engine.pytorch.attention.core.call import Call
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 
@@ -74,6 +75,8 @@ BACKEND = Backend(
             " instead of attention_mask",
         ),
         NO_SINK,
+        NO_DROPOUT_IN_PARTS,
     ),
     differentiable=True,
+    parts=PARTS,
 )

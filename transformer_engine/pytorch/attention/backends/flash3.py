@@ -17,6 +17,7 @@ from transformer_engine.pytorch.attention.backends.flash import (
     package,
     requirements,
 )
+from transformer_engine.pytorch.attention.backends.flash_parts import PARTS
 
 SOURCE = package("flash-attn-3", "flash_attn_interface")
 
@@ -63,4 +64,5 @@ BACKEND = Backend(
         NO_DROPOUT,
         EAGER,
     ),
+    parts=PARTS,
 )

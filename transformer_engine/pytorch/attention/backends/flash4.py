@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.backends.flash import (
     package,
     requirements,
 )
+from transformer_engine.pytorch.attention.backends.flash_parts import PARTS
 from transformer_engine.pytorch.attention.core.call import Call
 
 SOURCE = package("flash-attn-4", "flash_attn.cute")
@@ -61,8 +62,13 @@ BACKEND = Backend(
             lambda problem, allowed: problem.key_size == problem.value_size in _SIZES,
             f"is trusted with heads of a size of {' or '.join(map(str, _SIZES))} only",
         ),
+        Requirement(
+            lambda problem, allowed: not (problem.part and problem.rule.type.padding),
+            "returns no log-sum-exp of packed sequences, which context parallel ranks need",
+        ),
         NO_BIAS,
         NO_DROPOUT,
         EAGER,
     ),
+    parts=PARTS,
 )

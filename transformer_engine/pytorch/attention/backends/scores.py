@@ -33,9 +33,9 @@ def _forward(
     """See `dense.Kernel`."""
     casts = call.casts
     if casts is None:
-        scores = _product(query, key, call.scale)
+        scores = product(query, key, call.scale)
     else:
-        scores = _product(query, key, 1.0) * call.scale
+        scores = product(query, key, 1.0) * call.scale
     weights = _softmax(scores, mask, bias, sink)
     factor = weights if sink is None else weights[..., : key.shape[2]]
     if factor.dtype is not query.dtype:
@@ -45,7 +45,7 @@ def _forward(
         factor, dropped = dropout(factor, call.dropout.p)
     if casts is not None:
         factor = casts.softmax.cast(factor, torch.float32)
-    out = _weighted(factor, value)
+    out = weighted(factor, value)
     if not any(needs):
         return out, None
     inner = (value, weights, dropped) if needs.weights else (None, None, None)
@@ -98,11 +98,11 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
         grad_scores, slot, scale = grad_scores * scale, call.casts.grad_product, 1.0
         if slot is not None:
             grad_scores = slot.cast(grad_scores, dtype)
-    grad_query, grad_key = _product_backward(grad_scores, query, key, groups, scale)
+    grad_query, grad_key = product_backward(grad_scores, query, key, groups, scale)
     return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sink)
 
 
-def _product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+def product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """`scale * query @ key^T`, `[batch, heads, queries, keys]`.
 
     The product carries the scale, so that fp16 scores overflow no sooner than they must. The query
@@ -119,7 +119,7 @@ def _product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tens
     ).view(batch, heads, queries, keys)
 
 
-def _product_backward(
+def product_backward(
     grad: torch.Tensor,
     query: torch.Tensor | None,
     key: torch.Tensor | None,
@@ -163,7 +163,7 @@ def _softmax(
     return softmax_forward(with_sink, hidden, 1.0, -1, -1, 0)
 
 
-def _weighted(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def weighted(factor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`factor @ value`, `[batch, heads, queries, size of value]`."""
     batch, heads, queries, keys = factor.shape
     groups, size = value.shape[1], value.shape[-1]

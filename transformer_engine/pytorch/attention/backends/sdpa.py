@@ -6,6 +6,7 @@ padded in thd; attention that torch composes has none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -28,7 +29,12 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Requirement,
     Saved,
 )
-from transformer_engine.pytorch.attention.backends.dense import Kernel, dense
+from transformer_engine.pytorch.attention.backends.dense import (
+    Kernel,
+    KernelParts,
+    dense,
+    dense_parts,
+)
 from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     Arguments,
     Inputs,
@@ -115,6 +121,46 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
         None if key is None else sum_repeated(key, groups),
         None if value is None else sum_repeated(value, groups),
     )
+
+
+def _rows(saved: Saved) -> torch.Tensor:
+    """See `dense.KernelParts`: of what the kernel has in its own shape."""
+    inner, (blind,), _ = saved.unwrap()
+    found = inner.log_sum_exp
+    if found is None:
+        raise RuntimeError(
+            "[attention] expected a kernel of torch that returns its log-sum-exp, which context"
+            " parallelism needs, got one that does not; set NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
+        )
+    found = found.flatten(2, 3) if found.dim() == 4 else found
+    found = found[:, :, : inner.tensors[3].shape[2]]
+    return found if blind is None else found.masked_fill(blind.squeeze(-1), -math.inf)
+
+
+def _keep(saved: Saved) -> Saved:
+    inner, tensors, facts = saved.unwrap()
+    log_sum_exp = inner.log_sum_exp
+    assert log_sum_exp is not None
+    shape = log_sum_exp.shape
+    rest = Saved(None, inner.tensors[4:], (inner.facts, shape))
+    return rest.wrap(tensors, facts)
+
+
+def _restore(rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Saved:
+    query, key, value, out = tensors
+    inner, (blind,), facts = rest.unwrap()
+    inner_facts, shape = inner.facts
+    if key.shape[1] != query.shape[1] and not facts.arguments.grouped:
+        per_group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
+    if blind is not None:  # they see every key here, and would have weights of any size
+        rows = rows.masked_fill(blind.squeeze(-1), math.inf)
+    whole = rows.new_full(shape, math.inf)
+    whole.flatten(2)[:, :, : rows.shape[2]] = rows
+    # Kernels read results with the strides of their own: [batch, sequence, heads, size] in memory.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    found = Saved(whole, (query, key, value, out, *inner.tensors), inner_facts)
+    return found.wrap((blind,), facts)
 
 
 def _seen(
@@ -218,6 +264,18 @@ BACKEND = Backend(
         SOMETHING,
         Requirement(
             lambda problem, allowed: (
+                not problem.part
+                or (
+                    problem.key_size == problem.value_size
+                    and (problem.device == "cpu" or problem.dtype is not torch.float32)
+                    and (problem.device == "cpu" or problem.key_size % 8 == 0)
+                    and (problem.device != "cpu" or problem.dropout == 0.0)
+                )
+            ),
+            "may run a kernel that returns no log-sum-exp, which context parallel ranks need",
+        ),
+        Requirement(
+            lambda problem, allowed: (
                 problem.device == "cpu" or not (problem.repeatable and problem.training)
             ),
             "its gradients on a GPU may not repeat bit for bit, as"
@@ -225,4 +283,5 @@ BACKEND = Backend(
         ),
     ),
     differentiable=True,
+    parts=dense_parts(KernelParts(_rows, _keep, _restore)),
 )

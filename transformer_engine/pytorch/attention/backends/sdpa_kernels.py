@@ -210,15 +210,15 @@ def _run_efficient(
     if mask is not None:
         mask = _aligned(mask, (*inputs[0].shape[:3], inputs[1].shape[2]))
     out, lse, *seeds = _efficient(*inputs, mask, True, p, causal, scale=scale)
-    return out, Saved(lse, (*inputs, mask, out, *seeds))
+    return out, Saved(lse, (*inputs, out, mask, *seeds))
 
 
 def _back_efficient(
     grad: torch.Tensor, saved: Saved, arguments: Arguments, needs: Needs
 ) -> Gradients:
-    *inputs, seed, offset = saved.tensors
+    query, key, value, out, mask, seed, offset = saved.tensors
     _, p, causal, scale, _ = arguments
-    tensors = (grad, *inputs, saved.log_sum_exp, seed, offset)
+    tensors = (grad, query, key, value, mask, out, saved.log_sum_exp, seed, offset)
     found = _efficient_backward(*tensors, p, [*needs[:3], False], causal, scale=scale)
     return Gradients(*found[:3])
 

@@ -1,6 +1,7 @@
 """Attention as it is defined: two batched products with a masked softmax of the scores between.
 
-It takes every problem on every device, and keeps the scores in memory. It has no log-sum-exp.
+It takes every problem on every device, and keeps the scores in memory. It has no log-sum-exp, but
+of calls that are a part (`scores_of_parts.py`).
 """
 
 from __future__ import annotations
@@ -11,31 +12,40 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
     Backend,
+    Backward,
+    Forward,
     Gradients,
     Needs,
     Problem,
     Requirement,
     Saved,
 )
-from transformer_engine.pytorch.attention.backends.dense import dense
+from transformer_engine.pytorch.attention.backends.dense import dense, dense_parts
 from transformer_engine.pytorch.attention.backends.scores import KERNEL
+from transformer_engine.pytorch.attention.backends.scores_of_parts import KERNEL_OF_PARTS, PARTS
 from transformer_engine.pytorch.attention.core.call import Call
 
-_forward, _backward = dense(KERNEL)
+_WHOLE = dense(KERNEL)
+_PART = dense(KERNEL_OF_PARTS)
+_FP8 = (unfused_fp8.forward, unfused_fp8.backward)
+
+
+def _pair(call: Call) -> tuple[Forward, Backward]:
+    if call.part:
+        return _PART
+    return _WHOLE if call.casts is None else _FP8
 
 
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
-    run = _forward if call.casts is None else unfused_fp8.forward
-    return run(query, key, value, call, needs)
+    return _pair(call)[0](query, key, value, call, needs)
 
 
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
-    run = _backward if call.casts is None else unfused_fp8.backward
-    return run(grad, saved, call, needs)
+    return _pair(call)[1](grad, saved, call, needs)
 
 
 def _notice(problem: Problem, allowed: AttentionVariables) -> str:
@@ -60,4 +70,5 @@ BACKEND = Backend(
         ),
     ),
     notice=_notice,
+    parts=dense_parts(PARTS),
 )

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Forward,
     Gradients,
     Needs,
+    Parts,
     Saved,
 )
 from transformer_engine.pytorch.attention.backends.dense import padding_of
@@ -110,6 +111,43 @@ def varlen(kernel: VarlenKernel) -> tuple[Forward, Backward]:
     return forward, backward
 
 
+class VarlenParts(NamedTuple):
+    """`Parts` of a kernel of packed sequences; the log-sum-exp is `[tokens, heads]`."""
+
+    rows: Callable[[Saved], torch.Tensor]
+    keep: Callable[[Saved], Saved]
+    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
+
+
+def varlen_parts(kernel: VarlenParts) -> Parts:
+    """The `Parts` of a backend, for padding mask types."""
+
+    def rows(saved: Saved, call: Call) -> torch.Tensor:
+        inner, (_, *maps), (there, back) = saved.unwrap()
+        found = _apart(kernel.rows(inner), maps[there : there + back])
+        return _in_format(found, call, call.shape.queries)
+
+    def keep(saved: Saved, call: Call) -> Saved:
+        inner, tensors, facts = saved.unwrap()
+        return kernel.keep(inner).wrap(tensors, facts)
+
+    def restore(
+        rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+    ) -> Saved:
+        inner, maps, facts = rest.unwrap()
+        query, key, value, out = tensors
+        out = out.unflatten(-1, (call.shape.heads, call.shape.value_size))
+        query_side, key_side = _sides(query, key, call)
+        sides = (query_side, key_side, key_side, query_side, query_side)
+        *packed, rows = [
+            _together(x, side, call.shape.qkv_format)
+            for x, side in zip((query, key, value, out, rows), sides, strict=True)
+        ]
+        return kernel.restore(inner, tuple(packed), rows).wrap(maps, facts)
+
+    return Parts(rows, keep, restore)
+
+
 def _one_after_the_other(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """`[tokens, heads, size]` of any format, padding included."""
     if qkv_format == "thd":
@@ -139,7 +177,7 @@ def _apart(grad: torch.Tensor, back: Sequence[torch.Tensor]) -> torch.Tensor:
     """The gradient of what `_together` took, zero for tokens of no sequence."""
     if len(back) > 1:
         return formats.gather_rows(grad, *back)
-    return grad.masked_fill(back[0][:, None, None], 0)
+    return grad.masked_fill(back[0].view(-1, *(1,) * (grad.dim() - 1)), 0)
 
 
 def _sides(query: torch.Tensor, key: torch.Tensor, call: Call) -> tuple[Side, Side]:

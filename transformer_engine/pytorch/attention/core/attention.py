@@ -42,7 +42,7 @@ class CoreAttention(Part):
     def plan_call(self, values: Incoming, call: Call) -> Planned:
         """See `Part`; the formats of values are those of the call."""
         needs = _needs(values, call)
-        backend = choose(values.like.device, values.like.dtype, any(needs), call)
+        backend = _backend_for(values.like, needs, call)
         return self._plan(backend, values, needs, call)
 
     def _plan(
@@ -74,12 +74,14 @@ class CoreAttention(Part):
         if exporting():
             return exported.attend(query, key, value, call)
         compiling = _is_compiling()
+        if compiling and call.context is not None:
+            return _outside_of_graphs(self, query, key, value, call)
         transformed = not compiling and other_autodiff_active()
         inputs = (query, key, value)
         coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
         needs = _needs(coming, call)
         recorded = any(needs)
-        backend = choose(query.device, query.dtype, recorded, call)
+        backend = _backend_for(query, needs, call)
         if call.checkpoint and backend.keeps_scores and compiling:
             call = call._replace(checkpoint=False)
             return checkpoint_in_graph(partial(self, *inputs, call))
@@ -92,6 +94,19 @@ class CoreAttention(Part):
         step = None if call.casts is None else call.casts.step
         out: torch.Tensor = call_chain(plan, step, query, key, value, *parameters)
         return out
+
+
+def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Backend:
+    if call.context is not None and call.context.backend_for is not None:
+        found: Backend = call.context.backend_for(like.dtype, needs, call)
+        return found
+    return choose(like.device, like.dtype, any(needs), call)
+
+
+@torch.compiler.disable
+def _outside_of_graphs(core: CoreAttention, *inputs: Any) -> Any:
+    """Ranks that share a sequence meet in Python: a graph ends before, and another begins after."""
+    return core(*inputs)
 
 
 def _needs(values: Incoming, call: Call) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from transformer_engine.pytorch.attention.masks.masks import (
     mask_rule,
 )
 
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.attention.context.group import ContextGroup
+
 AttentionMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -29,6 +32,11 @@ class Sequences(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     cu_seqlens_padded: torch.Tensor | None = None
     longest: int | None = None
+
+    @property
+    def starts(self) -> torch.Tensor | None:
+        """Where each sequence of thd begins in memory, and where the last ends."""
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`cu_seqlens` and the padded ones; ValueError and TypeError for what they cannot be."""
@@ -264,6 +272,8 @@ class Call(NamedTuple):
     cache: str = ""
     training: bool = False
     casts: Casts | None = None  # of FP8 attention
+    context: ContextGroup | None = None  # ranks that share the sequence
+    part: bool = False  # the softmax goes over more keys, see `backends.backend.Parts`
 
     @property
     def same_sequences(self) -> bool:

@@ -33,6 +33,12 @@ def check_format(qkv_format: str, parameter: str = "qkv_format") -> str:
 
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
+
+def sequence_dim(qkv_format: str) -> int:
+    """The dimension of tokens."""
+    return 1 if qkv_format == "bshd" else 0
+
+
 Shapes = tuple[torch.Size, torch.Size, torch.Size]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.core.projections import HeadLayout
 from transformer_engine.pytorch.attention.rope import Rope, angle_table, check_freqs
+from transformer_engine.pytorch.attention.rope_of_rank import angles_of_rank, sequences_of_rank
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.kernels.rope import rope
@@ -16,6 +19,10 @@ from transformer_engine.pytorch.module.l2norm import L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.attention.context.group import ContextGroup
+
+_Parameters = tuple[torch.Tensor | None, ...]
 RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Normalization}
@@ -43,6 +50,37 @@ def head_norm(
     return norm(size, eps, params_dtype=params_dtype, device=device, name=name)
 
 
+class Rank(NamedTuple):
+    """A context parallel rank, which has some tokens of each sequence.
+
+    Attributes:
+        rank: its number.
+        ranks: how many there are.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def parameters(
+        self, whole: _Parameters, qkv_format: str, leads: Sequence[torch.Size]
+    ) -> _Parameters:
+        """Angles, starts and ends of queries and keys for its tokens, from those of all."""
+        table, starts, ends, key_table, key_starts, key_ends = whole
+        place = (self.ranks, self.rank)
+        assert table is not None and key_table is not None
+        if qkv_format == "thd":
+            assert ends is not None and key_ends is not None
+            own = sequences_of_rank(ends, starts, *place)
+            of_keys = own if key_ends is ends else sequences_of_rank(key_ends, key_starts, *place)
+            return table, own[1], own[0], key_table, of_keys[1], of_keys[0]
+        dim = sequence_dim(qkv_format)
+        lengths = [lead[dim] for lead in leads]
+        angles = angles_of_rank(table, lengths[0], starts, *place)
+        same = key_table.data_ptr() == table.data_ptr() and lengths[0] == lengths[1]
+        key_angles = angles if same else angles_of_rank(key_table, lengths[1], key_starts, *place)
+        return angles, None, None, key_angles, None, None
+
+
 class Rotation(Part):
     """Rotary position embedding of queries and keys.
 
@@ -62,6 +100,11 @@ class Rotation(Part):
         self.layer_number = layer_number
         self.qkv_format = qkv_format
         self.interleaved = interleaved
+        self.set_context(None)
+
+    def set_context(self, context: ContextGroup | None) -> None:
+        """Turn the tokens of this rank, of those that share sequences."""
+        self.rank = Rank() if context is None else Rank(context.rank, context.size)
 
     def plan_call(
         self,
@@ -83,12 +126,15 @@ class Rotation(Part):
             query_ends = ends if query_ends is None else query_ends
             key_ends = ends if key_ends is None else key_ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
-        check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends)
-        check_freqs((*leads[1], groups, size), pair[1], self.qkv_format, key_ends)
+        ranks = self.rank.ranks
+        check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends, ranks)
+        check_freqs((*leads[1], groups, size), pair[1], self.qkv_format, key_ends, ranks)
         if self.qkv_format != "thd":
             query_ends = key_ends = None
         tables = [angle_table(one) for one in pair]
-        parameters = (tables[0], starts, query_ends, tables[1], starts, key_ends)
+        parameters: _Parameters = (tables[0], starts, query_ends, tables[1], starts, key_ends)
+        if ranks > 1:
+            parameters = self.rank.parameters(parameters, self.qkv_format, leads)
         return self.planned(values, parameters, (self.qkv_format == "bshd", self.interleaved))
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:

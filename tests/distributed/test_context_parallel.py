@@ -1,0 +1,200 @@
+"""Attention of ranks that share sequences is that of whole sequences.
+
+Bounds are on the norm of an error over that of the exact result. fp32: sums in another order. 16
+bit: three roundings, of the result of a part, of scores in products of 16 bit, and of the merged
+result or the summed gradient, each of at most half a unit in the last place.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from context_cases import Case, outcomes
+from context_scenarios import scenarios
+from ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # a fixture runs all cases of two ranks: 20 s of two cores
+BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+TWO = [
+    *[
+        Case(comm, mask, qkv_format, groups=groups, dtype=dtype)
+        for comm, mask, qkv_format, (groups, dtype) in product(
+            ("p2p", "all_gather", "a2a"),
+            ("causal", "no_mask"),
+            ("bshd", "sbhd"),
+            ((4, torch.float32), (2, torch.bfloat16)),
+        )
+    ],
+    *[
+        Case(comm, mask, "thd", groups=2, room=room)
+        for comm, mask, room in product(
+            ("p2p", "all_gather", "a2a"), ("padding", "padding_causal"), (False, True)
+        )
+    ],
+    *[
+        case
+        for comm in ("p2p", "all_gather", "a2a")
+        for case in (
+            Case(comm, "padding", "thd", groups=2, room=True, dtype=torch.bfloat16),
+            Case(comm, "padding_causal", dtype=torch.float16),
+            Case(comm, "padding_causal_bottom_right", "sbhd"),
+            Case(comm, "padding", "sbhd", keys=24),
+            Case(comm, "arbitrary", groups=2),
+            Case(comm, "causal", window=(3, 0)),
+            Case(comm, "no_mask", "sbhd", window=(2, 3)),
+            Case(comm, "causal_bottom_right", keys=24),
+            Case(comm, "causal", keys=24),
+            Case(comm, bias="post_scale_bias"),
+            Case(comm, "no_mask", bias="pre_scale_bias", bias_shape=(1, 1)),
+            Case(comm, bias="post_scale_bias", bias_shape=(2, 4), groups=2, dtype=torch.bfloat16),
+            Case(comm, softmax="learnable"),
+            Case(comm, "padding_causal", "thd", room=True, softmax="off-by-one"),
+            Case(comm, value_size=8),
+            Case(comm, checkpoint=True),
+        )
+    ],
+    Case("p2p", groups=1),
+    Case("all_gather", "padding_causal", "thd", window=(3, 0), room=True),
+    Case("all_gather", "padding_causal", window=(3, 0)),
+    Case("a2a", "padding_causal", "thd", window=(3, 0), room=True),
+    Case("a2a", "padding", window=(3, 2)),
+    Case("a2a", "padding_causal", by_mask=True),
+    Case("a2a", "padding_causal_bottom_right", keys=24),
+    Case("a2a", bias="alibi"),
+    Case("a2a", "padding_causal", "thd", bias="alibi"),
+]
+FOUR = [
+    *[
+        case
+        for comm in ("p2p", "a2a+p2p")
+        for case in (
+            Case(comm),
+            Case(comm, "no_mask", "sbhd", groups=2, dtype=torch.bfloat16),
+            Case(comm, "padding_causal", "thd", room=True),
+            Case(comm, "padding", "thd", groups=2),
+            Case(comm, "padding_causal", keys=16),
+            Case(comm, window=(3, 0), softmax="learnable"),
+        )
+    ],
+    Case("all_gather", "padding_causal", "thd", window=(3, 0), room=True),
+    Case("a2a", "padding_causal", "thd", room=True),
+]
+
+
+def everything(rank, cases):
+    return outcomes(rank, cases) | scenarios(rank)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(2, everything, TWO)
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    return run_ranks(2, outcomes, TWO, backend="nccl")
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_ranks(4, outcomes, FOUR)
+
+
+def check(found, case):
+    for errors in found:
+        of_case = errors[str(case)]
+        assert isinstance(of_case, list), of_case
+        assert max(of_case) < BOUND[case.dtype]
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_ranks(two, case):
+    check(two, case)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_gpus(two_gpus, case):
+    check(two_gpus, case)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks(four, case):
+    check(four, case)
+
+
+def test_layers_do_what_they_do_alone(two):
+    for found in two:
+        for errors, same_without_gradients, fused in found["layers"].values():
+            assert max(errors.values()) < 1e-6
+            assert same_without_gradients
+            assert fused == [True]
+
+
+def test_helpers_cut_and_join_sequences(two):
+    for rank, outcome in enumerate(two):
+        found = outcome["helpers"]
+        tokens = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
+        assert found["own"].tolist() == tokens
+        assert found["gathered"].tolist() == list(range(8))
+        gradient = dict(zip(tokens, (1.0, 2.0, 3.0, 4.0), strict=True))
+        assert found["gradient"].tolist() == [gradient.get(i, 0.0) for i in range(8)]
+        assert found["sum"].tolist() == [3.0] * 4
+        long = [[8, 9, 10, 11, 20, 21, 22, 23], list(range(12, 20))][rank]
+        assert found["packed"].tolist() == tokens + long
+        assert found["back"].tolist() == list(range(24))
+        assert found["pair"][0][0].tolist() == tokens and found["pair"][1][:, 0].tolist() == tokens
+        assert "divisible by 4 (twice the context parallel ranks), got [6]" in found["uneven"]
+        assert "got [18] tokens" in found["uneven packed"]
+
+
+REFUSALS = {
+    "uneven": "two chunks of equal length in query_layer of each rank",
+    "heads": "divisible by 2 (the ranks that exchange heads)",
+    "type": "cp_comm_type in {p2p, all_gather, a2a, a2a+p2p}, got 'ring'",
+    "list": "a list of two process groups",
+    "pair": "to be one process group with cp_comm_type='p2p', got 2",
+    "not a group": "TypeError: [DotProductAttention] expected cp_group to be a process group",
+    "not a member": "to have this rank as a member",
+    "ranks": "expected cp_global_ranks [0, 1], the ranks of cp_group, got [0, 2]",
+    "stream": "expected cp_stream=None where there is no GPU",
+    "alibi": "expected no ALiBi with cp_comm_type='p2p'",
+    "mask": "expected cu_seqlens_q and cu_seqlens_kv with cp_comm_type='p2p', got a mask",
+    "window": "expected no window of padded sequences with cp_comm_type='p2p', got (2, 0)",
+    "columns": "4 queries (of this rank) and 8 keys (of all ranks)",
+    "fp8": "got attention in FP8; use a recipe without fp8_dpa and fp8_mha",
+    "cache": "expected no inference_params",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_has_no_meaning_is_refused_in_words(two, name):
+    text = two[0]["refusals"][name]
+    assert REFUSALS[name] in text and text.endswith("(layer attend)")
+
+
+def test_ranks_that_differ_say_so_on_each(two):
+    first, second = (found["disagreements"] for found in two)
+    assert "query tokens 4 on rank 0 but 8 on rank 1" in first["tokens"]
+    assert "mask causal on rank 0 but no_mask on rank 1" in first["mask"]
+    assert "dtype torch.float32 on rank 0 but torch.bfloat16 on rank 1" in first["dtype"]
+    assert "query_layer of each rank" in first["one is uneven"]
+    assert "(on rank 1)" in first["one is uneven"]
+    assert first["asked"] == [0, 0, 0]  # from the first of three calls that are alike on
+    assert first == second
+
+
+def test_a_rank_that_is_alone_with_a_call_ends_with_an_error(two):
+    text = two[1]["alone"]
+    assert "expected rank 0 to make a call that is new to rank 1, got none within 1 s" in text
+    assert "'query tokens': '8'" in text
+
+
+def test_dropout_keeps_the_mean_and_the_backward_drops_what_the_forward_dropped(two):
+    for mean, once, slope, difference in (x for found in two for x in found["dropping"].values()):
+        assert mean < 0.06 and once > 0.3  # of 300 draws: their spread over the root of 300
+        assert slope == pytest.approx(difference, rel=5e-3)
+
+
+def test_compiled_code_leaves_its_graph_for_attention(two):
+    assert all(found["compiled"] for found in two)

@@ -1,0 +1,68 @@
+"""Parts of context parallel attention: each pair of a query and a key that it sees is in one."""
+
+from itertools import product
+
+import pytest
+from attention_reference import sees
+
+from transformer_engine.pytorch.attention.context.spans import (
+    Side,
+    pieces,
+    side_of_rank,
+    whole_side,
+)
+
+BANDS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (7, 0), (2, 5), (-1, 4), (5, -1), (0, 12)]
+
+
+def places(side: Side) -> list[int]:
+    return [chunk * side.length + i for chunk in side.chunks for i in range(side.length)]
+
+
+def pairs(found) -> list[tuple[int, int]]:
+    """Pairs in memory, by the definition of a band that ends bottom-right."""
+    seen = []
+    for (begin, end), (first, last), left, right in found:
+        queries, keys = end - begin, last - first
+        for i, j in product(range(queries), range(keys)):
+            diagonal = i + keys - queries
+            if (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right):
+                seen.append((begin + i, first + j))
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_pair_that_sees_is_in_one_part(band, ranks, lengths):
+    left, right = band
+    for shift, rank in product((0, 2 * ranks * (lengths[1] - lengths[0])), range(ranks)):
+        queries = side_of_rank(rank, ranks, lengths[0])
+        others = [side_of_rank(other, ranks, lengths[1]) for other in range(ranks)]
+        for keys in (*others, whole_side(ranks, lengths[1])):
+            found = pieces(left, right, shift, queries, keys)
+            of_keys = places(keys)
+            expected = [
+                (i, j)
+                for i, query in enumerate(places(queries))
+                for j, key in enumerate(of_keys)
+                if (left < 0 or key >= query + shift - left)
+                and (right < 0 or key <= query + shift + right)
+            ]
+            assert sorted(pairs(found)) == expected
+            assert all(piece.left >= -1 and piece.right >= -1 for piece in found)
+
+
+def test_causal_masks_leave_one_part_to_each_meeting():
+    for rank, other in product(range(4), range(4)):
+        (piece,) = pieces(-1, 0, 0, side_of_rank(rank, 4, 8), side_of_rank(other, 4, 8))
+        if rank == other:
+            assert piece == ((0, 16), (0, 16), -1, 0)
+        elif other < rank:
+            assert piece == ((0, 16), (0, 8), -1, -1)
+        else:
+            assert piece == ((8, 16), (0, 16), -1, -1)
+
+
+def test_the_definition_is_that_of_masks():
+    assert sees("causal", None, 3, 3, 8, 8) and not sees("causal", None, 3, 4, 8, 8)

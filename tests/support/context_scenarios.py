@@ -1,0 +1,245 @@
+"""What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rank_device import here
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.distributed import gather_sequence, shard_sequence
+from transformer_engine.pytorch.parallel import agreement
+
+ENDS = torch.tensor([0, 8, 24], dtype=torch.int32)
+CASES = (("sbhd", "self", "p2p"), ("bshd", "decoder", "all_gather"), ("thd", "self", "a2a"))
+
+
+def seeded(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(here())
+
+
+def world():
+    return dist.group.WORLD
+
+
+def relative(x, y):
+    x, y = x.detach(), y.detach()
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def layers(rank):
+    """Errors of results, gradients of inputs and of all parameters, and whether one node ran."""
+    found = {}
+    for qkv_format, kind, comm in CASES:
+        torch.manual_seed(3)
+        mask = "padding_causal" if qkv_format == "thd" else "causal"
+        layer = te.TransformerLayer(
+            *(32, 64, 4),
+            **{"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            layer_type="decoder" if kind == "decoder" else "encoder",
+            self_attn_mask_type=mask,
+            attn_input_format=qkv_format,
+        )
+        angles = te.RotaryPositionEmbedding(8)(32)
+        shape = {"thd": (24, 32), "sbhd": (16, 2, 32), "bshd": (2, 16, 32)}[qkv_format]
+        dim, ends = (1 if qkv_format == "bshd" else 0), (ENDS if qkv_format == "thd" else None)
+        more = {} if ends is None else {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        x, grad, encoded = (seeded(*shape, seed=seed) for seed in (1, 2, 4))
+
+        def run(cut, layer=layer, kind=kind, angles=angles, more=more, x=x, encoded=encoded):
+            leaf = cut(x).clone().requires_grad_()
+            cross = {"encoder_output": cut(encoded)} if kind == "decoder" else {}
+            return leaf, layer(leaf, rotary_pos_emb=angles, **cross, **more)
+
+        def cut(x, dim=dim, ends=ends):
+            return shard_sequence(x, world(), dim, cu_seqlens=ends)
+
+        leaf, out = run(lambda x: x)
+        out.backward(grad)
+        expected = [cut(out), cut(leaf.grad), *[p.grad for p in layer.parameters()]]
+        layer.zero_grad()
+        layer.set_context_parallel_group(world(), [0, 1], None, comm)
+        for _ in range(2):  # the second time from recordings
+            layer.zero_grad()
+            leaf, out = run(cut)
+            out.backward(cut(grad))
+        for parameter in layer.parameters():
+            dist.all_reduce(parameter.grad)
+        results = [out, leaf.grad, *[p.grad for p in layer.parameters()]]
+        with torch.no_grad():
+            alone = run(cut)[1]
+        errors = [relative(a, b) for a, b in zip(results, expected, strict=True)]
+        # Biases of keys have no gradient but rounding.
+        names = ["out", "grad", *[name for name, _ in layer.named_parameters()]]
+        errors = {n: e for n, e in zip(names, errors, strict=True) if "key_bias" not in n}
+        fused = [x.chain is not None for x in layer._fused.values()]
+        found[qkv_format] = (errors, torch.equal(alone, out), fused)
+    return found
+
+
+def helpers(rank):
+    """What `shard_sequence` and `gather_sequence` give, and their gradients."""
+    whole = torch.arange(8.0, requires_grad=True)
+    own = shard_sequence(whole, world())
+    (own * torch.arange(1.0, 5.0)).sum().backward()
+    leaf = own.detach().requires_grad_()
+    gathered = gather_sequence(leaf, world())
+    (gathered * (rank + 1)).sum().backward()
+    packed = shard_sequence(torch.arange(24), world(), cu_seqlens=ENDS)
+    rows = torch.arange(16).view(2, 8)
+    pair = shard_sequence([rows, rows.t()], world(), [1, 0])
+    return {
+        "own": own.detach(),
+        "gradient": whole.grad,
+        "gathered": gathered.detach(),
+        "sum": leaf.grad,
+        "packed": packed,
+        "back": gather_sequence(packed, world(), cu_seqlens=ENDS),
+        "pair": pair,
+        "uneven": message(lambda: shard_sequence(torch.arange(6), world())),
+        "uneven packed": message(
+            lambda: shard_sequence(torch.arange(24), world(), cu_seqlens=ENDS + ENDS // 24 * 2)
+        ),
+    }
+
+
+def message(run):
+    """The error of a call, as a line."""
+    try:
+        run()
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def attention(comm="p2p", heads=4, group=None, ranks=None, stream=None, **settings):
+    module = te.DotProductAttention(heads, 8, qkv_format="bshd", name="attend", **settings)
+    module.set_context_parallel_group(group or world(), ranks, stream, comm)
+    return module
+
+
+def call(module, tokens=4, dtype=torch.float32, **arguments):
+    x = seeded(2, tokens, module.num_attention_heads, 8).to(dtype)
+    return module(x, x, x, **arguments)
+
+
+def refusals(rank):
+    """What is said of calls that ranks cannot serve."""
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+    alone = dist.new_group([1])
+    with te.fp8_autocast(fp8_recipe=DelayedScaling(fp8_dpa=True)):
+        fp8 = message(lambda: call(attention()))
+    return {
+        "uneven": message(lambda: call(attention(), 3)),
+        "heads": message(lambda: attention("a2a", 3)),
+        "type": message(lambda: attention("ring")),
+        "list": message(lambda: attention("a2a+p2p")),
+        "pair": message(lambda: attention("p2p", group=[world(), world()])),
+        "not a group": message(lambda: attention(group="cp")),
+        "not a member": message(lambda: attention(group=alone)) if rank == 0 else None,
+        "ranks": message(lambda: attention(ranks=[0, 2])),
+        "stream": message(lambda: attention(stream=object())),
+        "alibi": message(lambda: call(attention(), core_attention_bias_type="alibi")),
+        "mask": message(lambda: call(attention(attn_mask_type="padding"), attention_mask=padding)),
+        "window": message(
+            lambda: call(attention(attn_mask_type="padding_causal", window_size=(2, 0)), **lengths)
+        ),
+        "columns": message(
+            lambda: call(attention(attn_mask_type="arbitrary"), attention_mask=padding)
+        ),
+        "fp8": fp8,
+        "cache": message(
+            lambda: call(
+                attention(layer_number=1, num_gqa_groups=4),
+                inference_params=te.InferenceParams(2, 8),
+            )
+        ),
+    }
+
+
+def disagreements(rank):
+    """What both ranks say where they differ, and that they can go on."""
+    module = attention()
+    found = {
+        "tokens": message(lambda: call(module, 4 + 4 * rank)),
+        "mask": message(lambda: call(module, attn_mask_type=("causal", "no_mask")[rank])),
+        "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
+        "one is uneven": message(lambda: call(module, 4 - rank)),
+    }
+    store = agreement.default_store()
+    asked = []
+    for _ in range(3):
+        call(module)
+        asked.append(store.add(f"te/agree/{world().group_name}/{rank}", 0))
+    found["asked"] = [after - asked[0] for after in asked]
+    return found
+
+
+def alone(rank):
+    """What the only rank that makes a call of a new shape says, after a timeout."""
+    found, store = None, agreement.default_store()
+    timeout = store.timeout
+    if rank == 1:
+        store.set_timeout(timedelta(seconds=1))
+        found = message(lambda: call(attention(), 8))
+        store.set_timeout(timeout)
+    dist.barrier()
+    return found
+
+
+def dropping(rank):
+    """Of each type: the mean over many draws, and how far gradients are from differences."""
+    found = {}
+    for comm in ("p2p", "all_gather", "a2a"):
+        module = attention(comm, attention_dropout=0.25)
+        x = [seeded(1, 8, 4, 8, seed=seed) for seed in range(3)]
+        module.eval()
+        exact = module(*x)
+        module.train()
+        torch.manual_seed(rank)
+        mean = sum(module(*x) for _ in range(300)) / 300
+        leaves = [t.clone().requires_grad_() for t in x]
+        torch.manual_seed(7)
+        out = module(*leaves)
+        out.pow(2).sum().backward()
+        step = [seeded(1, 8, 4, 8, seed=10 + i) for i in range(3)]
+        slope = sum((t.grad * s).sum() for t, s in zip(leaves, step, strict=True))
+        sides = []
+        for sign in (1e-2, -1e-2):
+            torch.manual_seed(7)
+            moved = [t + sign * s for t, s in zip(x, step, strict=True)]
+            sides.append(module(*moved).pow(2).sum())
+        difference = (sides[0] - sides[1]) / 2e-2
+        for total in (slope, difference):  # the loss is that of both ranks
+            dist.all_reduce(total)
+        found[comm] = (
+            relative(mean, exact),
+            relative(out.detach(), exact),
+            float(slope),
+            float(difference),
+        )
+    return found
+
+
+def compiled(rank):
+    """A graph ends before attention, and another begins behind it."""
+    module = attention()
+    x = seeded(2, 4, 4, 8)
+
+    def model(x):
+        y = x * 2
+        return module(y, y, y) + 1
+
+    with torch.no_grad():
+        return torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled, alone)  # it ends all
+
+
+def scenarios(rank):
+    """What each of them gives, by name."""
+    return {run.__name__: run(rank) for run in SCENARIOS}

@@ -1,0 +1,117 @@
+"""Attention from scores in memory, of a part of the keys: it has a log-sum-exp.
+
+    rows    = logsumexp(scale * query @ key^T + bias)   of the keys that the mask lets through
+    weights = exp(scale * query @ key^T + bias - rows)
+
+The backward makes the weights again, from the log-sum-exp of all keys.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.dense import Kernel, KernelParts
+from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
+from transformer_engine.pytorch.attention.backends.scores import (
+    product,
+    product_backward,
+    weighted,
+)
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.masks import Mask
+
+
+class _Rest(NamedTuple):
+    """What the backward reads beside query, key, value and result."""
+
+    bias: torch.Tensor | None
+    hidden: torch.Tensor | None
+    dropped: torch.Tensor | None
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    call: Call,
+    needs: Needs,
+) -> tuple[torch.Tensor, Saved | None]:
+    """See `dense.Kernel`."""
+    assert sink is None and call.casts is None, "parts have neither"
+    hidden = mask.dense(query.shape[2], key.shape[2], query.device)
+    rest = _Rest(bias, hidden, None)
+    scores = _scores(query, key, rest, call.scale)
+    rows = scores.logsumexp(-1)
+    factor = _weights(scores, rows).to(query.dtype)
+    if call.dropout.p > 0.0:
+        factor, dropped = dropout(factor, call.dropout.p)
+        rest = rest._replace(dropped=dropped)
+    out = weighted(factor, value)
+    return out, Saved(rows, (query, key, value, out, *rest))
+
+
+def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `dense.Kernel`."""
+    query, key, value, out = saved.tensors[:4]
+    rest = _Rest(*saved.tensors[4:])
+    assert saved.log_sum_exp is not None
+    batch, heads, queries, size = grad.shape
+    groups, keys, dtype = key.shape[1], key.shape[2], grad.dtype
+    lead = (batch * groups, heads // groups * queries)
+    weights = _weights(_scores(query, key, rest, call.scale), saved.log_sum_exp)
+    factor = weights.to(dtype)
+    if rest.dropped is not None:
+        factor = factor * rest.dropped / _kept_share(rest.dropped, call.dropout.p)
+    rows = grad.reshape(*lead, size)
+    grad_value = torch.bmm(factor.reshape(*lead, keys).transpose(1, 2), rows)
+    columns = value.reshape(batch * groups, keys, size).transpose(1, 2)
+    grad_scores = torch.bmm(rows, columns).to(dtype).view(batch, heads, queries, keys)
+    if rest.dropped is not None:
+        grad_scores = dropout_backward(grad_scores, rest.dropped, call.dropout.p)
+    mean = (grad.float() * out.float()).sum(-1, keepdim=True)
+    exact = weights * (grad_scores.float() - mean)
+    found = product_backward(exact.to(dtype), query, key, groups, call.scale)
+    bias = exact if needs.bias else None
+    return Gradients(*found, grad_value.view(batch, groups, keys, size), bias)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, rest: _Rest, scale: float) -> torch.Tensor:
+    """fp32, -inf where hidden."""
+    scores = product(query, key, scale).float()
+    if rest.bias is not None:
+        scores = scores + rest.bias.float()
+    return scores if rest.hidden is None else scores.masked_fill(rest.hidden, -math.inf)
+
+
+def _weights(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """fp32, zero of a query that sees no key."""
+    return torch.exp(scores - rows.masked_fill(rows == -math.inf, math.inf).unsqueeze(-1))
+
+
+def _kept_share(dropped: torch.Tensor, p: float) -> float:
+    """What factors of `dropout` are yet to be divided by."""
+    return 1.0 - p if dropped.dtype is torch.bool else 1.0
+
+
+def _rows(saved: Saved) -> torch.Tensor:
+    assert saved.log_sum_exp is not None
+    return saved.log_sum_exp
+
+
+def _keep(saved: Saved) -> Saved:
+    return Saved(None, saved.tensors[4:], saved.facts)
+
+
+def _restore(rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Saved:
+    return Saved(rows, (*tensors, *rest.tensors), rest.facts)
+
+
+PARTS = KernelParts(_rows, _keep, _restore)
+KERNEL_OF_PARTS = Kernel(_forward, _backward)

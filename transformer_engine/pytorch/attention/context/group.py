@@ -1,0 +1,158 @@
+"""`ContextGroup`: the ranks that share sequences, and which calls they can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.attention.core.call import Call
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+@dataclass(frozen=True, eq=False)
+class ContextGroup:
+    """The ranks that share sequences.
+
+    Attributes:
+        comm_type: one of `COMM_TYPES`.
+        group: of the ring, or of the ranks that gather; None for `a2a`.
+        heads: of the ranks that exchange heads for tokens; None where none do.
+        stream: on which results are merged; None for the current stream.
+        backend_for: of a call with this group, see `schemes.py`.
+        known: structures of calls that all ranks have been found to share.
+    """
+
+    comm_type: str
+    group: dist.ProcessGroup | None
+    heads: dist.ProcessGroup | None = None
+    stream: Any = None
+    backend_for: Callable[[torch.dtype, tuple[bool, ...], Call], Any] | None = None
+    known: set[Any] = field(default_factory=set)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of `group`; 1 without."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def group_rank(self) -> int:
+        """This rank in `group`."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def head_size(self) -> int:
+        """Ranks of `heads`; 1 without."""
+        return 1 if self.heads is None else dist.get_world_size(self.heads)
+
+    @property
+    def head_rank(self) -> int:
+        """This rank in `heads`."""
+        return 0 if self.heads is None else dist.get_rank(self.heads)
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.group_size * self.head_size
+
+    @property
+    def rank(self) -> int:
+        """This rank among them: it has the chunks `rank` and `2 * size - 1 - rank`."""
+        return self.group_rank * self.head_size + self.head_rank
+
+    def without_heads(self) -> ContextGroup:
+        """The ring alone."""
+        return replace(self, comm_type="p2p", heads=None)
+
+
+class Refusal(NamedTuple):
+    """What ranks cannot serve together."""
+
+    expected: str
+    got: str
+    advice: str
+
+
+def refusal(call: Call) -> Refusal | None:
+    """Why ranks cannot serve a call together; None where they can."""
+    context, shape = call.context, call.shape
+    assert context is not None
+    if call.casts is not None:
+        advice = "use a recipe without fp8_dpa and fp8_mha"
+        return Refusal("attention in high precision", "attention in FP8", advice)
+    if call.cache:
+        return Refusal("no inference_params", "a cache", "generate without a cp_group")
+    if shape.qkv_format != "thd":
+        for name, tokens in (("query", shape.queries), ("key", shape.keys)):
+            if tokens % 2:
+                return Refusal(
+                    f"two chunks of equal length in {name}_layer of each rank",
+                    f"{tokens} tokens",
+                    f"pad sequences to a multiple of {2 * context.size}",
+                )
+    if context.group is None:
+        return _refusal_of_heads(call)
+    if call.bias.type == "alibi":
+        return Refusal("no ALiBi", "core_attention_bias_type='alibi'", "use 'a2a'")
+    if shape.rule.type.padding and (
+        call.query_sequences.cu_seqlens is None or call.key_sequences.cu_seqlens is None
+    ):
+        return Refusal("cu_seqlens_q and cu_seqlens_kv", "a mask of padding", "or use 'a2a'")
+    if context.heads is not None and (shape.rule.type.arbitrary or call.bias.tensor is not None):
+        return Refusal("no mask or bias of one's own", "one", "use 'p2p', 'all_gather' or 'a2a'")
+    return _refusal_of_band(call) or _refusal_of_shapes(call)
+
+
+def _refusal_of_band(call: Call) -> Refusal | None:
+    """Padding ends sequences at lengths of their own, which a band does not follow everywhere."""
+    assert call.context is not None
+    rule = call.shape.rule
+    window = (rule.left, rule.right)
+    windowed = rule.left >= 0 or (rule.right >= 0 and not rule.type.causal)
+    if not rule.type.padding or not (windowed or rule.type.causal):
+        return None
+    if windowed and call.context.comm_type != "all_gather":
+        advice = "use 'a2a', or 'all_gather' for causal ones"
+        return Refusal("no window of padded sequences", f"{window}", advice)
+    if windowed and not rule.type.causal:
+        return Refusal("a causal window of padded sequences", f"{window}", "use 'a2a'")
+    if not _alike(call):
+        expected = "queries and keys of the same lengths, with padding and a causal mask"
+        return Refusal(expected, "others", "use 'a2a'")
+    return None
+
+
+def _alike(call: Call) -> bool:
+    pairs = zip(call.query_sequences[:2], call.key_sequences[:2], strict=True)
+    return call.shape.queries == call.shape.keys and all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
+    )
+
+
+def _refusal_of_shapes(call: Call) -> Refusal | None:
+    """Masks and biases have the queries of a rank, and the keys of all."""
+    assert call.context is not None
+    mask = call.attention_mask if call.shape.rule.type.arbitrary else None
+    whole = (call.shape.queries, call.shape.keys * call.context.size)
+    for name, x in (("attention_mask", mask), ("core_attention_bias", call.bias.tensor)):
+        if not isinstance(x, torch.Tensor):
+            continue
+        sizes = (1, 1, *x.shape)[-2:]
+        if any(size not in (1, full) for size, full in zip(sizes, whole, strict=True)):
+            return Refusal(
+                f"{name} of {whole[0]} queries (of this rank) and {whole[1]} keys (of all ranks)",
+                f"{tuple(x.shape)}",
+                "shard its queries with shard_sequence",
+            )
+    return None
+
+
+def _refusal_of_heads(call: Call) -> Refusal | None:
+    bias = call.bias.tensor
+    if bias is not None and bias.requires_grad and bias.shape[-2] == 1:
+        return Refusal("a learned bias of all queries", f"{tuple(bias.shape)}", "use 'p2p'")
+    return _refusal_of_shapes(call)

@@ -1,0 +1,210 @@
+"""a2a: heads are exchanged for tokens, so that every rank attends whole sequences with some heads.
+
+With `a2a+p2p` the ranks that exchange are a part of all: together they have the chunks that one
+rank of a smaller ring would have, and that ring is what attends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.choice import choose
+from transformer_engine.pytorch.attention.context import ring
+from transformer_engine.pytorch.attention.context.parts import with_seed
+from transformer_engine.pytorch.attention.core.call import (
+    NO_SINK,
+    TENSORS,
+    AttentionMask,
+    Bias,
+    Call,
+    CallShape,
+    CallTensors,
+    Sink,
+)
+from transformer_engine.pytorch.attention.core.formats import sequence_dim
+from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.attention.masks.alibi import default_slopes
+from transformer_engine.pytorch.attention.masks.masks import build_mask
+from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own, swap_stack
+from transformer_engine.pytorch.parallel.order import by_rank, in_order
+
+
+class _Left(NamedTuple):
+    """What the forward leaves beside tensors."""
+
+    backend: Backend
+    facts: Any
+    inner: Call
+
+
+class _Exchange:
+    """A call on one rank of those that exchange."""
+
+    def __init__(self, call: Call) -> None:
+        context = call.context
+        assert context is not None and context.heads is not None
+        self.call, self.context, self.group = call, context, context.heads
+        self.ranks, self.rank = context.head_size, context.head_rank
+        self.dim = sequence_dim(call.shape.qkv_format)
+
+    def _starts(self, side: str) -> torch.Tensor | None:
+        if self.call.shape.qkv_format != "thd":
+            return None
+        sequences = self.call.query_sequences if side == "query" else self.call.key_sequences
+        assert sequences.starts is not None
+        return sequences.starts // self.context.group_size
+
+    def to_heads(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        """`[tokens of a rank, heads, size]` as `[tokens of all, some heads, size]`."""
+        stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)
+        come = swap_stack(stack, self.group)
+        return in_order(come, self.dim, self._starts(side))
+
+    def to_tokens(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        """The way back."""
+        stack = by_rank(x, self.dim, self.ranks, self._starts(side))
+        return swap_stack(stack, self.group).movedim(0, -3).flatten(-3, -2)
+
+    def inner(self, device: torch.device) -> Call:
+        """The call that attends, of some heads and more tokens."""
+        call, context = self.call, self.context
+        return call._replace(
+            shape=_inner_shape(call.shape, self.ranks, context.group is not None),
+            attention_mask=self._mask(call.attention_mask),
+            bias=self._bias(device),
+            sink=self._sink(),
+            context=None if context.group is None else context.without_heads(),
+            checkpoint=False,
+        )
+
+    def _share(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of a tensor with a size of heads."""
+        return x if x.shape[dim] == 1 else x.chunk(self.ranks, dim)[self.rank]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """All queries of `[..., queries, keys]`."""
+        if x.dim() < 2 or x.shape[-2] == 1:
+            return x
+        stack = gather_stack(x.movedim(-2, 0), self.group)
+        return in_order(stack, 0).movedim(0, -2)
+
+    def _columns(self, mask: torch.Tensor) -> torch.Tensor:
+        """All tokens of a mask of padding, `[batch, 1, 1, tokens]`."""
+        stack = gather_stack(mask.movedim(-1, 0), self.group)
+        return in_order(stack, 0).movedim(0, -1)
+
+    def _mask(self, mask: AttentionMask | None) -> AttentionMask | None:
+        kind = self.call.shape.rule.type
+        if kind.arbitrary and isinstance(mask, torch.Tensor):
+            mask = self._rows(mask)
+            return self._share(mask, -3) if mask.dim() > 2 else mask
+        if not kind.padding or mask is None:
+            return None
+        if isinstance(mask, torch.Tensor):
+            return self._columns(mask)
+        return self._columns(mask[0]), self._columns(mask[1])
+
+    def _bias(self, device: torch.device) -> Bias:
+        bias = self.call.bias
+        if bias.type == "alibi":
+            slopes = bias.slopes
+            if slopes is None:
+                slopes = default_slopes(self.call.shape.heads, device).flatten()
+            return bias._replace(slopes=self._share(slopes, -1).contiguous())
+        if bias.tensor is None:
+            return bias
+        return bias._replace(tensor=self._share(self._rows(bias.tensor), 1))
+
+    def bias_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Of the rows that this rank has, of all heads."""
+        whole = self.call.bias.tensor
+        if grad is None or whole is None:
+            return None
+        if whole.shape[1] > 1:
+            every = grad.new_zeros((grad.shape[0], whole.shape[1], *grad.shape[2:]))
+            self._share(every, 1).copy_(grad)
+            grad = every
+        if whole.shape[2] == 1:
+            raise AssertionError("biases of no queries are refused")
+        stack = by_rank(grad.movedim(-2, 0), 0, self.ranks)
+        return sum_own(stack, self.group).movedim(0, -2)
+
+    def _sink(self) -> Sink:
+        sink = self.call.sink
+        if sink.offset is None:
+            return NO_SINK
+        return Sink(sink.type, self._share(sink.offset, 0))
+
+    def sink_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Of this rank's heads; zero of others."""
+        offset = self.call.sink.offset
+        if grad is None or offset is None:
+            return None
+        every = torch.zeros_like(offset)
+        self._share(every, 0).copy_(grad)
+        return every
+
+
+@memoize
+def _inner_shape(shape: CallShape, ranks: int, in_ring: bool) -> CallShape:
+    queries, keys = shape.queries * ranks, shape.keys * ranks
+    plain = not (shape.rule.type.padding or shape.rule.type.arbitrary or in_ring)
+    return CallShape(
+        shape.qkv_format,
+        shape.rule,
+        build_mask(shape.rule, queries, keys) if plain else None,
+        shape.heads // ranks,
+        shape.groups // ranks,
+        shape.key_size,
+        shape.value_size,
+        shape.batch,
+        queries,
+        keys,
+    )
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+) -> tuple[torch.Tensor, Saved | None]:
+    """See `backends/__init__.py`."""
+    exchange = _Exchange(call)
+    inner = exchange.inner(query.device)
+    inputs = [
+        exchange.to_heads(query, "query"),
+        exchange.to_heads(key, "key"),
+        exchange.to_heads(value, "key"),
+    ]
+    backend = ring.BACKEND
+    if inner.context is None:
+        backend = choose(query.device, query.dtype, any(needs), inner)
+        inner = with_seed(inner, backend, query.device)
+    out, saved = backend.forward(inputs[0], inputs[1], inputs[2], inner, needs)
+    size = call.shape.value_size
+    out = exchange.to_tokens(out.unflatten(-1, (-1, size)), "query").flatten(-2)
+    if saved is None:
+        return out, None
+    left = _Left(backend, saved.facts, inner.settings())
+    return out, Saved(saved.log_sum_exp, (*call.tensors, *saved.tensors), left)
+
+
+def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+    """See `backends/__init__.py`."""
+    call = call.with_tensors(CallTensors(*saved.tensors[:TENSORS]))
+    exchange, (backend, facts, inner) = _Exchange(call), saved.facts
+    grad = grad.unflatten(-1, (-1, call.shape.value_size))
+    grad = exchange.to_heads(grad, "query").flatten(-2)
+    of_inner = Saved(saved.log_sum_exp, saved.tensors[TENSORS:], facts)
+    query, key, value, bias, sink = backend.backward(grad, of_inner, inner, needs)
+    return Gradients(
+        None if query is None else exchange.to_tokens(query, "query"),
+        None if key is None else exchange.to_tokens(key, "key"),
+        None if value is None else exchange.to_tokens(value, "key"),
+        exchange.bias_gradient(bias),
+        exchange.sink_gradient(sink),
+    )
+
+
+BACKEND = Backend("a2a", forward, backward, keeps_scores=True, requirements=())

@@ -1,0 +1,78 @@
+"""Which scheme serves a call of ranks that share its sequences, once they have found it alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import Backend
+from transformer_engine.pytorch.attention.context import gather, heads, ring
+from transformer_engine.pytorch.attention.context.group import ContextGroup, refusal
+from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
+from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.parallel.agreement import agree
+
+
+def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
+    """The two functions for a call with a `ContextGroup`, which compose those of backends.
+
+    Before the first call of each structure the ranks meet, see `agree`.
+
+    Raises:
+        ValueError: on all ranks, of what none can serve, and of calls that differ.
+    """
+    context = call.context
+    assert context is not None
+    structure = _structure(dtype, needs, call)
+    if structure not in context.known and not is_capturing():
+        _meet(context, structure, call)
+        context.known.add(structure)
+    if context.heads is not None:
+        return heads.BACKEND
+    return gather.BACKEND if context.comm_type == "all_gather" else ring.BACKEND
+
+
+_NAMES = (
+    *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
+    *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
+    *("dropout", "softmax", "lengths", "communication", "gradients"),
+)
+
+
+def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple[Any, ...]:
+    """What must be alike on all ranks, in the order of `_NAMES`."""
+    shape, bias = call.shape, call.bias
+    lengths = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
+    assert call.context is not None
+    return (
+        dtype,
+        shape.qkv_format,
+        shape.rule,
+        *(shape.heads, shape.groups, shape.key_size, shape.value_size),
+        *(shape.batch, shape.queries, shape.keys),
+        bias.type,
+        None if bias.tensor is None else tuple(bias.tensor.shape),
+        call.dropout.p,
+        call.sink.type,
+        tuple([None if x is None else x.shape[0] - 1 for x in lengths]),
+        call.context.comm_type,
+        needs[:3],
+    )
+
+
+def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:
+    """Raise on all ranks where one refuses, or where they differ."""
+    refused, error = refusal(call), None
+    if refused is not None:
+        error = (
+            f"[DotProductAttention] expected {refused.expected} with"
+            f" cp_comm_type={context.comm_type!r}, got {refused.got}; {refused.advice}"
+        )
+    facts = dict(zip(_NAMES, structure, strict=True))
+    rule = call.shape.rule
+    facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
+    facts["window"] = (rule.left, rule.right)
+    groups = [group for group in (context.heads, context.group) if group is not None]
+    agree("DotProductAttention", groups, facts, error)

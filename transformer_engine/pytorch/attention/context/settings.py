@@ -1,0 +1,109 @@
+"""What `set_context_parallel_group` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.attention.context.group import COMM_TYPES, ContextGroup
+from transformer_engine.pytorch.attention.context.schemes import scheme
+from transformer_engine.pytorch.parallel.groups import check_group
+
+
+def context_group(
+    layer: str,
+    heads: tuple[int, int],
+    cp_group: Any,
+    cp_global_ranks: Any,
+    cp_stream: Any,
+    cp_comm_type: str,
+) -> ContextGroup | None:
+    """The ranks that arguments of `set_context_parallel_group` name; None for one rank.
+
+    `heads` are those of queries and of keys.
+    """
+    where = f" (layer {layer})"
+    if cp_comm_type not in COMM_TYPES:
+        raise ValueError(
+            f"[DotProductAttention] expected cp_comm_type in {{{', '.join(COMM_TYPES)}}}, got"
+            f" {cp_comm_type!r}{where}"
+        )
+    groups = [*cp_group] if isinstance(cp_group, list | tuple) else [cp_group]
+    if len(groups) != 1 + (cp_comm_type == "a2a+p2p") and cp_group is not None:
+        expected = (
+            "a list of two process groups, of those that exchange heads and of the ring,"
+            if cp_comm_type == "a2a+p2p"
+            else "one process group"
+        )
+        raise ValueError(
+            f"[DotProductAttention] expected cp_group to be {expected} with"
+            f" cp_comm_type={cp_comm_type!r}, got {len(groups)}{where}"
+        )
+    for group in groups:
+        _check_member(layer, group)
+    _check_stream(cp_stream, where)
+    if cp_group is None or not dist.is_initialized():
+        return None
+    _check_ranks(groups, cp_global_ranks, where)
+    sizes = [dist.get_world_size(group) for group in groups]
+    if max(sizes) == 1:
+        return None
+    several = [group if size > 1 else None for group, size in zip(groups, sizes, strict=True)]
+    if cp_comm_type == "a2a":
+        several = [*several, None]
+    elif cp_comm_type != "a2a+p2p":
+        several = [None, *several]
+    context = ContextGroup(cp_comm_type, several[1], several[0], cp_stream, scheme)
+    _check_heads(context, heads, where)
+    return context
+
+
+def _check_member(layer: str, group: Any) -> None:
+    check_group("DotProductAttention", "cp_group", group, layer)
+    if group is not None and dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "[DotProductAttention] expected cp_group to have this rank as a member, got a group of"
+            f" others (layer {layer})"
+        )
+
+
+def _check_stream(stream: Any, where: str) -> None:
+    if stream is None:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"[DotProductAttention] expected cp_stream=None where there is no GPU, got {stream!r}"
+            f"{where}"
+        )
+    if not isinstance(stream, torch.cuda.Stream):
+        raise TypeError(
+            f"[DotProductAttention] expected cp_stream to be a torch.cuda.Stream or None, got"
+            f" {stream!r}{where}"
+        )
+
+
+def _check_ranks(groups: Sequence[Any], ranks: Any, where: str) -> None:
+    if ranks is None:
+        return
+    found = [*ranks]
+    members = dist.get_process_group_ranks(groups[0])
+    fits = found == members if len(groups) == 1 else set(members) <= set(found)
+    if not fits:
+        raise ValueError(
+            f"[DotProductAttention] expected cp_global_ranks {members}, the ranks of cp_group, got"
+            f" {found}{where}"
+        )
+
+
+def _check_heads(context: ContextGroup, heads: tuple[int, int], where: str) -> None:
+    """Heads can be exchanged for tokens."""
+    size = context.head_size
+    if heads[0] % size or heads[1] % size:
+        raise ValueError(
+            f"[DotProductAttention] expected num_attention_heads and num_gqa_groups divisible by"
+            f" {size} (the ranks that exchange heads) with cp_comm_type={context.comm_type!r}, got"
+            f" {heads[0]} and {heads[1]}; use 'p2p' or 'all_gather'{where}"
+        )

@@ -1,0 +1,59 @@
+"""Angles of the tokens that a context parallel rank has: the chunks r and 2n - 1 - r of 2n."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+def check_rank(cp_size: int, cp_rank: int) -> None:
+    """ValueError unless the rank is one of so many."""
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"[apply_rotary_pos_emb] expected 0 <= cp_rank < cp_size, got cp_rank={cp_rank} and"
+            f" cp_size={cp_size}"
+        )
+
+
+def angles_of_rank(
+    freqs: torch.Tensor, length: int, starts: torch.Tensor | None, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """Those of the `length` tokens that a rank has of whole sequences, in its order."""
+    if starts is not None:
+        _refuse("start_positions=None, or tensor_format 'thd',", "start_positions")
+    if length % 2:
+        _refuse("two chunks of equal length on each rank", f"{length} tokens")
+    chunk = length // 2
+    parts = [freqs.narrow(0, n * chunk, chunk) for n in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+    return torch.cat(parts)
+
+
+def sequences_of_rank(
+    cu_seqlens: torch.Tensor, starts: torch.Tensor | None, cp_size: int, cp_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each chunk of thd as a sequence of its own: where it ends, and the position it begins at.
+
+    Args:
+        cu_seqlens: int32 `[batch + 1]`, where whole sequences end.
+        starts: int32 `[batch]`, the position of each sequence's first token; None for 0.
+        cp_size: ranks.
+        cp_rank: this rank.
+
+    Returns:
+        int32 `[2 * batch + 1]` and `[2 * batch]`.
+    """
+    lengths = cu_seqlens.diff()
+    if cu_seqlens.device.type == "cpu" and bool((lengths % (2 * cp_size)).any()):
+        _refuse(f"cu_seqlens of lengths divisible by {2 * cp_size}", f"{lengths.tolist()[:9]}")
+    unit = lengths // (2 * cp_size)
+    begins = torch.stack((cu_seqlens[:-1] // cp_size, cu_seqlens[:-1] // cp_size + unit), 1)
+    ends = torch.cat((begins.flatten(), cu_seqlens[-1:] // cp_size))
+    positions = torch.stack((unit * cp_rank, unit * (2 * cp_size - 1 - cp_rank)), 1)
+    if starts is not None:
+        positions = positions + starts[:, None]
+    return ends.to(torch.int32), positions.flatten().to(torch.int32)
+
+
+def _refuse(expected: str, got: Any) -> NoReturn:
+    raise ValueError(f"[apply_rotary_pos_emb] expected {expected} with cp_size > 1, got {got}")

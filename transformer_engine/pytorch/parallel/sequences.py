@@ -1,0 +1,163 @@
+"""`shard_sequence` and `gather_sequence`: which tokens of a sequence a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own
+from transformer_engine.pytorch.parallel.order import by_rank, in_order, rows_of_rank
+
+Group = Any  # dist.ProcessGroup, a pair of them, or a DeviceMesh of one dimension
+
+
+@overload
+def shard_sequence(
+    x: torch.Tensor, cp_group: Group, seq_dim: int = 0, *, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor: ...
+
+
+@overload
+def shard_sequence(
+    x: Sequence[torch.Tensor],
+    cp_group: Group,
+    seq_dim: Sequence[int],
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+) -> list[torch.Tensor]: ...
+
+
+def shard_sequence(
+    x: Any, cp_group: Group, seq_dim: Any = 0, *, cu_seqlens: torch.Tensor | None = None
+) -> Any:
+    """The tokens of this rank: of n ranks, rank r has the chunks r and 2n - 1 - r of 2n.
+
+    Gradients of other tokens are zero: gradients of the whole are their sum over the ranks.
+
+    Args:
+        x: a tensor that is equal on all ranks; or a list of them, as the buffers of
+            `torch.distributed.tensor.experimental.context_parallel`.
+        cp_group: process group; a list of two for `a2a+p2p`; or a DeviceMesh of one dimension.
+        seq_dim: dimension of tokens; a list for a list.
+        cu_seqlens: int32 `[batch + 1]`, where sequences that are one after the other in dimension 0
+            begin, and the last ends: `cu_seqlens_q_padded` where there is room for padding. Each is
+            cut by itself.
+
+    Returns:
+        Contiguous, with the tokens of both chunks one after the other.
+
+    Raises:
+        ValueError: tokens that cannot be cut into 2n chunks of equal length.
+
+    Example:
+        >>> shard_sequence(torch.arange(8), None)  # without a group all tokens are this rank's
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if not isinstance(x, torch.Tensor):
+        parts = zip(x, seq_dim, strict=True)
+        return [shard_sequence(one, cp_group, dim, cu_seqlens=cu_seqlens) for one, dim in parts]
+    rank, ranks = _place(cp_group)
+    if ranks == 1:
+        return x
+    _check_tokens("shard_sequence", x.shape[seq_dim], 2 * ranks, cu_seqlens)
+    if cu_seqlens is not None:
+        return x.index_select(0, rows_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
+    chunks = x.chunk(2 * ranks, seq_dim)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), seq_dim)
+
+
+def gather_sequence(
+    x: torch.Tensor,
+    cp_group: Group,
+    seq_dim: int = 0,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of all ranks in their order: what `shard_sequence` has cut.
+
+    The gradient is the sum of those of all ranks: the loss of the group is the sum of theirs.
+
+    Args:
+        x: tokens of this rank.
+        cp_group: see `shard_sequence`.
+        seq_dim: dimension of tokens.
+        cu_seqlens: see `shard_sequence`.
+
+    Returns:
+        The same tensor on all ranks.
+
+    Raises:
+        ValueError: tokens that are not two chunks of equal length.
+
+    Example:
+        >>> gather_sequence(torch.arange(8), None)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    _, ranks = _place(cp_group)
+    if ranks == 1:
+        return x
+    _check_tokens("gather_sequence", x.shape[seq_dim] * ranks, 2 * ranks, cu_seqlens)
+    gathered: torch.Tensor = _Gather.apply(x, _groups(cp_group), seq_dim, cu_seqlens)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        groups: list[dist.ProcessGroup],
+        dim: int,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.call = groups, dim, cu_seqlens
+        for group in groups:  # of neighbours first
+            x = gather_stack(x, group)
+        ranks = x.shape[: len(groups)]
+        return in_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        groups, dim, cu_seqlens = ctx.call
+        sizes = [dist.get_world_size(group) for group in groups]
+        total = 1
+        for size in sizes:
+            total *= size
+        stack = by_rank(grad, dim, total, cu_seqlens)
+        stack = stack.unflatten(0, tuple(sizes[::-1]))
+        for group in reversed(groups):
+            stack = sum_own(stack, group)
+        return stack, None, None, None
+
+
+def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
+    """Those of several ranks, that of neighbours first."""
+    if cp_group is None or not dist.is_initialized():
+        return []
+    groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
+    groups = [group.get_group() if hasattr(group, "get_group") else group for group in groups]
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+def _place(cp_group: Group) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    rank, ranks = 0, 1
+    for group in _groups(cp_group):
+        rank += ranks * dist.get_rank(group)
+        ranks *= dist.get_world_size(group)
+    return rank, ranks
+
+
+def _check_tokens(op: str, tokens: int, chunks: int, cu_seqlens: torch.Tensor | None) -> None:
+    lengths = [tokens]
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        lengths += cu_seqlens.diff().tolist()
+    uneven = [length for length in lengths if length % chunks]
+    if uneven:
+        raise ValueError(
+            f"[{op}] expected sequences divisible by {chunks} (twice the context parallel ranks),"
+            f" got {uneven[:4]} tokens; pad them"
+        )
