@@ -101,6 +101,11 @@ _DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
 _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
 
+# Collectives of compiled code; named so in torch's documentation of them. Without: a module that
+# ranks share cannot be compiled.
+functional_collectives: Any = found("torch.distributed._functional_collectives", None)
+
+
 def saved_tensors_hooks_active() -> bool:
     """Whether what autograd saves now passes through hooks."""
     return top_hooks(True) is not None
