@@ -61,6 +61,7 @@ from transformer_engine.pytorch.moe.permutation import (
     moe_unpermute,
 )
 from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload
+from transformer_engine.pytorch.parallel.gradients import all_reduce_sequence_parallel_grads
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.tensor import (
@@ -100,6 +101,7 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "all_reduce_sequence_parallel_grads",
     "attention_backends",
     "autocast",
     "checkpoint",

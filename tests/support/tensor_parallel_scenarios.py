@@ -1,0 +1,174 @@
+"""What ranks of tests/distributed/test_tensor_parallel do beside the matrix.
+
+A scenario returns what it found wrong, or nothing.
+"""
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensor_parallel_ranks import difference
+
+import transformer_engine.pytorch as te
+
+CPU = {"device": "cpu"}
+
+
+def _raised(error: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    return "nothing was raised"
+
+
+def groups_that_do_not_fit(rank: int) -> None:
+    """Are refused in words, and so are others after the first forward."""
+    world, alone = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])][rank]
+    message = _raised(ValueError, lambda: te.Linear(32, 32, tp_group=world, tp_size=4, **CPU))
+    assert "expected tp_group of tp_size=4 ranks, got one of 2" in message, message
+    layer = te.Linear(32, 32, tp_size=2, parallel_mode="row", name="fc", **CPU)
+    x = torch.ones(16, 16)
+    message = _raised(RuntimeError, lambda: layer(x))
+    assert "TP group not initialized" in message and "(layer fc)" in message, message
+    other = te.Linear(32, 32, parallel_mode="row", name="fc", **CPU)
+    message = _raised(ValueError, lambda: other.set_tensor_parallel_group(world))
+    assert "expected a tp_group of tp_size=1 ranks, got one of 2 (layer fc)" in message, message
+    layer.set_tensor_parallel_group(world)
+    layer(x)
+    layer.set_tensor_parallel_group(world)
+    message = _raised(ValueError, lambda: layer.set_tensor_parallel_group(alone))
+    assert "before the first forward" in message, message
+
+
+def tokens_that_do_not_divide(rank: int) -> None:
+    """Are refused on every rank, before any collective."""
+    layer = te.Linear(
+        32, 32, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, **CPU
+    )
+    message = _raised(ValueError, lambda: layer(torch.ones(5, 16)))
+    assert "first size can be divided by tp_size=2" in message, message
+
+
+def gathered_output_of_the_norm(rank: int) -> None:
+    """Is that of all tokens, and its gradient comes back."""
+    torch.manual_seed(3)
+    x = torch.randn(8, 32)
+    options: dict[str, Any] = {
+        "return_layernorm_output": True,
+        "return_layernorm_output_gathered": True,
+        "parallel_mode": "column",
+        **CPU,
+    }
+    alone = te.LayerNormLinear(32, 64, **options)
+    shared = te.LayerNormLinear(
+        32, 64, **options, tp_group=dist.group.WORLD, sequence_parallel=True
+    )
+    with torch.no_grad():
+        shared.weight.copy_(alone.weight.chunk(2)[rank])
+    whole, own = x.clone().requires_grad_(), x.chunk(2)[rank].clone().requires_grad_()
+    (y, norm), (part, gathered) = alone(whole), shared(own)
+    assert difference(gathered, norm) < 1e-6
+    (y.sum() + 2 * norm.square().sum()).backward()
+    (part.sum() + gathered.square().sum()).backward()  # on both ranks: twice
+    assert difference(own.grad, whole.grad.chunk(2)[rank]) < 1e-5
+
+
+def shards_of_one_seed(rank: int) -> None:
+    """Are those of the weight that one process has, with a tracker or without."""
+
+    def tracker() -> te.CudaRNGStatesTracker:
+        return trackers[0]
+
+    for get in (None, tracker):
+        made = []
+        for group in ({}, {"tp_group": dist.group.WORLD}):
+            trackers = [te.CudaRNGStatesTracker("cpu")]
+            trackers[0].add("model-parallel-rng", 5)
+            torch.manual_seed(7)
+            options: dict[str, Any] = {**group, "get_rng_state_tracker": get, **CPU}
+            made.append(
+                te.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, **options)
+            )
+            made.append(te.Linear(32, 64, parallel_mode="row", **options))
+        mlp, row, shared_mlp, shared_row = made
+        assert torch.equal(shared_row.weight, row.weight.chunk(2, 1)[rank])
+        gate, linear = mlp.fc1_weight.chunk(2)
+        own = torch.cat([gate.chunk(2)[rank], linear.chunk(2)[rank]])
+        assert torch.equal(shared_mlp.fc1_weight, own)
+        assert torch.equal(shared_mlp.fc2_weight, mlp.fc2_weight.chunk(2, 1)[rank])
+
+
+def draws_of_a_trainers_tracker(rank: int) -> None:
+    """Are of shards: Megatron-Core seeds each rank's tracker unlike."""
+
+    class Tracker(te.CudaRNGStatesTracker):
+        pass
+
+    tracker = Tracker("cpu")
+    tracker.add("model-parallel-rng", 100 + rank)
+    layer = te.Linear(
+        32,
+        64,
+        parallel_mode="column",
+        tp_group=dist.group.WORLD,
+        get_rng_state_tracker=lambda: tracker,
+        **CPU,
+    )
+    generator = torch.Generator().manual_seed(100 + rank)
+    expected = torch.empty(32, 32).normal_(0.0, 0.023, generator=generator)
+    assert torch.equal(layer.weight, expected)
+
+
+def attributes_of_parameters(rank: int) -> None:
+    """Are what trainers read."""
+    layer = te.TransformerLayer(
+        32,
+        64,
+        4,
+        set_parallel_mode=True,
+        sequence_parallel=True,
+        tp_group=dist.group.WORLD,
+        **CPU,
+    )
+    found = {}
+    for name, parameter in layer.named_parameters():
+        shared = getattr(parameter, "tensor_model_parallel", False)
+        dim = getattr(parameter, "partition_dim", None)
+        found[name.split(".", 1)[1]] = (shared, dim, getattr(parameter, "sequence_parallel", None))
+    column, row, tokens = (True, 0, None), (True, 1, None), (False, None, True)
+    expected = {"layernorm_qkv.layer_norm_weight": tokens, "layernorm_qkv.layer_norm_bias": tokens}
+    for part in ("query", "key", "value"):
+        for kind in ("weight", "bias"):
+            expected[f"layernorm_qkv.{part}_{kind}"] = column
+    expected |= {"proj.weight": row, "proj.bias": tokens}
+    expected |= {"layer_norm_weight": tokens, "layer_norm_bias": tokens}
+    expected |= {"fc1_weight": column, "fc1_bias": column, "fc2_weight": row, "fc2_bias": tokens}
+    assert found == expected, found
+
+
+SCENARIOS = {
+    run.__name__: run
+    for run in (
+        groups_that_do_not_fit,
+        tokens_that_do_not_divide,
+        gathered_output_of_the_norm,
+        shards_of_one_seed,
+        draws_of_a_trainers_tracker,
+        attributes_of_parameters,
+    )
+}
+
+
+def scenarios(rank: int) -> dict[str, str]:
+    """What each of them found wrong."""
+    found = {}
+    for name, run in SCENARIOS.items():
+        try:
+            run(rank)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
