@@ -4,14 +4,17 @@ A scenario returns what it found wrong, or nothing.
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_ranks import difference
+from tensor_parallel_ranks import difference, scope
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.chain import gemm, segments
 
 CPU = {"device": "cpu"}
 
@@ -149,6 +152,115 @@ def attributes_of_parameters(rank: int) -> None:
     assert found == expected, found
 
 
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collectives as they start and are waited for, and the GEMMs between them."""
+    events: list[str] = []
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    places: list[tuple[Any, str]] = [(dist, name) for name in names]
+    places += [(gemm, "dgrad"), (gemm, "wgrad")]
+    found = [getattr(place, name) for place, name in places]
+
+    def logging(name: str, call: Any) -> Any:
+        def logged(*arguments: Any, **keywords: Any) -> Any:
+            x = arguments[1] if "tensor" in name else arguments[0]
+            dtype = x.dtype if isinstance(x, torch.Tensor) else ""
+            events.append(f"{name} {dtype}".strip())
+            return call(*arguments, **keywords)
+
+        return logged
+
+    for (place, name), call in zip(places, found, strict=True):
+        setattr(place, name, logging(name, call))
+    try:
+        yield events
+    finally:
+        for (place, name), call in zip(places, found, strict=True):
+            setattr(place, name, call)
+
+
+def _column_and_row(**more: Any) -> list[te.Linear]:
+    options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True, **CPU}
+    options |= {"params_dtype": torch.bfloat16, **more}
+    return [te.Linear(64, 64, parallel_mode=mode, **options) for mode in ("column", "row")]
+
+
+def bytes_that_move(rank: int) -> None:
+    """Are those of FP8 where the GEMM takes FP8: activations, and gradients of row-parallel."""
+    for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
+        column, row = _column_and_row()
+        x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+        with _logged() as events, scope(precision):
+            y = row(column(x))
+            y.sum().backward()
+        gathers = [event for event in events if event.startswith("all_gather")]
+        codes = [event for event in gathers if event.endswith("uint8")]
+        assert len(codes) == (4 if precision == "block" else 3), (precision, events)
+        assert not [event for event in gathers if event.endswith("bfloat16")], events
+        maxima = [event for event in events if event == "all_reduce torch.float32"]
+        updates = 2 if precision == "delayed" else 0  # one a direction for all modules
+        assert len(maxima) == amaxes + updates, (precision, events)
+
+
+def weight_gradients_under_collectives(rank: int) -> None:
+    """The collective of dgrad's result starts before wgrad, and the input's gather before dgrad."""
+    bound, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
+    try:
+        column, _ = _column_and_row()
+        y = column(torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_())
+        with _logged() as events:
+            y.sum().backward()
+        kinds = [event.split()[0] for event in events]
+        gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+        assert kinds == [gather, "dgrad", scatter, "wgrad"], kinds
+    finally:
+        segments.HOST_BOUND_BYTES = bound
+
+
+def recordings_around_collectives(rank: int) -> None:
+    """All but the collectives runs from recordings, forward and backward."""
+    for precision in ("bf16", "delayed", "current", "block"):
+        for sequence in (False, True):
+            layer = te.LayerNormMLP(
+                64,
+                128,
+                set_parallel_mode=True,
+                sequence_parallel=sequence,
+                tp_group=dist.group.WORLD,
+                params_dtype=torch.bfloat16,
+                **CPU,
+            )
+            x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(2):
+                with scope(precision):
+                    y = layer(x)
+                y.sum().backward()
+            (plan,) = [plan for plan in layer._plans.values() if plan.recordings]
+            (found,) = plan.recordings.values()
+            stages = [plan.chain.steps[s.start].stage.label for s in found]
+            label = ("gather", "reduce_scatter") if sequence else ("replicated", "reduce")
+            assert stages == ["norm", label[0], "matmul", label[1]], stages
+            for segment in found[::2]:
+                assert segment.recorded is not None, (precision, sequence, segment.refused)
+                ways = list(segment.backwards.values())
+                assert len(ways) == (2 if segment.overlaps else 1)
+                assert not [way for way in ways if isinstance(way, str)], (precision, ways)
+
+
+def recipes_that_share_no_amaxes(rank: int) -> None:
+    """Are refused with sequence parallelism."""
+    column, _ = _column_and_row(name="fc")
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    for recipe, group, text in (
+        (DelayedScaling(reduce_amax=False), None, "reduce_amax=True, got False"),
+        (DelayedScaling(), alone, "an fp8_group with all ranks of tp_group"),
+    ):
+        with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
+            message = _raised(ValueError, lambda: column(x))
+        assert text in message and "(layer fc)" in message, message
+
+
 SCENARIOS = {
     run.__name__: run
     for run in (
@@ -158,6 +270,10 @@ SCENARIOS = {
         shards_of_one_seed,
         draws_of_a_trainers_tracker,
         attributes_of_parameters,
+        bytes_that_move,
+        weight_gradients_under_collectives,
+        recordings_around_collectives,
+        recipes_that_share_no_amaxes,
     )
 }
 

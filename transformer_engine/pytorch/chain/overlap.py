@@ -71,15 +71,17 @@ class FirstParameters(Unfinished):
                 count_group(recorded.gemms)
                 grads = results_of(memory)
         if grads is None:
-            grads = self._by_stage(like, self.buffers, self.target)
+            grads = self._by_stage(like, self._saved(self.buffers, self.target))
         first = self.plan.chain.steps[self.number].parameters.start
         for v, grad in enumerate(grads):
             self.grads[first + v] = grad
 
-    def _by_stage(self, read: Sequence[Any], buffers: Tensors, target: Any) -> Sequence[Any]:
+    def _saved(self, buffers: Tensors, target: Any) -> Saved:
+        return self.segment.views(buffers, {} if target is None else {self.number: target})[0]
+
+    def _by_stage(self, read: Sequence[Any], saved: Saved) -> Sequence[Any]:
         plan, i = self.plan, self.number
         carry, again = read
-        saved = self.segment.views(buffers, {} if target is None else {i: target})[0]
         saved = saved._replace(restored=again.columnwise)
         return plan.chain.steps[i].stage.backward_params(carry, saved, plan.stage_plans[i])
 
@@ -87,9 +89,10 @@ class FirstParameters(Unfinished):
         ours = recording.stand_ins(inputs)
         first, last = len(flat(like)), len(ours) - (self.target is not None)
         target = None if self.target is None else self.target._replace(main_grad=ours[last])
+        read, saved = built(ours[:first], like), self._saved(ours[first:last], target)
 
         def python() -> tuple[Tensors, Tensors]:
-            grads = self._by_stage(built(ours[:first], like), ours[first:last], target)
+            grads = self._by_stage(read, saved)
             needs = self.plan.needs[self.plan.chain.steps[self.number].parameters]
             needed = zip(grads, needs, strict=True)
             return [grad if need else None for grad, need in needed], ()

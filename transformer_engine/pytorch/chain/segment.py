@@ -185,11 +185,10 @@ class Segment:
     ) -> Recorded | str:
         """What `recording.record` returns, unless it needs too much memory."""
         steps, plans = plan.chain.steps, plan.stage_plans
-        persistent = [
-            tensor
-            for i in range(self.start, self.stop)
-            for tensor in steps[i].stage.persistent_tensors(plans[i])
-        ]
+        own = range(self.start, self.stop)
+        if plan.chain.communicates:  # a norm may cast for a Matmul of another segment
+            own = range(len(steps))
+        persistent = [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
         recorded = recording.record(inputs, ours, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
             return recorded

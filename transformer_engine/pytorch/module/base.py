@@ -39,7 +39,11 @@ from transformer_engine.pytorch.module.inputs import (
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
-from transformer_engine.pytorch.parallel.groups import SharedByRanks, TensorParallel
+from transformer_engine.pytorch.parallel.groups import (
+    SharedByRanks,
+    TensorParallel,
+    check_amax_group,
+)
 from transformer_engine.pytorch.recompute.compiled_scales import record_scope
 from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -248,6 +252,7 @@ class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
         scope = autocast_stack().scope
         quantizers, columns = [HIGH_PRECISION_GEMM] * self.gemm_count, None
         if scope.enabled or (scope.calibrating and not exporting()):
+            check_amax_group(self.ranks, scope.recipe, scope.group)
             quantizers, columns = self._quantizers_in(scope, any(needs), x.device)
         if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.

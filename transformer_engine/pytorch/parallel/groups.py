@@ -115,6 +115,30 @@ class TensorParallel:
         raise ValueError(f"[{self.op}] expected {expected}, got {got} (layer {self.layer})")
 
 
+def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None:
+    """Check that ranks with parts of one tensor will have equal scales.
+
+    Raises:
+        ValueError: delayed scaling reduces no amaxes, or over too few ranks.
+    """
+    if not ranks.sequence or not hasattr(recipe, "reduce_amax") or ranks.group is None:
+        return
+    where = f"with sequence_parallel=True (layer {ranks.layer})"
+    if not recipe.reduce_amax:
+        raise ValueError(
+            f"[{ranks.op}] expected a recipe with reduce_amax=True, got False, {where}"
+        )
+    if fp8_group is None or not dist.is_initialized():
+        return
+    missing = set(dist.get_process_group_ranks(ranks.group))
+    missing -= set(dist.get_process_group_ranks(fp8_group))
+    if missing:
+        raise ValueError(
+            f"[{ranks.op}] expected an fp8_group with all ranks of tp_group, got one without "
+            f"{sorted(missing)}, {where}"
+        )
+
+
 class SharedByRanks:
     """What modules that tensor parallel ranks share have.
 

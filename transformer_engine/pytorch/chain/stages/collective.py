@@ -20,19 +20,26 @@ import torch
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.export.onnx import refuse
-from transformer_engine.pytorch.fp8.operands import OperandRequest, Operands
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY
+from transformer_engine.pytorch.fp8.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    transposed,
+)
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Fp8Quantizer, Quantizer
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
     dropout_add_forward,
 )
+from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import (
     Pending,
     all_gather,
     all_reduce,
     reduce_scatter,
 )
+from transformer_engine.pytorch.parallel.fp8_collectives import gather_columns, gather_rows
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
@@ -100,16 +107,19 @@ class Replicated(Collective):
 
 class _GatherPlan(NamedTuple):
     dtype: torch.dtype
-    restores: bool  # the backward gathers again
+    saves: bool  # the backward gathers again
+    quantizer: Quantizer | None  # of shards, where FP8 may move
 
 
 class Gather(Collective):
-    """Every rank gets the tokens of all; only its own are kept for the backward.
+    """Every rank gets the tokens of all; only its own are saved for the backward.
+
+    What moves is what the Matmul takes: FP8 where shards can be cast as the whole tensor would be.
 
     Args:
         ranks: see `Collective`.
         index: which of the chain's Matmuls reads the result.
-        tap: what is gathered is a second result of the chain.
+        tap: what is gathered is a second result of the chain, in high precision.
     """
 
     label = "gather"
@@ -122,9 +132,28 @@ class Gather(Collective):
         self.results = ("gathered", "normalized") if tap else ("gathered",)
 
     def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
-        """Whether the input of the Matmul, whose parameters come next, is gathered again."""
-        plain = call.quantizers[self.index].input is IDENTITY
-        return _GatherPlan(call.dtype, plain and call.requires_grad and call.needs[first])
+        """What moves, and whether it moves again for the Matmul, whose parameters come next."""
+        quantizer = call.quantizers[self.index].input
+        saves = call.requires_grad and call.needs[first]
+        if self.tap:
+            return _GatherPlan(call.dtype, False, None)
+        if quantizer is IDENTITY:
+            return _GatherPlan(call.dtype, saves, None)
+        of_shards = quantizer.of_shards(self.ranks.group)
+        return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards)
+
+    def request(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
+        """What this rank casts, unless that takes an amax of all ranks: this stage asks for it."""
+        request = self._cast_of(plan, x)
+        return None if request is None or not request.quantizer.native else request
+
+    def _cast_of(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
+        """Rows in FP8; for the backward, too, their columns where blocks have no transpose."""
+        quantizer = plan.quantizer
+        if quantizer is None or rows_of(x) % quantizer.shard_rows:
+            return None
+        columns = isinstance(quantizer, Fp8Quantizer) and not quantizer.layout.transposes
+        return OperandRequest(quantizer, True, columns and plan.saves)
 
     def forward(
         self, inputs: Values, parameters: Parameters, plan: _GatherPlan, request: Any
@@ -132,20 +161,34 @@ class Gather(Collective):
         """The tokens of all ranks."""
         (x,) = inputs
         group = self.ranks.check()
+        if isinstance(x, torch.Tensor):
+            own = self._cast_of(plan, x)
+            if own is not None:
+                x = own.quantizer.operands(x, own)
+        if isinstance(x, Operands):
+            row: Any = x.rowwise
+            saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
+            return (gather_rows(row, group).then(_row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
         gathered = all_gather(x, group)
         if self.tap:
             return (gathered.wait(), gathered.result), Saved(())
-        if not plan.restores:
+        if not plan.saves or plan.quantizer is not None:
             return (gathered,), Saved(())
-        return (gathered.then(lambda y: Operands(y, None)),), Saved((x,))
+        return (gathered.then(_row_wise),), Saved((x,), -1)
 
     def restore(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
-        """Gather again."""
+        """Gather again, as wgrad takes it."""
         if not saved.tensors:
             return None
-        return all_gather(saved.tensors[0], self.ranks.group)  # type: ignore[arg-type]
+        tensors: Any = saved.tensors
+        if saved.facts < 0:
+            return all_gather(tensors[0], self.ranks.group)
+        matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
+        if matrix.layout.transposes:
+            return gather_rows(matrix, self.ranks.group, as_columns=True)
+        return gather_columns(matrix, self.ranks.group)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _GatherPlan, request: OperandRequest | None
@@ -215,8 +258,35 @@ class ReduceScatter(Reduce):
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradients of all tokens."""
-        return (all_gather(grads[0], self.ranks.check()),), grads[0]
+        """The gradients of all tokens, in FP8 where the Matmul takes that."""
+        grad, group = grads[0], self.ranks.check()
+        quantizer = None if request is None else request.quantizer.of_shards(group)
+        if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
+            return (all_gather(grad, group),), grad
+        return (_gathered_grad(grad, quantizer, request.columnwise, group),), grad
+
+
+def _gathered_grad(grad: torch.Tensor, quantizer: Any, columns: bool, group: Any) -> Pending:
+    """Both sides of the gradients of all tokens."""
+    apart = columns and not quantizer.layout.transposes
+    own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
+    rows = gather_rows(own.rowwise, group)
+    if apart:
+        others = gather_columns(own.columnwise, group)
+        return rows.then(lambda row: Operands(row, others.wait()))
+    return rows.then(_both_sides if columns else _row_wise)
+
+
+def _both_sides(row: Any) -> Operands:
+    return Operands(row, transposed(row))
+
+
+def _row_wise(row: Any) -> Operands:
+    return Operands(row, None)
+
+
+def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+    return (side.codes, side.scales), side.format
 
 
 def _adds(bias: torch.Tensor) -> Any:
