@@ -104,6 +104,10 @@ _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack",
 # Collectives of compiled code; named so in torch's documentation of them. Without: a module that
 # ranks share cannot be compiled.
 functional_collectives: Any = found("torch.distributed._functional_collectives", None)
+# Of `init_process_group`. Without: ranks that disagree meet in collectives.
+default_store: Callable[[], Any] = found(
+    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
+)
 
 
 def saved_tensors_hooks_active() -> bool:

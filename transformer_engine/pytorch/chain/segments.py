@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.chain.agreement import check_agreement
 from transformer_engine.pytorch.chain.chain import Targets
 from transformer_engine.pytorch.chain.overlap import backward_with
 from transformer_engine.pytorch.chain.plan import CallPlan
@@ -178,6 +179,8 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
     found: list[Segment] | None = recordings.get(key)
     if found is None:
+        if plan.chain.communicates:
+            check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
         found = _segments(plan, known and first.nbytes <= HOST_BOUND_BYTES)
         if known:

@@ -19,6 +19,7 @@ import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
 from transformer_engine.pytorch.export.onnx import refuse
 from transformer_engine.pytorch.fp8.operands import (
     Fp8Matrix,
@@ -39,7 +40,6 @@ from transformer_engine.pytorch.parallel.collectives import (
     all_reduce,
     reduce_scatter,
 )
-from transformer_engine.pytorch.parallel.fp8_collectives import gather_columns, gather_rows
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
