@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensor_parallel_options import OPTIONS
 from tensor_parallel_ranks import difference, scope
 
 import transformer_engine.pytorch as te
@@ -349,6 +350,7 @@ SCENARIOS = {
         ranks_that_disagree,
         agreement_is_free_afterwards,
         rank_that_does_not_come,
+        *OPTIONS,
     )
 }
 

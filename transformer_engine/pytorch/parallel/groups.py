@@ -62,6 +62,10 @@ class TensorParallel:
         copy.__dict__.update(self.__dict__)
         return copy
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is saved is given a group by who loads it.
+        return {**self.__dict__, "group": None, "used": False}
+
     def set_group(self, group: Any) -> None:
         """Take the group of a module that was built for its size.
 
