@@ -14,6 +14,7 @@ from tensor_parallel_ranks import difference, scope
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import segments
 
+LAYERS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
 PRECISIONS = ("bf16", "delayed", "current", "block")
 
 
@@ -163,7 +164,29 @@ def dropout_inside_and_outside(rank: int) -> None:
     assert torch.equal(*outputs)
 
 
+def report_of_what_was_sent(rank: int) -> None:
+    """Counts collectives and bytes: those of FP8 are half of bf16's."""
+    sizes = {}
+    for precision in ("bf16", "delayed"):
+        te.parallel_report(reset=True)
+        _step(_layer(name="layer"), _input(), precision)
+        report = te.parallel_report()
+        found = {(s.collective, s.direction): n for s, (n, _) in report.counts.items()}
+        assert found[("reduce-scatter", "forward")] == 1, found  # of each layer
+        per_layer = {sent.layer for sent in report.counts}
+        assert per_layer == {f"layer.{part}" for part in LAYERS}, per_layer
+        sizes[precision] = report
+    shard = _input().nbytes
+    bf16, fp8 = sizes["bf16"], sizes["delayed"]
+    gathers = 2 * 3  # QKV's and FC1's input, twice, and gradients of PROJ's and FC2's output
+    assert bf16.bytes() == (gathers + 8) * shard, bf16.bytes() / shard
+    assert fp8.bytes("fp8") == gathers * shard // 2
+    assert fp8.bytes("bfloat16") == 8 * shard  # four times the tokens of two ranks, scattered
+    assert "under a GEMM" in str(fp8), str(fp8)
+
+
 OPTIONS = (
+    report_of_what_was_sent,
     weight_gradients_in_main_grad,
     micro_batches,
     weights_in_fp8,

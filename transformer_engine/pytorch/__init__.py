@@ -29,6 +29,7 @@ from transformer_engine.pytorch.attention import (
 )
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.chain.gemm import gemm_report
+from transformer_engine.pytorch.chain.parallel_report import ParallelReport, parallel_report
 from transformer_engine.pytorch.convert.convert import ConversionReport, convert
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
@@ -96,6 +97,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "ParallelReport",
     "QuantizedTensor",
     "Quantizer",
     "RMSNorm",
@@ -134,5 +136,6 @@ __all__ = [
     "ops",
     "optimizers",
     "parallel_cross_entropy",
+    "parallel_report",
     "quantized_model_init",
 ]

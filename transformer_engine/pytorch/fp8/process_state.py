@@ -50,6 +50,7 @@ class ProcessState:
         compiled_in_fp8: layers, see `recompute.compiled_scales`.
         gemm_counts: GEMMs that ran.
         gemm_groups: how often each group of GEMMs ran as a whole.
+        sent: calls and bytes of collectives, see `chain.parallel_report`.
         agreements: how often ranks have compared what they do, by group.
         inspector: of the debugger's session, see transformer_engine/debug.
     """
@@ -66,6 +67,7 @@ class ProcessState:
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}
+        self.sent: dict[Any, tuple[int, int]] = {}
         self.agreements: dict[str, int] = {}
         self.inspector: Any = None
 

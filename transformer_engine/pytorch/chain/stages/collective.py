@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.chain.parallel_report import Sent, count_sent
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
@@ -79,6 +80,13 @@ class Collective(Stage):
         """Errors name the layer."""
         self.ranks.layer = layer
 
+    def _count(
+        self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
+    ) -> None:
+        kind = "fp8" if x.dtype is torch.uint8 else str(x.dtype).removeprefix("torch.")
+        direction = "backward" if backward else "forward"
+        count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)
+
     def exported(self, inputs: Values, parameters: Parameters, plan: Any) -> Results:
         """A graph of ONNX is of one process."""
         refuse("tensor parallelism", "load the whole weights in one process", self.ranks.layer)
@@ -102,6 +110,7 @@ class Replicated(Collective):
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The sum over the ranks."""
+        self._count("all-reduce", grads[0], backward=True, overlapped=True)
         return (all_reduce(grads[0], self.ranks.check()),), None
 
 
@@ -167,10 +176,12 @@ class Gather(Collective):
                 x = own.quantizer.operands(x, own)
         if isinstance(x, Operands):
             row: Any = x.rowwise
+            self._count("all-gather", row.codes)
             saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
             return (gather_rows(row, group).then(_row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
+        self._count("all-gather", x)
         gathered = all_gather(x, group)
         if self.tap:
             return (gathered.wait(), gathered.result), Saved(())
@@ -183,6 +194,7 @@ class Gather(Collective):
         if not saved.tensors:
             return None
         tensors: Any = saved.tensors
+        self._count("all-gather", tensors[0], backward=True, overlapped=True)
         if saved.facts < 0:
             return all_gather(tensors[0], self.ranks.group)
         matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
@@ -197,6 +209,7 @@ class Gather(Collective):
         grad = grads[0]
         if self.tap and grads[1] is not None:
             grad = grads[1] if grad is None else grad + grads[1]
+        self._count("reduce-scatter", grad, backward=True, overlapped=True)
         return (reduce_scatter(grad, self.ranks.check()),), None
 
 
@@ -225,6 +238,7 @@ class Reduce(Collective):
         return (summed if bias is None else summed.then(_adds(bias)),), Saved(())
 
     def _start(self, x: torch.Tensor, group: Any) -> Pending:
+        self._count("all-reduce", x)
         return all_reduce(x, group)
 
     def backward_data(
@@ -253,6 +267,7 @@ class ReduceScatter(Reduce):
                 f"{self.ranks.size} with sequence_parallel=True, got {rows} (layer "
                 f"{self.ranks.layer})"
             )
+        self._count("reduce-scatter", x)
         return reduce_scatter(x, group)
 
     def backward_data(
@@ -260,21 +275,19 @@ class ReduceScatter(Reduce):
     ) -> tuple[Results, Any]:
         """The gradients of all tokens, in FP8 where the Matmul takes that."""
         grad, group = grads[0], self.ranks.check()
-        quantizer = None if request is None else request.quantizer.of_shards(group)
+        quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
+            self._count("all-gather", grad, backward=True)
             return (all_gather(grad, group),), grad
-        return (_gathered_grad(grad, quantizer, request.columnwise, group),), grad
-
-
-def _gathered_grad(grad: torch.Tensor, quantizer: Any, columns: bool, group: Any) -> Pending:
-    """Both sides of the gradients of all tokens."""
-    apart = columns and not quantizer.layout.transposes
-    own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
-    rows = gather_rows(own.rowwise, group)
-    if apart:
-        others = gather_columns(own.columnwise, group)
-        return rows.then(lambda row: Operands(row, others.wait()))
-    return rows.then(_both_sides if columns else _row_wise)
+        apart = request.columnwise and not quantizer.layout.transposes
+        own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
+        rows = gather_rows(own.rowwise, group)
+        self._count("all-gather", own.rowwise.codes, backward=True)
+        if not apart:
+            return (rows.then(_both_sides if request.columnwise else _row_wise),), grad
+        columns = gather_columns(own.columnwise, group)
+        self._count("all-gather", own.columnwise.codes, backward=True)
+        return (rows.then(lambda row: Operands(row, columns.wait())),), grad
 
 
 def _both_sides(row: Any) -> Operands:
