@@ -17,6 +17,6 @@ def all_recorded(module: nn.Module) -> bool:
     found = [one for one in segments_of(module) if one.recordable]
     return bool(found) and all(
         one.recorded is not None
-        and not any(isinstance(backward, str) for backward in one._backwards.values())
+        and not any(isinstance(backward, str) for backward in one.backwards.values())
         for one in found
     )

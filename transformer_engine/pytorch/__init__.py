@@ -29,6 +29,7 @@ from transformer_engine.pytorch.attention import (
 )
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.chain.gemm import gemm_report
+from transformer_engine.pytorch.chain.parallel_report import ParallelReport, parallel_report
 from transformer_engine.pytorch.convert.convert import ConversionReport, convert
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
@@ -61,6 +62,7 @@ from transformer_engine.pytorch.moe.permutation import (
     moe_unpermute,
 )
 from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload
+from transformer_engine.pytorch.parallel.gradients import all_reduce_sequence_parallel_grads
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.tensor import (
@@ -96,11 +98,13 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "ParallelReport",
     "QuantizedTensor",
     "Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "all_reduce_sequence_parallel_grads",
     "attention_backends",
     "autocast",
     "checkpoint",
@@ -133,5 +137,6 @@ __all__ = [
     "ops",
     "optimizers",
     "parallel_cross_entropy",
+    "parallel_report",
     "quantized_model_init",
 ]

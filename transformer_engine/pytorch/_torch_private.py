@@ -112,6 +112,15 @@ _DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
 _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
 
+# Collectives of compiled code; named so in torch's documentation of them. Without: a module that
+# ranks share cannot be compiled.
+functional_collectives: Any = found("torch.distributed._functional_collectives", None)
+# Of `init_process_group`. Without: ranks that disagree meet in collectives, and wait for a timeout.
+_default_store: Callable[[], Any] = found(
+    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
+)
+
+
 def saved_tensors_hooks_active() -> bool:
     """Whether what autograd saves now passes through hooks."""
     return top_hooks(True) is not None
@@ -308,12 +317,6 @@ def functions_in_forward() -> Iterator[Any]:
                 if context.next_functions:
                     yield context
         frame = frame.f_back  # type: ignore[assignment]
-
-
-# Without: ranks of the debugger that disagree wait until the timeout of the collective is over.
-_default_store: Callable[[], Any] = found(
-    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
-)
 
 
 def default_store() -> Any:

@@ -199,7 +199,7 @@ def test_bad_arguments(error, message, arguments):
         (ValueError, "softmax_scale > 0 and finite, got nan", {"softmax_scale": float("nan")}),
         (ValueError, r"of a key and a value, got \(8, 8, 8\)", {"kv_channels": (8, 8, 8)}),
         (NotImplementedError, "return_max_logit=True", {"return_max_logit": True}),
-        (NotImplementedError, "tp_size=2", {"tp_size": 2}),
+        (ValueError, "num_attention_heads divisible by tp_size=3", {"tp_size": 3}),
     ],
 )
 def test_bad_constructor_arguments(error, message, arguments):

@@ -239,7 +239,11 @@ def test_groups_of_one_rank_are_accepted():
         (ValueError, "layer_number >= 1, got 0", {"layer_number": 0}),
         (ValueError, "attention_type 'self' or 'cross', got 'own'", {"attention_type": "own"}),
         (ValueError, "fuse_qkv_params=True with", {"fuse_wgrad_accumulation": True}),
-        (NotImplementedError, "tp_size=2", {"tp_size": 2}),
+        (
+            ValueError,
+            "num_gqa_groups divisible by tp_size=4, got 2",
+            {"num_gqa_groups": 2, "tp_size": 4, "set_parallel_mode": True},
+        ),
         (TypeError, "unexpected keyword argument.*qkv_fmt", {"qkv_fmt": "sbhd"}),
     ],
 )

@@ -252,8 +252,20 @@ def test_wrong_dtypes_and_shapes_name_layer_and_parameter() -> None:
         te.Linear(16, 16, parallel_mode="diagonal")
     with pytest.raises(TypeError, match=r"unexpected keyword argument.* colour"):
         te.Linear(16, 16, colour=1)
+    with pytest.raises(ValueError, match="out_features divisible by tp_size=3, got 16"):
+        te.Linear(16, 16, tp_size=3, parallel_mode="column")
+    with pytest.raises(ValueError, match="in_features divisible by tp_size=3, got 16"):
+        te.Linear(16, 16, tp_size=3, parallel_mode="row")
+    with pytest.raises(ValueError, match="a of parameters_split divisible by tp_size=2, got 13"):
+        te.Linear(16, 16, tp_size=2, parallel_mode="column", parameters_split={"a": 13, "b": 3})
+    with pytest.raises(NotImplementedError, match="expected parallel_mode None or 'column'"):
+        te.LayerNormLinear(16, 16, tp_size=2, parallel_mode="row")
+    with pytest.raises(ValueError, match="ffn_hidden_size divisible by tp_size=3, got 16"):
+        te.LayerNormMLP(16, 16, tp_size=3, set_parallel_mode=True)
     with pytest.raises(NotImplementedError, match="tp_size=2: tensor parallelism"):
-        te.Linear(16, 16, tp_size=2)
+        te.GroupedLinear(2, 16, 16, tp_size=2)
+    with pytest.raises(RuntimeError, match="TP group not initialized: expected set_tensor_par"):
+        te.Linear(16, 16, tp_size=2, parallel_mode="row", device="cpu")(torch.ones(2, 8))
     with pytest.raises(NotImplementedError, match="Activation type foo is not supported"):
         te.LayerNormMLP(16, 16, activation="foo")
     with pytest.raises(ValueError, match=r"Unsupported normalization type 'BatchNorm'"):

@@ -275,7 +275,12 @@ def test_groups_of_one_rank_are_accepted():
             "without layer_type='decoder'",
             {"parallel_attention_mlp": True, "layer_type": "decoder"},
         ),
-        (NotImplementedError, "tp_size=4", {"tp_size": 4}),
+        (
+            ValueError,
+            "num_attention_heads divisible by tp_size=3, got 4",
+            {"tp_size": 3, "set_parallel_mode": True},
+        ),
+        (ValueError, "tp_size >= 1, got 0", {"tp_size": 0}),
         (TypeError, "unexpected keyword argument.*hidden_dropuot", {"hidden_dropuot": 0.1}),
     ],
 )

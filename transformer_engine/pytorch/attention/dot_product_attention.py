@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.context.settings import context_group
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.arguments import (
     arguments_of,
+    bias_of_rank,
     check_heads,
     check_settings,
     checked_inputs,
@@ -50,18 +51,18 @@ from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import (
-    refuse_parallel_sizes,
-    refuse_parallelism,
+    tensor_parallel,
 )
 from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
+from transformer_engine.pytorch.parallel.groups import SharedByRanks
 
 _OF_MORE = {"fp8_output", "inference_params"}
 
 
 @joins_chains
-class DotProductAttention(ScaledModule):
+class DotProductAttention(SharedByRanks, ScaledModule):
     """softmax(query key^T / sqrt(size)) value, for each head.
 
     Args:
@@ -80,9 +81,9 @@ class DotProductAttention(ScaledModule):
         window_size: `(left, right)`: query i sees keys i - left to i + right; -1 is no limit.
             `forward` may override it.
         sequence_parallel: with True, dropout does not use the tracker's RNG states.
-        tp_size: tensor parallel ranks, 1 so far.
+        tp_size: tensor parallel ranks, which share the heads; numbers above are of all heads.
         get_rng_state_tracker: returns the tracker whose `fork()` dropout runs in.
-        tp_group: tensor parallel group, of one rank so far.
+        tp_group: tensor parallel group; which heads a rank has matters for ALiBi alone.
         layer_number: number of the layer, from 1.
         attention_type: `self` or `cross`.
         cp_group: ranks that share sequences, see `docs/how-to/context_parallel.md`: a process
@@ -99,7 +100,7 @@ class DotProductAttention(ScaledModule):
 
     Raises:
         ValueError: heads, formats, mask types or windows that cannot be.
-        NotImplementedError: what is not implemented; tensor parallel groups of several ranks.
+        NotImplementedError: what is not implemented.
 
     Example:
         >>> attention = DotProductAttention(8, 64, attn_mask_type="causal")
@@ -138,7 +139,7 @@ class DotProductAttention(ScaledModule):
     ) -> None:
         super().__init__(GEMMS)
         self.name = layer_name(name)
-        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         if return_max_logit:
             refuse_unimplemented("return_max_logit", return_max_logit)
         check_settings(self.name, attention_type, attention_dropout, softmax_scale)
@@ -146,6 +147,9 @@ class DotProductAttention(ScaledModule):
         window = as_window(window_size)
         mask_rule(attn_mask_type, window, bottom_right_diagonal)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        share = self.ranks.share
+        self.local_heads = share("num_attention_heads", num_attention_heads)
+        self.local_groups = share("num_gqa_groups", groups)
         self.key_channels, self.value_channels = sizes
         self.attention_dropout = attention_dropout
         self.qkv_format = formats.check_format(qkv_format)
@@ -161,14 +165,13 @@ class DotProductAttention(ScaledModule):
         self._add_sink(softmax_type)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.tp_group = tp_group
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def _add_sink(self, softmax_type: str) -> None:
         self.softmax_type = check_softmax_type(softmax_type)
         self._parameter_set = ParameterSet(None)
         if softmax_type == "learnable":
-            offset = ParameterSpec("softmax_offset", (self.num_attention_heads,), nn.init.zeros_)
+            offset = ParameterSpec("softmax_offset", (self.local_heads,), nn.init.zeros_)
             self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -179,11 +182,6 @@ class DotProductAttention(ScaledModule):
         """
         if not defer_init:
             self._parameter_set.reset(self)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor parallel group, of one rank so far."""
-        refuse_parallelism(self, "tp_group", tp_group)
-        self.tp_group = tp_group
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -318,7 +316,7 @@ class DotProductAttention(ScaledModule):
         own = arguments_of(self, attention_mask, **arguments)
         like, key_like, _ = values.likes
         queries, keys = like.shape[:-1], key_like.shape[:-1]
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        heads, groups = self.local_heads, self.local_groups
         shapes = (
             torch.Size((*queries, heads, self.key_channels)),
             torch.Size((*keys, groups, self.key_channels)),
@@ -336,7 +334,7 @@ class DotProductAttention(ScaledModule):
     ) -> Call:
         shape = call_shape(
             own.qkv_format,
-            (self.num_attention_heads, self.num_gqa_groups),
+            (self.local_heads, self.local_groups),
             (self.key_channels, self.value_channels),
             shapes,
             own.mask_type,
@@ -348,7 +346,7 @@ class DotProductAttention(ScaledModule):
             own.attention_mask,
             own.query_sequences,
             own.key_sequences,
-            own.bias,
+            bias_of_rank(own.bias, self.num_attention_heads, self.ranks, device),
             self.softmax_scale,
             self._dropout(),
             own.checkpoint,
@@ -364,7 +362,7 @@ class DotProductAttention(ScaledModule):
             return NO_SINK
         if self.softmax_type == "learnable":
             return Sink("learnable", self.softmax_offset)
-        return Sink(self.softmax_type, torch.zeros(self.num_attention_heads, device=device))
+        return Sink(self.softmax_type, torch.zeros(self.local_heads, device=device))
 
     def _dropout(self) -> Dropout:
         p = self.attention_dropout if self.training else 0.0

@@ -13,7 +13,11 @@ from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Ro
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
-from transformer_engine.pytorch.module.arguments import accept_overlap_arguments, check_sizes
+from transformer_engine.pytorch.module.arguments import (
+    accept_overlap_arguments,
+    check_sizes,
+    tensor_parallel,
+)
 from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -36,19 +40,21 @@ class MultiheadAttention(FlowModule):
         layer_number: number of the layer, from 1.
         attn_mask_type: see `DotProductAttention`.
         window_size: see `DotProductAttention`.
-        tp_group: tensor parallel group, of one rank so far.
-        tp_size: tensor parallel ranks, 1 so far.
+        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+            first forward.
+        tp_size: how many ranks that group has.
         num_gqa_groups: key and value heads; None for as many as query heads.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
             `fuse_qkv_params`.
         get_rng_state_tracker: returns the tracker of initialisation and dropout.
-        sequence_parallel: has an effect with several ranks only.
+        sequence_parallel: input and output are this rank's part of the tokens, see `Linear`.
         params_dtype: of the parameters; None is torch's default dtype.
         return_bias: return the output projection's bias instead of adding it.
         return_layernorm_output: also return the output of the norm.
         input_layernorm: normalise the input.
         attention_type: `self`, or `cross` for keys and values of `encoder_output`.
-        set_parallel_mode: shard the projections over the tensor parallel group.
+        set_parallel_mode: the ranks of `tp_group` share heads and projections. Without it every
+            rank has all of them.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
@@ -74,9 +80,8 @@ class MultiheadAttention(FlowModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, heads or mask types that cannot be.
+        ValueError: sizes, heads or mask types that cannot be, or that ranks cannot share.
         TypeError: unknown arguments.
-        NotImplementedError: groups of several ranks.
 
     Example:
         >>> MultiheadAttention(64, 4, device="cpu")(torch.randn(8, 2, 64)).shape
@@ -150,19 +155,17 @@ class MultiheadAttention(FlowModule):
         self.has_tap = (return_layernorm_output or return_input) and input_layernorm
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.layout = self._layout(
-            num_attention_heads,
-            num_attention_heads if num_gqa_groups is None else num_gqa_groups,
-            kv_channels,
-            qkv_weight_interleaved and fuse_qkv_params,
-        )
+        ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
+        interleaved = qkv_weight_interleaved and fuse_qkv_params
+        whole = self._layout(num_attention_heads, num_gqa_groups, kv_channels, interleaved)
+        self.layout = whole.shared(ranks)
         linear: dict[str, Any] = {
             "bias": bias,
             "get_rng_state_tracker": get_rng_state_tracker,
             "device": device,
             "sequence_parallel": sequence_parallel,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
+            "tp_group": ranks.group,
+            "tp_size": ranks.size,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
         }
@@ -174,9 +177,8 @@ class MultiheadAttention(FlowModule):
             "return_input": return_input,
         }
         column, row = ("column", "row") if set_parallel_mode else (None, None)
-        self._add_projections(
-            fuse_qkv_params, norm, {**linear, "init_method": init_method, "parallel_mode": column}
-        )
+        columns = {**linear, "init_method": init_method, "parallel_mode": column}
+        self._add_projections(whole, fuse_qkv_params, norm, columns)
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.layout.size,
@@ -186,9 +188,9 @@ class MultiheadAttention(FlowModule):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             sequence_parallel=sequence_parallel,
-            tp_size=tp_size,
+            tp_size=ranks.size,
             get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group,
+            tp_group=ranks.group,
             layer_number=self.layer_number,
             attention_type=attention_type,
             bottom_right_diagonal=bottom_right_diagonal,
@@ -196,7 +198,7 @@ class MultiheadAttention(FlowModule):
             name=f"{self.name}.core_attention",
         ).to(default_device(device))
         self.proj = Linear(
-            self.layout.query_features,
+            whole.query_features,
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=return_bias,
@@ -210,8 +212,11 @@ class MultiheadAttention(FlowModule):
             for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
         )
 
-    def _layout(self, heads: int, groups: int, size: int | None, interleaved: bool) -> HeadLayout:
+    def _layout(
+        self, heads: int, groups: int | None, size: int | None, interleaved: bool
+    ) -> HeadLayout:
         """The heads of the projections; sizes are checked."""
+        groups = heads if groups is None else groups
         check_sizes("MultiheadAttention", self.name, hidden_size=self.hidden_size)
         sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
         check_sizes("MultiheadAttention", self.name, 1, **sizes, layer_number=self.layer_number)
@@ -228,9 +233,11 @@ class MultiheadAttention(FlowModule):
         self._split_query = Heads(("query",), self.layout)
         self._split_kv = Heads(("key", "value"), self.layout)
 
-    def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
+    def _add_projections(
+        self, whole: HeadLayout, fused: bool, norm: dict[str, Any], linear: dict[str, Any]
+    ) -> None:
         """Register the projections of the input, under the names that checkpoints have."""
-        query, key = self.layout.query_features, self.layout.key_features
+        query, key = whole.query_features, whole.key_features
         parts = {"query": query, "key": key, "value": key}
         if self.attention_type == "cross":
             if self.input_layernorm:
@@ -255,13 +262,6 @@ class MultiheadAttention(FlowModule):
         arguments = {**linear, **(norm or {}), "parameters_split": split}
         name = f"{self.name}.{attribute}"
         setattr(self, attribute, module(self.hidden_size, features, name=name, **arguments))
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor parallel group, of one rank so far."""
-        child: Any
-        for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"

@@ -1,9 +1,8 @@
 """A chain is the data flow of a module: a list of stages, and the values that pass between them.
 
 Values, parameters and gradients are numbered alike: first the values that come in, then the
-parameters of all stages, then the results of each stage. A chain runs forward and backward stage by
-stage; `segments.py` repeats such a run by one call, and `node.py` makes it one node of autograd's
-graph.
+parameters of all stages, then the results of each stage. `stage_by_stage.py` runs a chain,
+`segments.py` repeats such a run by one call, and `node.py` makes it one node of autograd's graph.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import Saved, Stage
+from transformer_engine.pytorch.chain.stages.base import Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8.operands import PendingCast
-from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 
 
 class ChainStep(NamedTuple):
@@ -104,7 +101,7 @@ def _kind_of(chain: Chain) -> str:
 
     Empty where compiled code has to trace them stage by stage.
     """
-    if any(matmul.fuse_wgrad for matmul in chain.matmuls):
+    if chain.communicates or any(matmul.fuse_wgrad for matmul in chain.matmuls):
         return ""
     rows = [
         (type(step.stage).__name__, step.stage.settings(), step.inputs, step.outputs)
@@ -127,6 +124,7 @@ class Chain:
         names: of all values.
         kind: equal for chains that compute the same.
         parts: the first step, and the one behind the last, of what is planned together.
+        communicates: ranks run some of its stages together.
     """
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
@@ -149,18 +147,19 @@ class Chain:
         self.parts = tuple(pairwise([*(built.parts or [0]), len(steps)]))
         self.steps = tuple(self._linked(steps))
         self.layer = ""  # for messages
+        self.communicates = any([step.stage.communicates for step in self.steps])
         self.gemm_names = self._gemm_names()
         self.kind = _kind_of(self)
 
     @classmethod
     def of(cls, *stages: Stage) -> Chain:
-        """Stages one after the other; further results of the first one are the chain's, too."""
+        """Stages one after the other; further results of each are the chain's, too."""
         built = ChainBuilder("input")
         value = 0
         further: list[int] = []
-        for i, stage in enumerate(stages):
+        for stage in stages:
             value, *results = built.add(stage, value)
-            further = results if i == 0 else further
+            further += results
         return built.chain(value, *further)
 
     def _linked(self, steps: Sequence[ChainStep]) -> Iterable[ChainStep]:
@@ -256,94 +255,6 @@ class Chain:
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  -> {c}" for a, b, c in rows]
         return "\n".join([*lines, f"returns {', '.join(self.names[v] for v in self.outputs)}"])
-
-
-def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> list[Saved]:
-    """Run some steps of a plan's chain, stage by stage, without autograd.
-
-    Args:
-        plan: of the call.
-        values: of the chain, parameters included. What steps make is put there, seeds are drawn
-            and put there, and values that are read no more are removed.
-        start: the first step.
-        stop: the one behind the last.
-    """
-    steps, plans = plan.chain.steps, plan.stage_plans
-    record: list[Saved] = []
-    for i in range(start, stop):
-        step = steps[i]
-        inputs = [values[v] for v in step.inputs]
-        if not step.stage.takes_strides:
-            inputs = _contiguous(inputs)
-        request = None
-        if step.consumer >= 0 and isinstance(inputs[0], torch.Tensor):
-            request = steps[step.consumer].stage.request(plans[step.consumer], inputs[0])
-        if step.stage.draws:
-            step.draw_seed(plans[i], values, step.parameters.stop - 1, inputs[0].device)
-        results, saved = step.stage.forward(inputs, values[step.parameters], plans[i], request)
-        for v in step.last_reads:
-            values[v] = None
-        inputs.clear()
-        for v, result in zip(step.outputs, results, strict=True):
-            values[v] = result.cast() if isinstance(result, PendingCast) else result
-        del results, result  # the plain values of what was cast
-        record.append(saved)
-    return record
-
-
-def run_backward(
-    plan: CallPlan, grads: list[Any], record: list[Saved], start: int, stop: int
-) -> None:
-    """Run the backward of some steps, the last one first, stage by stage.
-
-    Args:
-        plan: of the forward.
-        grads: of all values, parameters included. Those of what the steps read are put there or
-            added to what is there.
-        record: what the steps saved. It is emptied, so that memory is free as soon as its stage is
-            done.
-        start: the first step.
-        stop: the one behind the last.
-    """
-    steps, plans = plan.chain.steps, plan.stage_plans
-    for i in range(stop - 1, start - 1, -1):
-        step, saved = steps[i], record.pop()
-        mine = [grads[v] for v in step.outputs]
-        for v in step.outputs:
-            grads[v] = None
-        if not step.stage.takes_strides:
-            mine = _contiguous(mine)
-        if not (plan.differentiable[i] and any([grad is not None for grad in mine])):
-            continue
-        request = None
-        if step.producer >= 0 and isinstance(mine[0], torch.Tensor):
-            request = steps[step.producer].stage.grad_request(plans[step.producer], mine[0])
-        results, carry = step.stage.backward_data(mine, saved, plans[i], request)
-        mine.clear()
-        for v, result in zip(step.inputs, results, strict=True):
-            grads[v] = add_grads(grads[v], result)
-        del results, result
-        for v, grad in enumerate(step.stage.backward_params(carry, saved, plans[i])):
-            grads[step.parameters.start + v] = grad
-        del carry, saved
-
-
-def _contiguous(values: list[Any]) -> list[Any]:
-    return [
-        x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
-        for x in values
-    ]
-
-
-def add_grads(grad: Any, more: Any) -> Any:
-    """The gradient of a value that several stages read."""
-    if isinstance(more, PendingCast):
-        more = more.cast()
-    if grad is None or more is None:
-        return more if grad is None else grad
-    if torch.compiler.is_compiling():
-        return grad + more
-    return dropout_add_forward(more.contiguous(), None, grad, None, 0.0)
 
 
 def run_exported(plan: CallPlan, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -22,11 +22,12 @@ import torch
 
 from transformer_engine.pytorch._torch_private import compiling, memory_of
 from transformer_engine.pytorch.chain import segments
-from transformer_engine.pytorch.chain.chain import TEMPLATES, run_forward
+from transformer_engine.pytorch.chain.chain import TEMPLATES
 from transformer_engine.pytorch.chain.gemm import counting_apart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
+from transformer_engine.pytorch.chain.stage_by_stage import run_forward
 from transformer_engine.pytorch.fp8.described import described_gemm
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory

@@ -13,6 +13,7 @@ A layer runs part by part where
     somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
     saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
     torch.autocast is on;
+    ranks share it: each of its collectives ends a part;
     a part has no chain for its arguments: a cache of keys and values, FP8 attention,
         recomputation, a bias that is returned.
 
@@ -65,6 +66,13 @@ class FlowModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._fused: dict[Hashable, _FusedLayer] = {}  # by what `data_flow` depends on
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group; see `Linear.set_tensor_parallel_group`."""
+        child: Any
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fused": {}}
@@ -158,6 +166,8 @@ class _Listing(Flow):
         return self._add(part, arguments, {})
 
     def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if part.chain.communicates:
+            raise _NotFused
         count = part.chain.inputs
         inputs = arguments[:count]
         if None in inputs:  # which the part itself may refuse

@@ -11,16 +11,21 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.chain import recording
-from transformer_engine.pytorch.chain.chain import (
-    Targets,
-    reader,
-    run_backward,
-    run_forward,
-)
+from transformer_engine.pytorch.chain.chain import Targets, reader
 from transformer_engine.pytorch.chain.gemm import count_group
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
+from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
 from transformer_engine.pytorch.chain.stages.base import Saved
+from transformer_engine.pytorch.fp8.operands import (
+    PARTS,
+    Operands,
+    built,
+    flat,
+    kind_of,
+    operands_like,
+    parts_of,
+)
 
 _MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
 
@@ -64,6 +69,8 @@ class Segment:
         makes: the values that are read outside; what the chain returns, if it is all of it.
         parameters: the numbers of its parameters.
         last_reads: the values that no later segment reads.
+        overlaps: its first step reads what a collective has made, whose backward runs while the
+            parameters' gradients of that step are computed.
         read_inputs: takes out of all values what `forward` reads.
         refused: why there is no recording, and will be none; `""` where there may be one.
     """
@@ -84,6 +91,8 @@ class Segment:
         self.parameters = slice(steps[0].parameters.start, steps[-1].parameters.stop)
         numbers = [*self.reads, *range(self.parameters.start, self.parameters.stop)]
         self.read_inputs = reader(numbers)
+        first = steps[0].producer
+        self.overlaps = first >= 0 and chain.steps[first].stage.communicates
         position = {v: i for i, v in enumerate(numbers)}  # among the inputs of a call
         seeds = [(i, step.parameters.stop - 1) for i, step in enumerate(steps, start)]
         self._seeds = [(i, position[v]) for i, v in seeds if chain.steps[i].stage.draws]
@@ -96,7 +105,7 @@ class Segment:
         self._results: _Reader = list
         self._saved: _Reader = list
         self._stages: list[tuple[list[BufferSlice | None], Any]] = []
-        self._backwards: dict[Any, tuple[Recorded, _Reader] | str] = {}
+        self.backwards: dict[Any, tuple[Recorded, _Reader] | str] = {}
 
     def forward(
         self, plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
@@ -115,8 +124,8 @@ class Segment:
             if self._seeds:
                 inputs = self._with_seeds(plan, inputs)
             brought = inputs
-            if self._fp8_weights or self._caching:
-                brought = self._with_weights(inputs)
+            if self._fp8_weights or self._caching or self.start:
+                brought = self._with_parts(inputs)
             if state:
                 brought = (*brought, *state)
             recorded = self.recorded or self._record(plan, brought, inputs)
@@ -137,12 +146,21 @@ class Segment:
             plan.chain.steps[i].draw_seed(plan.stage_plans[i], found, seed, device)
         return tuple(found)
 
-    def _with_weights(self, inputs: Any) -> tuple[Any, ...]:
-        """The inputs; what weights in FP8 consist of, and what is cached of others, stands behind.
+    def _operands(self, inputs: Sequence[Any]) -> list[int]:
+        """Which of the inputs are operands, that another segment has made."""
+        if not self.start:
+            return []
+        return [i for i in range(len(self.reads)) if type(inputs[i]) is Operands]
+
+    def _with_parts(self, inputs: Any) -> tuple[Any, ...]:
+        """The inputs, then what operands and FP8 weights consist of, and what is cached.
 
         Nothing at all where something is yet to be cached.
         """
         found = list(inputs)
+        for i in self._operands(inputs):
+            found += parts_of(inputs[i])
+            found[i] = None
         for i in self._fp8_weights:
             found += inputs[i].parts
             found[i] = None
@@ -161,7 +179,7 @@ class Segment:
         values[self.parameters] = inputs[len(self.reads) :]
         return values
 
-    def _watch(
+    def watch(
         self,
         plan: CallPlan,
         inputs: Tensors,
@@ -172,15 +190,12 @@ class Segment:
         """What `recording.record` returns, unless it needs too much memory."""
         steps, plans = plan.chain.steps, plan.stage_plans
         if plan.state is not None:
-            brought = [*inputs, *direct]
             known = [*ours, *plan.state]
-            recorded = recording.record(brought, known, (), [], python, apart=True)
-            return recorded
-        persistent = [
-            tensor
-            for i in range(self.start, self.stop)
-            for tensor in steps[i].stage.persistent_tensors(plans[i])
-        ]
+            return recording.record([*inputs, *direct], known, (), [], python, apart=True)
+        own = range(self.start, self.stop)
+        if plan.chain.communicates:  # a norm may cast for a Matmul of another segment
+            own = range(len(steps))
+        persistent = [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
         recorded = recording.record(inputs, ours, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
             return recorded
@@ -191,24 +206,30 @@ class Segment:
     ) -> Recorded | None:
         if not brought:
             return None
-        count = len(inputs)
+        operands = self._operands(inputs)
+        count = len(inputs) + PARTS * len(operands)
         ours = recording.stand_ins(brought[:count])
         watched: list[Saved] = []
+        made: list[Any] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            read: list[Any] = [*ours]
+            read: list[Any] = ours[: len(inputs)]
+            for k, i in enumerate(operands):
+                own = slice(len(inputs) + PARTS * k, len(inputs) + PARTS * (k + 1))
+                read[i] = operands_like(inputs[i], ours[own])
             for i in self._fp8_weights:  # their codes and scales are brought directly
                 read[i] = inputs[i]
             mine = self._values(plan, read)
             watched.extend(run_forward(plan, mine, self.start, self.stop))
-            return [mine[v] for v in self.makes], [t for s in watched for t in s.tensors]
+            made.extend([mine[v] for v in self.makes])
+            return flat(made), [t for s in watched for t in s.tensors]
 
-        recorded = self._watch(plan, brought[:count], ours, brought[count:], python)
+        recorded = self.watch(plan, brought[:count], ours, brought[count:], python)
         if isinstance(recorded, str):
             self.refused = recorded
             return None
         self.recorded = recorded
-        self._results = _reader_of(recorded.results)
+        self._results = _building(reader_of(recorded.results), made)
         slots = sorted({place.slot for place in recorded.saved if place is not None})
         self._saved = reader(slots)
         self._trace = Trace(self, len(slots), None)
@@ -220,7 +241,7 @@ class Segment:
     def backward(
         self,
         plan: CallPlan,
-        made: Sequence[torch.Tensor | None],
+        made: Sequence[Any],
         buffers: list[torch.Tensor | None],
         targets: Targets,
         state: Tensors = (),
@@ -230,45 +251,58 @@ class Segment:
         Args:
             plan: of the forward.
             made: gradients of the values that it made.
-            buffers: what the forward left. The list is emptied.
+            buffers: what the forward left. The list is emptied, unless it is to be read later.
             targets: of weight gradients.
             state: see `forward`.
 
         Returns:
-            Gradients of the values that it reads, and of its parameters.
+            Gradients of the values that it reads, and of its parameters; where it `overlaps`, what
+            its first step carries on with stands behind.
         """
-        inputs = (*made, *buffers)
+        inputs: tuple[Any, ...] = (*made, *buffers)
         key: tuple[Any, ...] = tuple([grad is None for grad in made])
+        if Operands in [type(grad) for grad in made]:
+            inputs = (*flat(made), *buffers)
         inputs = (*inputs, *state)
         mine: Targets = {}
         if targets:
             mine = {i: t for i, t in targets.items() if self.start <= i < self.stop}
             inputs = (*inputs, *[t.main_grad for t in mine.values()])
             key = (*key, *[t.how for t in mine.values()])
-        found = self._backwards.get(key)
+        found = self.backwards.get(key)
         if found is None:
-            found = self._backwards[key] = self._record_backward(plan, inputs, mine)
+            found = self.backwards[key] = self._record_backward(plan, inputs, made, mine)
         if not isinstance(found, str):
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
                 count_group(recorded.gemms)
                 return list(results_of(memory))
-        record = self._views(buffers, mine)
+        record = self.views(buffers, mine)
         del inputs
-        buffers.clear()
+        if not self.overlaps:
+            buffers.clear()
         return self._backward_by_stages(plan.bound(state), made, record)
 
     def _backward_by_stages(
-        self, plan: CallPlan, made: Sequence[torch.Tensor | None], record: list[Saved]
+        self, plan: CallPlan, made: Sequence[Any], record: list[Saved]
     ) -> list[Any]:
         grads: list[Any] = [None] * len(plan.chain.names)
         for v, grad in zip(self.makes, made, strict=True):
             grads[v] = grad
-        run_backward(plan, grads, record, self.start, self.stop)
-        return [*[grads[v] for v in self.reads], *grads[self.parameters]]
+        last = run_backward(plan, grads, record, self.start, self.stop)
+        carry = [None if last is None else last.carry] if self.overlaps else []
+        return [*[grads[v] for v in self.reads], *grads[self.parameters], *carry]
 
-    def _views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
+    def put(self, grads: list[Any], results: Sequence[Any]) -> None:
+        """Put what `backward` returned where it belongs among the gradients of all values."""
+        count = len(self.reads)
+        for v, grad in zip(self.reads, results, strict=False):
+            grads[v] = add_grads(grads[v], grad)
+        parameters = self.parameters.stop - self.parameters.start
+        grads[self.parameters] = results[count : count + parameters]
+
+    def views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
         """What each stage saved, as views into the buffers."""
         return [
             Saved(
@@ -280,32 +314,47 @@ class Segment:
         ]
 
     def _record_backward(
-        self, plan: CallPlan, inputs: Tensors, targets: Targets
+        self, plan: CallPlan, inputs: Tensors, made: Sequence[Any], targets: Targets
     ) -> tuple[Recorded, _Reader] | str:
         ours = recording.stand_ins(inputs)
-        first, end = len(self.makes), len(ours)
+        first, end = len(flat(made)), len(inputs)
         if plan.state is not None:
             end -= len(plan.state)
             ours[end:] = plan.state
         last = end - len(targets)
         into = zip(targets.items(), ours[last:end], strict=True)
         mine = {i: target._replace(main_grad=t) for (i, target), t in into}
-        record = self._views(ours[first:last], mine)
+        record = self.views(ours[first:last], mine)
+        template: list[Any] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            grads = self._backward_by_stages(plan, ours[:first], record)
-            parameters = zip(grads[len(self.reads) :], plan.needs[self.parameters], strict=True)
+            grads = self._backward_by_stages(plan, built(ours[:first], made), record)
+            reads = len(self.reads)
+            needs = plan.needs[self.parameters]
+            carry = grads[reads + len(needs) :]
+            parameters = zip(grads[reads : reads + len(needs)], needs, strict=True)
             needed = [grad if need else None for grad, need in parameters]
-            return [*grads[: len(self.reads)], *needed], ()
+            template.extend([*grads[:reads], *needed, *carry])
+            return flat(template), ()
 
         if plan.state is not None:
             recorded = recording.record(inputs, ours, (), [], python)
         else:
-            recorded = self._watch(plan, inputs, ours, (), python)
-        return recorded if isinstance(recorded, str) else (recorded, _reader_of(recorded.results))
+            recorded = self.watch(plan, inputs, ours, (), python)
+        if isinstance(recorded, str):
+            return recorded
+        return recorded, _building(reader_of(recorded.results), template)
 
 
-def _reader_of(places: Sequence[BufferSlice | None]) -> _Reader:
+def _building(read: _Reader, like: Sequence[Any]) -> _Reader:
+    """A reader of what is like these."""
+    kinds = [kind_of(x) if type(x) is Operands else None for x in like]
+    if not any(kinds):
+        return read
+    return lambda buffers: built(read(buffers), kinds)
+
+
+def reader_of(places: Sequence[BufferSlice | None]) -> _Reader:
     """A function that takes these tensors out of the buffers of a call."""
     if all(place is not None and place.whole for place in places):
         return reader([place.slot for place in places])  # type: ignore[union-attr]

@@ -6,22 +6,27 @@ to the next are tensors of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.chain.chain import (
-    Targets,
-    add_grads,
-    run_backward,
-    run_forward,
-)
+from transformer_engine.pytorch.chain.agreement import check_agreement
+from transformer_engine.pytorch.chain.chain import Targets
+from transformer_engine.pytorch.chain.overlap import backward_with
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, Trace, traced
+from transformer_engine.pytorch.chain.stage_by_stage import (
+    Unfinished,
+    add_grads,
+    finish,
+    run_backward,
+    run_forward,
+)
 from transformer_engine.pytorch.chain.stages.base import Saved
+from transformer_engine.pytorch.parallel.collectives import waited
 
 # Up to this many bytes of input the host takes longer than the GPU. Beyond, kernels take longer,
 # and stages need less memory: each allocates its own, and frees it when it is done.
@@ -53,9 +58,11 @@ def forward(
         trace, tensors = traced(None, run_forward(plan.bound(state), values, 0, len(chain.steps)))
         if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
             plan.recorded = False
-        return [values[v] for v in chain.outputs], tensors, (trace,)
+        return [waited(values[v]) for v in chain.outputs], tensors, (trace,)
     tensors, traces = [], []
     for segment in found:
+        for v in segment.reads:
+            values[v] = waited(values[v])
         results, saved, trace = segment.forward(plan, segment.read_inputs(values), state)
         for v in segment.last_reads:
             values[v] = None
@@ -64,7 +71,7 @@ def forward(
         traces.append(trace)
         tensors += saved
     plan.recorded = False
-    return [values[v] for v in chain.outputs], tensors, traces
+    return [waited(values[v]) for v in chain.outputs], tensors, traces
 
 
 def backward(
@@ -93,13 +100,35 @@ def backward(
         grads = [None] * len(chain.names)
         for v, grad in zip(chain.outputs, grad_outputs, strict=True):
             grads[v] = add_grads(grads[v], grad)
-        for trace in reversed(traces):
-            own = tensors[len(tensors) - trace.tensors :]
-            del tensors[len(tensors) - trace.tensors :]
-            _run_backward(plan, grads, own, trace, targets, state)
+        waiting: Unfinished | None = None
+        for i in reversed(range(len(traces))):
+            own = _taken(tensors, traces[i])
+            restored = _restored(plan, tensors, traces, i)
+            last = _run_backward(plan, grads, own, traces[i], targets, restored, state)
+            finish(waiting)  # the collective before its segment has started
+            waiting = last
+        assert waiting is None  # a chain does not begin behind a collective
+        grads = [waited(grad) for grad in grads[: len(plan.needs)]]
     if False not in plan.needs:
         return grads[: len(plan.needs)]
     return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
+
+
+def _taken(tensors: list[Any], trace: Trace) -> list[Any]:
+    """The tensors of the last trace, which are taken out."""
+    own = tensors[len(tensors) - trace.tensors :]
+    del tensors[len(tensors) - trace.tensors :]
+    return own
+
+
+def _restored(plan: CallPlan, tensors: list[Any], traces: Sequence[Trace], i: int) -> Any:
+    """The first input of a trace, where the stage before it makes that again."""
+    segment, before = traces[i].segment, traces[i - 1]
+    if segment is None or not segment.overlaps or before.stages is None or not before.stages[0][0]:
+        return None
+    number = segment.start - 1
+    saved = _record_of(tensors[len(tensors) - before.tensors :], before.stages, number, {})
+    return plan.chain.steps[number].stage.restore(saved[0], plan.stage_plans[number])
 
 
 def _run_backward(
@@ -108,23 +137,25 @@ def _run_backward(
     tensors: list[Any],
     trace: Trace,
     targets: Targets,
-    state: Tensors = (),
-) -> None:
-    """The backward of one trace; `grads` are those of `run_backward`."""
+    restored: Any,
+    state: Tensors,
+) -> Any:
+    """The backward of one trace; arguments and result are those of `run_backward`."""
     segment = trace.segment
     if trace.stages is not None:
         steps = (0, len(plan.chain.steps)) if segment is None else (segment.start, segment.stop)
         record = _record_of(tensors, trace.stages, steps[0], targets)
         tensors.clear()
-        return run_backward(plan.bound(state), grads, record, *steps)
+        return run_backward(plan.bound(state), grads, record, *steps, restored)
     assert segment is not None
-    made = [grads[v] for v in segment.makes]
+    made = [waited(grads[v]) for v in segment.makes]
     for v in segment.makes:
         grads[v] = None
+    if segment.overlaps:
+        return backward_with(segment, plan, grads, made, tensors, targets, restored)
     results = segment.backward(plan, made, tensors, targets, state)
-    for v, grad in zip(segment.reads, results, strict=False):
-        grads[v] = add_grads(grads[v], grad)
-    grads[segment.parameters] = results[len(segment.reads) :]
+    segment.put(grads, results)
+    return None
 
 
 def _record_of(
@@ -141,7 +172,8 @@ def _record_of(
 def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     """The segments of calls with such inputs; none where all runs stage by stage.
 
-    Calls are recorded only where the host is what takes time.
+    Calls are recorded only where the host is what takes time. A collective is a segment by itself
+    in any call.
     """
     recordings = plan.recordings
     if recordings is None:
@@ -151,19 +183,43 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
     found: list[Segment] | None = recordings.get(key)
     if found is None:
-        if len(recordings) >= _MOST_SHAPES:
-            return []
-        found = recordings[key] = _segments(plan) if first.nbytes <= HOST_BOUND_BYTES else []
+        if plan.chain.communicates:
+            check_agreement(plan, inputs)
+        known = len(recordings) < _MOST_SHAPES
+        found = _segments(plan, known and first.nbytes <= HOST_BOUND_BYTES)
+        if known:
+            recordings[key] = found
     return found
 
 
-def _segments(plan: CallPlan) -> list[Segment]:
-    steps = _recordable_steps(plan)
-    segments = []
-    for possible, parts in groupby(plan.chain.parts, lambda part: all(steps[slice(*part)])):
-        bounds = list(parts)
+def _segments(plan: CallPlan, recorded: bool) -> list[Segment]:
+    if not (recorded or plan.chain.communicates):
+        return []
+    steps, segments = _recordable_steps(plan), []
+    collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
+
+    def kind(piece: tuple[int, int]) -> tuple[bool, int]:
+        own = piece[0] if piece[0] in collective else -1
+        return recorded and all(steps[slice(*piece)]), own
+
+    for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective), kind):
+        bounds = list(pieces)
         segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible))
-    return segments if any([segment.recordable for segment in segments]) else []
+    if collective or any([segment.recordable for segment in segments]):
+        return segments
+    return []
+
+
+def _pieces(
+    parts: Sequence[tuple[int, int]], collective: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """Parts, cut before and behind each collective."""
+    for start, stop in parts:
+        cuts = {start, stop}
+        for i in collective:
+            if start <= i < stop:
+                cuts |= {i, i + 1}
+        yield from pairwise(sorted(cuts))
 
 
 def _recordable_steps(plan: CallPlan) -> list[bool]:

@@ -95,7 +95,7 @@ class autocast(ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        leave()
+        leave(failed=kind is not None)
 
 
 class fp8_autocast(autocast):

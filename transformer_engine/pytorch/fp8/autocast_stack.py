@@ -137,14 +137,17 @@ class AutocastStack:
         if scope.key >= 0:
             self.step.scopes.append(scope)
 
-    def pop(self) -> None:
-        """Leave the innermost scope; at the outermost level, end the forward step."""
+    def pop(self, failed: bool = False) -> None:
+        """Leave the innermost scope; at the outermost level, end the forward step.
+
+        A step that failed updates no scales: other ranks may not come to reduce amaxes with.
+        """
         left = self.scope
         self.scope = self.outer.pop()
         if self.outer:
             return
         self.step.first_pending = self.entered_in_graph = False
-        if self.in_backward:
+        if self.in_backward or failed:
             return
         compiling = torch.compiler.is_compiling()
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
@@ -233,14 +236,14 @@ def enter(scope: Scope) -> None:
         _use(own)
 
 
-def leave() -> None:
-    """Leave the innermost scope."""
+def leave(failed: bool = False) -> None:
+    """Leave the innermost scope; `failed`: an exception is on its way out."""
     if torch.compiler.is_compiling():
-        _THREAD.current.pop()
+        _THREAD.current.pop(failed)
     else:
         own = autocast_stack()
         _use(own.before)
-        own.pop()
+        own.pop(failed)
 
 
 def reset_autocast() -> None:

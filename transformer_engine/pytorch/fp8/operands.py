@@ -12,7 +12,8 @@ stored transpose. A column-wise plain matrix is the matrix itself; the GEMM read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -81,6 +82,53 @@ class Operands:
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.bias_grad = bias_grad
+
+
+PARTS = 5  # of operands
+
+
+def parts_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """The five tensors of operands: codes and scales of both sides, and the bias gradient."""
+    sides = (_side_parts(operands.rowwise), _side_parts(operands.columnwise))
+    return (*sides[0], *sides[1], operands.bias_grad)
+
+
+def operands_like(operands: Operands, parts: Sequence[torch.Tensor | None]) -> Operands:
+    """Operands of the same kind, of other tensors."""
+    row, row_scales, column, column_scales, bias_grad = parts
+    rowwise = _side_like(operands.rowwise, row, row_scales)
+    return Operands(rowwise, _side_like(operands.columnwise, column, column_scales), bias_grad)
+
+
+def _side_parts(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (side.codes, side.scales) if isinstance(side, Fp8Matrix) else (side, None)
+
+
+def _side_like(side: Side | None, data: Any, scales: Any) -> Side | None:
+    return Fp8Matrix(data, scales, side.format) if isinstance(side, Fp8Matrix) else data
+
+
+def flat(values: Sequence[Any]) -> list[torch.Tensor | None]:
+    """Tensors as they are, and the parts of operands."""
+    found: list[torch.Tensor | None] = []
+    for x in values:
+        found += parts_of(x) if type(x) is Operands else (x,)
+    return found
+
+
+def built(tensors: Sequence[torch.Tensor | None], like: Sequence[Any]) -> list[Any]:
+    """The reverse of `flat`: operands where what they are like is operands."""
+    rest = iter(tensors)
+    return [
+        operands_like(x, [next(rest) for _ in range(PARTS)]) if type(x) is Operands else next(rest)
+        for x in like
+    ]
+
+
+def kind_of(operands: Operands) -> Operands:
+    """What `operands_like` needs of operands, without their memory."""
+    nothing = torch.empty(0)
+    return operands_like(operands, [None if t is None else nothing for t in parts_of(operands)])
 
 
 class OperandRequest:

@@ -50,6 +50,8 @@ class ProcessState:
         compiled_in_fp8: layers, see `recompute.compiled_scales`.
         gemm_counts: GEMMs that ran.
         gemm_groups: how often each group of GEMMs ran as a whole.
+        sent: calls and bytes of collectives, see `chain.parallel_report`.
+        agreements: how often ranks have compared what they do, by group.
         inspector: of the debugger's session, see transformer_engine/debug.
     """
 
@@ -65,6 +67,8 @@ class ProcessState:
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}
+        self.sent: dict[Any, tuple[int, int]] = {}
+        self.agreements: dict[str, int] = {}
         self.inspector: Any = None
 
     def intern(self, scope: Scope) -> Scope:
@@ -121,7 +125,7 @@ def process_state() -> ProcessState:
 
 
 def reset_process_state() -> None:
-    """Forget scopes, groups and counts; the debugger's session stays."""
-    inspector = _STATE.inspector
+    """Forget scopes, groups and counts; the debugger's session and what ranks count stay."""
+    inspector, agreements = _STATE.inspector, _STATE.agreements
     _STATE.__init__()  # type: ignore[misc]
-    _STATE.inspector = inspector
+    _STATE.inspector, _STATE.agreements = inspector, agreements

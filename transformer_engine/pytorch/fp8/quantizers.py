@@ -50,9 +50,11 @@ class Quantizer:
             dtype of activations first.
         recasts_alike: casting the same values in backward gives the same codes.
         replaces: `result` may return something else than its argument.
+        shard_rows: of how many rows a shard must have a multiple, see `of_shards`.
         public_class: of the documented quantizer that does the same; it has a method `of`.
     """
 
+    shard_rows = 16
     scaling = ""
     format = -1
     is_fp8 = False
@@ -148,6 +150,13 @@ class Quantizer:
     def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
         """The scale of `x` (fp32) in torch's own operators, a scalar: for a graph of ONNX."""
         raise NotImplementedError
+
+    def of_shards(self, group: Any) -> Quantizer | None:
+        """The quantizer of this rank's rows of a tensor: the codes are those of the whole tensor.
+
+        None where only the whole tensor can be cast.
+        """
+        return None
 
     def public(self) -> Any:
         """The documented quantizer that does the same; None where there is none."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.parallel.groups import check_group
+from transformer_engine.pytorch.parallel.groups import TensorParallel, check_group
 
 
 def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
@@ -54,7 +54,7 @@ def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoRet
 
 
 def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
-    """Raise unless a group has one rank: several are not implemented."""
+    """Raise unless a group has one rank: several are not implemented for this module."""
     kind, layer = type(module).__name__, str(module.name)
     check_group(kind, argument, group, layer)
     if group is None:
@@ -62,23 +62,36 @@ def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
     size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
     if size > 1:
         raise NotImplementedError(
-            f"[{kind}] {argument} with {size} ranks: tensor, sequence and context parallelism "
-            f"are not implemented yet; a group of one rank is accepted (layer {layer})"
+            f"[{kind}] {argument} with {size} ranks is not implemented yet; a group of one rank "
+            f"is accepted (layer {layer})"
         )
 
 
-def refuse_parallel_sizes(
-    module: nn.Module, tp_group: Any, tp_size: int, sequence_parallel: bool
-) -> None:
-    """Parallel arguments are accepted as long as they mean one rank."""
+def refuse_parallel_sizes(module: nn.Module, tp_group: Any = None, tp_size: int = 1) -> None:
+    """Tensor parallel arguments are accepted as long as they mean one rank."""
     refuse_parallelism(module, "tp_group", tp_group)
     kind = type(module).__name__
     check_sizes(kind, str(module.name), 1, tp_size=tp_size)
     if tp_size > 1:
         raise NotImplementedError(
-            f"[{kind}] tp_size={tp_size}: tensor parallelism is not implemented yet "
-            f"(sequence_parallel={sequence_parallel} alone has no effect)"
+            f"[{kind}] tp_size={tp_size}: tensor parallelism is not implemented yet (layer "
+            f"{module.name})"
         )
+
+
+def tensor_parallel(
+    module: Any, tp_group: Any, tp_size: int, sequence_parallel: bool, shared: bool = True
+) -> TensorParallel:
+    """The ranks that these arguments of a constructor name; this one alone unless `shared`.
+
+    Raises:
+        TypeError: no process group, or no sizes.
+        ValueError: a group of another size.
+    """
+    kind = type(module).__name__
+    check_sizes(kind, str(module.name), 1, tp_size=tp_size)
+    ranks = TensorParallel(kind, module.name, tp_group, tp_size, sequence_parallel)
+    return ranks if shared else TensorParallel(kind, module.name, None, 1)
 
 
 # Keywords of other versions that only tune communication between several ranks.

@@ -32,11 +32,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     with_weight_scales,
 )
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.module.arguments import (
-    check_numbers,
-    check_sizes,
-    refuse_parallelism,
-)
+from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import (
     check_device,
     check_features,
@@ -45,6 +41,11 @@ from transformer_engine.pytorch.module.inputs import (
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet
 from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.parallel.groups import (
+    SharedByRanks,
+    TensorParallel,
+    check_amax_group,
+)
 from transformer_engine.pytorch.recompute.compiled_scales import record_scope
 from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -56,7 +57,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(ScaledModule):
+class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
     """Base of Linear, LayerNormLinear and LayerNormMLP.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
@@ -73,9 +74,7 @@ class TransformerEngineBaseModule(ScaledModule):
         self.name = layer_name(name)
         check_sizes(type(self).__name__, self.name, **sizes)
         check_numbers(type(self).__name__, self.name, eps=eps)
-        self.tp_group: Any = None
-        self.tp_size = 1
-        self.sequence_parallel = False
+        self.ranks = TensorParallel(type(self).__name__, self.name, None, 1)
         self.primary_weights_in_fp8 = self.fp8_parameters = model_init().enabled
         self.preserve_high_precision_init_val = model_init().preserve
         self._plans = PlanCache()
@@ -94,14 +93,10 @@ class TransformerEngineBaseModule(ScaledModule):
             self.drop_plans()
             fp8_weights.rename(self, name)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor parallel group before the first forward.
-
-        Args:
-            tp_group: process group; only groups of one rank are supported so far.
-        """
-        refuse_parallelism(self, "tp_group", tp_group)
-        self.tp_group = tp_group
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each rank has a part of the tokens outside the parallel region."""
+        return self.ranks.sequence
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.
@@ -254,10 +249,8 @@ class TransformerEngineBaseModule(ScaledModule):
         autocast: torch.dtype | None,
         first_microbatch: bool | None,
     ) -> CallPlan:
-        if not _is_compiling() and _torch_private.other_autodiff_active():
-            _torch_private.refuse_other_autodiff(
-                self.name, (x, *parameters)
-            )  # before state is made
+        if not _is_compiling() and _torch_private.other_autodiff_active():  # before state is made
+            _torch_private.refuse_other_autodiff(self.name, (x, *parameters))
         check_device(self, x, parameters)
         dtype = autocast or checked_dtype(self, x, parameters)
         scope = autocast_stack().scope
@@ -311,6 +304,7 @@ class TransformerEngineBaseModule(ScaledModule):
         """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
         if not (scope.enabled or (scope.calibrating and not exporting())):
             return Built([HIGH_PRECISION_GEMM] * self.gemm_count)
+        check_amax_group(self.ranks, scope.recipe, scope.group)
         built = build_quantizers(self, scope, recording, device, in_operator)
         if built.moved:
             self.drop_plans()

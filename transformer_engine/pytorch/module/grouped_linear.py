@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
-from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.module.arguments import check_sizes, refuse_parallel_sizes
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features
 from transformer_engine.pytorch.module.linear import Linear
@@ -64,6 +64,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
+        refuse_parallel_sizes(self, arguments.get("tp_group"), arguments.get("tp_size", 1))
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -170,6 +171,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group, of one rank so far."""
+        refuse_parallel_sizes(self, tp_group)
         super().set_tensor_parallel_group(tp_group)
         for part in self._parts:
             part.set_tensor_parallel_group(tp_group)

@@ -82,10 +82,11 @@ def check_inputs(
         raise ValueError(
             "[TransformerLayer] expected encoder_output, as layer_type is 'decoder', got None"
         )
-    if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0]):
+    ranks = layer.layernorm_mlp.ranks.size
+    if layer.sequence_parallel and layer.seq_length not in (None, hidden_states.shape[0] * ranks):
         raise ValueError(
-            f"[TransformerLayer] expected hidden_states of sequence length {layer.seq_length},"
-            f" got {hidden_states.shape[0]}"
+            f"[TransformerLayer] expected hidden_states of sequence length "
+            f"{layer.seq_length / ranks:g}, got {hidden_states.shape[0]}"
         )
     check_mask(mask, kind or layer.self_attn_mask_type, "attention_mask", "self_attn_mask_type")
     check_export(layer)

@@ -9,19 +9,20 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
-from transformer_engine.pytorch.chain.stages import Matmul, Norm
+from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.module.arguments import (
     accept_overlap_arguments,
-    refuse_parallel_sizes,
+    tensor_parallel,
 )
-from transformer_engine.pytorch.module.linear import (
-    SingleGemmModule,
-    parallel_mode_of,
-    weight_attributes,
-)
+from transformer_engine.pytorch.module.linear import SingleGemmModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.parallel_mode import (
+    SharedLinear,
+    gathered_tap,
+    parallel_mode_of,
+)
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
@@ -48,16 +49,20 @@ class LayerNormLinear(SingleGemmModule):
         init_method: called as `init_method(weight)`; None is a normal with deviation 0.023.
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
-        return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_layernorm_output_gathered: return that of all ranks' tokens, with
+            `sequence_parallel`.
         return_input: also return the input, for a residual connection: the gradient that comes back
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         parameters_split: see `Linear`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
-        sequence_parallel: has an effect with several ranks only.
-        tp_group: tensor parallel group, of one rank so far.
-        tp_size: tensor parallel size, 1 so far.
-        parallel_mode: None or `"column"`.
+        sequence_parallel: outside the parallel region each rank has its part of the tokens, along
+            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+            first forward.
+        tp_size: how many ranks that group has.
+        parallel_mode: None or `"column"`: each rank has some of the outputs. A norm cannot be
+            shared as `"row"` would ask.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
         return_bias: return the bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
@@ -69,7 +74,7 @@ class LayerNormLinear(SingleGemmModule):
         ValueError: sizes, splits, modes or norms that cannot be.
         TypeError: unknown arguments; sizes or dtypes that are none.
         RuntimeError: a GPU that torch does not see.
-        NotImplementedError: tensor parallelism over more than one rank.
+        NotImplementedError: `parallel_mode="row"`.
 
     >>> import torch
     >>> LayerNormLinear(16, 32, device="cpu")(torch.ones(4, 16)).shape
@@ -107,28 +112,33 @@ class LayerNormLinear(SingleGemmModule):
     ) -> None:
         super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
         accept_overlap_arguments(LayerNormLinear, others)
-        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        if self.parallel_mode == "row" and self.ranks.size > 1:
+            raise NotImplementedError(
+                "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
+                f"needs all features of a token on each rank (layer {self.name})"
+            )
+        shared = SharedLinear(self.parallel_mode, self.ranks)
         self.in_features = in_features
-        self.out_features = out_features
+        self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps
         self.normalization = check_normalization(normalization, "LayerNormLinear")
         self.zero_centered_gamma = zero_centered_gamma
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
-        tap = tap_of(return_layernorm_output, return_input)
-        self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
-        self.tp_group = tp_group
+        gathers = gathered_tap(shared, return_layernorm_output_gathered, return_layernorm_output)
+        tap = tap_of(return_layernorm_output and not gathers, return_input)
 
         sizes = split_sizes(parameters_split, out_features, "LayerNormLinear")
-        self._split = SplitLinearParameters(sizes, out_features, bias)
+        self._split = SplitLinearParameters(sizes, shared, out_features, bias)
         self._parameter_set = ParameterSet(get_rng_state_tracker)
         norm = norm_parameters(
             normalization, in_features, zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
         self._norm_names = names_in(norm, "layer_norm_weight", "layer_norm_bias")
-        init = init_method or default_init_method
-        linear = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
+        linear = self._split.specs(in_features, init_method or default_init_method)
         self._parameter_set.create(
             self, norm + linear, params_dtype_of(params_dtype, dtype), device
         )
@@ -138,7 +148,7 @@ class LayerNormLinear(SingleGemmModule):
             self.bias = None
         self.chain = Chain.of(
             Norm(normalization, eps, zero_centered_gamma, tap),
-            Matmul(0, self.name, fuse_wgrad_accumulation),
+            *shared.stages(0, self.name, fuse_wgrad_accumulation, gathered_tap=gathers),
         )
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:

@@ -6,23 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
-from transformer_engine.pytorch.chain.stages import Activation, Matmul, Norm
+from transformer_engine.pytorch.chain.stages import Activation, Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
 from transformer_engine.pytorch.module.arguments import (
     accept_overlap_arguments,
-    refuse_parallel_sizes,
+    tensor_parallel,
 )
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.linear import weight_attributes
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear, gathered_tap
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
@@ -51,15 +50,19 @@ class LayerNormMLP(TransformerEngineBaseModule):
         output_layer_init_method: of FC2's weight; likewise.
         get_rng_state_tracker: returns the tracker under which weights are initialised.
         return_layernorm_output: also return the output of the norm.
-        return_layernorm_output_gathered: gather it first; has an effect with several ranks only.
+        return_layernorm_output_gathered: return that of all ranks' tokens, with
+            `sequence_parallel`.
         return_input: also return the input, for a residual connection: the gradient that comes back
             on it is added inside the norm's backward. Not with `return_layernorm_output`.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
-        set_parallel_mode: FC1 column parallel, FC2 row parallel, with several ranks.
-        sequence_parallel: has an effect with several ranks only.
-        tp_group: tensor parallel group, of one rank so far.
-        tp_size: tensor parallel size, 1 so far.
+        set_parallel_mode: the ranks of `tp_group` share the layer: FC1 is column parallel, FC2 row
+            parallel. Without it every rank has all of it.
+        sequence_parallel: outside the parallel region each rank has its part of the tokens, along
+            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+            first forward.
+        tp_size: how many ranks that group has.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
         return_bias: return FC2's bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
@@ -75,7 +78,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         ValueError: norms or sizes that cannot be.
         TypeError: unknown arguments; sizes or dtypes that are none.
         RuntimeError: a GPU that torch does not see.
-        NotImplementedError: unknown activations; tensor parallelism over more than one rank.
+        NotImplementedError: unknown activations.
 
     >>> import torch
     >>> LayerNormMLP(16, 64, device="cpu")(torch.ones(4, 16)).shape
@@ -117,7 +120,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         accept_overlap_arguments(LayerNormMLP, others)
-        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
         kind = activation_kind(activation)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
@@ -128,19 +131,20 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.checkpoint = checkpoint
-        tap = tap_of(return_layernorm_output, return_input)
-        self.set_parallel_mode = set_parallel_mode
-        self.tp_group = tp_group
-        self.fc1_features = ffn_hidden_size * (2 if is_gated(kind) else 1)
+        self.checkpoint, self.set_parallel_mode = checkpoint, set_parallel_mode
+        halves = [ffn_hidden_size] * (2 if is_gated(kind) else 1)
+        self._fc1 = SharedLinear("column", self.ranks, halves)
+        self._fc2 = SharedLinear("row", self.ranks)
+        gathers = gathered_tap(self._fc1, return_layernorm_output_gathered, return_layernorm_output)
+        tap = tap_of(return_layernorm_output and not gathers, return_input)
+        self.fc2_features = self._fc2.inputs("ffn_hidden_size", ffn_hidden_size)
+        self.fc1_features = self.fc2_features * len(halves)
 
         norm = norm_parameters(
             normalization, hidden_size, zero_centered_gamma, sequence_parallel, "layer_norm_"
         )
         self._parameter_set = ParameterSet(get_rng_state_tracker)
-        first = init_method or default_init_method
-        second = output_layer_init_method or default_init_method
-        specs = norm + self._linear_specs(first, second)
+        specs = norm + self._linear_specs(init_method, output_layer_init_method)
         self._names = names_in(
             specs,
             *("layer_norm_weight", "layer_norm_bias"),
@@ -153,25 +157,26 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.fc1_bias = self.fc2_bias = None
         self.chain = Chain.of(
             Norm(normalization, eps, zero_centered_gamma, tap),
-            Matmul(0, self.name, fuse_wgrad_accumulation, "fc1"),
+            *self._fc1.stages(0, self.name, fuse_wgrad_accumulation, "fc1", gathers),
             Activation(kind),
-            Matmul(1, self.name, fuse_wgrad_accumulation, "fc2"),
+            *self._fc2.stages(1, self.name, fuse_wgrad_accumulation, "fc2"),
         )
 
-    def _linear_specs(self, first: InitMethod, second: InitMethod) -> list[ParameterSpec]:
+    def _linear_specs(
+        self, first: InitMethod | None, second: InitMethod | None
+    ) -> list[ParameterSpec]:
         (out1, in1), (out2, in2) = self._gemm_weights()
-        zeros = nn.init.zeros_
-        column, row = weight_attributes("column"), weight_attributes("row")
-        specs = [ParameterSpec("fc1_weight", (out1, in1), first, column, True, True)]
-        if self.use_bias:
-            specs.append(ParameterSpec("fc1_bias", (out1,), zeros, column))
-        specs.append(ParameterSpec("fc2_weight", (out2, in2), second, row, True, True))
-        if self.use_bias:
-            specs.append(ParameterSpec("fc2_bias", (out2,), zeros))
-        return specs
+        first, second = first or default_init_method, second or default_init_method
+        specs = [
+            self._fc1.weight("fc1_weight", (out1, in1), first),
+            self._fc1.bias("fc1_bias", out1),
+            self._fc2.weight("fc2_weight", (out2, in2), second),
+            self._fc2.bias("fc2_bias", out2, self.set_parallel_mode),
+        ]
+        return specs if self.use_bias else specs[::2]
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
-        return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)]
+        return [(self.fc1_features, self.hidden_size), (self.hidden_size, self.fc2_features)]
 
     def _weights(self) -> list[torch.Tensor]:
         return tensors_of(self, ("fc1_weight", "fc2_weight"))  # type: ignore[return-value]

@@ -9,13 +9,13 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
-from transformer_engine.pytorch.chain.stages import Matmul
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.module.arguments import (
     accept_overlap_arguments,
-    refuse_parallel_sizes,
+    tensor_parallel,
 )
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
     ParameterSet,
@@ -25,25 +25,6 @@ from transformer_engine.pytorch.module.parameters import (
     params_dtype_of,
     split_sizes,
 )
-
-PARALLEL_MODES = (None, "column", "row")
-
-
-def weight_attributes(parallel_mode: str | None) -> dict[str, Any]:
-    """What tensor-parallel trainers read off a weight."""
-    dim = 1 if parallel_mode == "row" else 0
-    return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
-
-
-def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
-    """`column`, `row` or None, whatever the case of the argument."""
-    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
-    if mode not in PARALLEL_MODES:
-        raise ValueError(
-            f"[{module}] parallel_mode {parallel_mode!r} not supported: expected None, 'column' or "
-            "'row'"
-        )
-    return mode
 
 
 class SingleGemmModule(TransformerEngineBaseModule):
@@ -73,10 +54,13 @@ class Linear(SingleGemmModule):
         parameters_split: names (equal parts) or name-to-size mapping that splits weight and bias
             along dim 0 into parameters `<name>_weight`, `<name>_bias`.
         device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
-        sequence_parallel: has an effect with several ranks only.
-        tp_group: tensor parallel group, of one rank so far.
-        tp_size: tensor parallel size, 1 so far.
-        parallel_mode: None, `"column"` or `"row"`.
+        sequence_parallel: outside the parallel region each rank has its part of the tokens, along
+            the first axis: gathered before a column-parallel GEMM, scattered after a row-parallel.
+        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+            first forward.
+        tp_size: how many ranks that group has.
+        parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
+            inputs, and outputs are summed over the ranks; None: the ranks do not share it.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
         return_bias: return `(y without bias, bias)`.
         params_dtype: of the parameters; None is torch's default dtype.
@@ -91,7 +75,6 @@ class Linear(SingleGemmModule):
         ValueError: sizes, splits or modes that cannot be.
         TypeError: unknown arguments; sizes or dtypes that are none.
         RuntimeError: a GPU that torch does not see.
-        NotImplementedError: tensor parallelism over more than one rank.
 
     >>> import torch
     >>> Linear(16, 32, device="cpu")(torch.ones(4, 16)).shape
@@ -124,24 +107,23 @@ class Linear(SingleGemmModule):
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
         accept_overlap_arguments(Linear, others)
-        refuse_parallel_sizes(self, tp_group, tp_size, sequence_parallel)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
+        shared = SharedLinear(self.parallel_mode, self.ranks)
+        self.in_features = shared.inputs("in_features", in_features)
+        self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias
         self.return_bias = return_bias
-        self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        self.tp_group = tp_group
 
         sizes = split_sizes(parameters_split, out_features, "Linear")
-        self._split = SplitLinearParameters(sizes, out_features, bias)
+        self._split = SplitLinearParameters(sizes, shared, out_features, bias)
         self._parameter_set = ParameterSet(get_rng_state_tracker)
-        init = init_method or default_init_method
-        specs = self._split.specs(in_features, init, weight_attributes(self.parallel_mode))
+        specs = self._split.specs(self.in_features, init_method or default_init_method)
         self._parameter_set.create(self, specs, params_dtype_of(params_dtype, dtype), device)
         if not bias:
             self.bias = None
-        self._matmul = Matmul(0, self.name, fuse_wgrad_accumulation)
-        self.chain = Chain.of(self._matmul)
+        self.chain = Chain.of(*shared.stages(0, self.name, fuse_wgrad_accumulation))
+        (self._matmul,) = self.chain.matmuls
         self.save_original_input = save_original_input
 
     @property
@@ -169,7 +151,9 @@ class Linear(SingleGemmModule):
                 None casts it for this call only.
 
         Returns:
-            `(..., out_features)`, and with `return_bias` the bias (or None).
+            `(..., out_features)`, and with `return_bias` the bias (or None). With several ranks
+            `out_features` is the rank's share of a column-parallel layer, and with
+            `sequence_parallel` the first size is `tp_size` times as large, or as small.
 
         Raises:
             ValueError: a last size other than `in_features`; an input on another device.

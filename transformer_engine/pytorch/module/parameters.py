@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,12 @@ from transformer_engine.pytorch._torch_private import default_device_is_set
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes
+from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.module.parallel_mode import SharedLinear
 
 InitMethod = Callable[[torch.Tensor], Any]
 Split = Sequence[str] | Mapping[str, int] | None
@@ -53,6 +58,7 @@ class ParameterSpec:
     attributes: dict[str, Any] = field(default_factory=dict)
     tracked: bool = False  # initialised under the RNG state tracker
     gemm_weight: bool = False  # may be kept in FP8, see quantized_model_init
+    shard: Shard | None = None  # of a whole parameter
 
 
 class ParameterSet:
@@ -98,7 +104,13 @@ class ParameterSet:
     def _initialise(self, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         tracker = self._tracker() if spec.tracked and self._tracker is not None else None
         with torch.no_grad(), nullcontext() if tracker is None else tracker.fork():
-            spec.init(parameter)
+            rank = None if spec.shard is None else spec.shard.ranks.rank
+            if spec.shard is None or rank is None or not _draws_whole(tracker):
+                spec.init(parameter)
+                return
+            whole = parameter.new_empty(spec.shard.whole_shape(parameter.shape))
+            spec.init(whole)
+            parameter.copy_(spec.shard.of(whole, rank))
 
     def start_as(self, inits: Mapping[str, InitMethod]) -> None:
         """Let parameters start otherwise, by name, from the next `reset` on."""
@@ -119,6 +131,15 @@ class ParameterSet:
                 fp8_weights.initialize(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
+
+
+def _draws_whole(tracker: Any) -> bool:
+    """Whether ranks draw a whole parameter and take their parts.
+
+    Ranks that are seeded alike have the parts of what one process would have. Trackers of trainers
+    are seeded unlike on each rank, for draws of parts.
+    """
+    return tracker is None or type(tracker) is CudaRNGStatesTracker
 
 
 def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
@@ -226,23 +247,26 @@ class SplitLinearParameters:
     Names: `weight` and `bias`, or `<part>_weight` and `<part>_bias`; all weights first.
     """
 
-    def __init__(self, sizes: dict[str, int], features: int, bias: bool) -> None:
-        self.sizes = sizes or {"": features}
+    def __init__(
+        self, sizes: dict[str, int], shared: SharedLinear, features: int, bias: bool
+    ) -> None:
+        self.shared = shared
+        what = "{} of parameters_split" if sizes else "out_features"
+        whole = sizes or {"": features}
+        self.sizes = {name: shared.outputs(what.format(name), n) for name, n in whole.items()}
         self.weight_names = [_suffixed(part, "weight") for part in self.sizes]
         self.bias_names = [_suffixed(part, "bias") for part in self.sizes] if bias else []
         self._names: Names = (*self.weight_names, *(self.bias_names or (None,)))
 
-    def specs(
-        self, in_features: int, init: InitMethod, weight_attributes: dict[str, Any]
-    ) -> list[ParameterSpec]:
+    def specs(self, in_features: int, init: InitMethod) -> list[ParameterSpec]:
         """The parameters to create, in order."""
+        sizes = self.sizes.values()
         weights = [
-            ParameterSpec(name, (size, in_features), init, weight_attributes, True, True)
-            for name, size in zip(self.weight_names, self.sizes.values(), strict=True)
+            self.shared.weight(name, (size, in_features), init)
+            for name, size in zip(self.weight_names, sizes, strict=True)
         ]
         biases = [
-            ParameterSpec(name, (size,), nn.init.zeros_)
-            for name, size in zip(self.bias_names, self.sizes.values(), strict=False)
+            self.shared.bias(name, size) for name, size in zip(self.bias_names, sizes, strict=False)
         ]
         return weights + biases
 

@@ -54,21 +54,24 @@ class TransformerLayer(FlowModule):
         kv_channels: size of a head; None is `hidden_size / num_attention_heads`.
         self_attn_mask_type: see `DotProductAttention`; `forward` may override it.
         window_size: see `DotProductAttention`; `forward` may override it.
-        tp_group: tensor parallel group, of one rank so far.
-        tp_size: tensor parallel ranks, 1 so far.
+        tp_group: tensor parallel group; None where `set_tensor_parallel_group` gives it before the
+            first forward.
+        tp_size: how many ranks that group has.
         params_dtype: of the parameters; None is torch's default dtype.
         get_rng_state_tracker: returns the tracker of initialisation and attention dropout.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`; needs
             `fuse_qkv_params`.
-        seq_length: with `sequence_parallel`, the sequence length that inputs must have.
+        seq_length: with `sequence_parallel`, the sequence length of the `tp_size` parts together.
         micro_batch_size: without effect.
-        sequence_parallel: has an effect with several ranks only.
+        sequence_parallel: input and output are this rank's part of the tokens, see `Linear`. Run
+            the layer in a fork of the tracker then, so that ranks drop unlike elements.
         apply_residual_connection_post_layernorm: take residuals from the output of the norms.
         output_layernorm: normalise the output instead of the input.
         parallel_attention_mlp: attention and MLP side by side, of the same input.
         layer_type: `encoder`, or `decoder` with cross-attention.
         drop_path_rate: probability of leaving out a sample's attention or MLP block in training.
-        set_parallel_mode: shard the layer over the tensor parallel group.
+        set_parallel_mode: the ranks of `tp_group` share the layer: heads and QKV and FC1 by
+            columns, PROJ and FC2 by rows. Without it every rank has all of it.
         fuse_qkv_params: one parameter for queries, keys and values instead of three.
         zero_centered_gamma: start gamma at 0 and multiply by `1 + gamma`.
         qkv_weight_interleaved: the rows of the weight are, for each group, those of its queries,
@@ -95,9 +98,10 @@ class TransformerLayer(FlowModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: sizes, mask types or settings that cannot be, alone or together.
+        ValueError: sizes, mask types or settings that cannot be, alone or together, or that ranks
+            cannot share.
         TypeError: unknown arguments.
-        NotImplementedError: unknown activations; groups of several ranks.
+        NotImplementedError: unknown activations.
 
     Example:
         >>> layer = TransformerLayer(64, 256, 4, device="cpu")
@@ -247,13 +251,6 @@ class TransformerLayer(FlowModule):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor parallel group, of one rank so far."""
-        child: Any
-        for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"

@@ -1,4 +1,4 @@
-"""Process groups that users hand over."""
+"""Process groups that users hand over, and the tensor parallel ranks that share a module."""
 
 from __future__ import annotations
 
@@ -18,3 +18,158 @@ def check_group(op: str, argument: str, group: Any, layer: str | None = None) ->
         f"[{op}] expected {argument} to be a process group of torch.distributed or None, got "
         f"{group!r}{where}"
     )
+
+
+def group_size(group: Any) -> int:
+    """How many ranks a group has; 1 without a group, or where torch.distributed is not started."""
+    if group is None or not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return max(dist.get_world_size(group), 1)  # torch says -1 to those that are not members
+
+
+class TensorParallel:
+    """The tensor parallel ranks of a module. Stages hold it, because the group may come later.
+
+    Args:
+        op: kind of the module, for messages.
+        layer: its name, likewise.
+        group: process group; None where it comes before the first forward.
+        size: how many ranks share the module; of a group that is given it may be left at 1.
+        sequence: activations outside the parallel region are shards along their first axis.
+
+    Attributes:
+        used: a forward has run, so the group stays what it is.
+
+    Raises:
+        TypeError: no process group.
+        ValueError: a group of another size.
+    """
+
+    def __init__(self, op: str, layer: str, group: Any, size: int, sequence: bool = False) -> None:
+        check_group(op, "tp_group", group, layer)
+        self.op, self.layer = op, layer
+        self.group = group
+        found = group_size(group)
+        if found > 1 and size not in (1, found):
+            self._refuse(f"tp_group of tp_size={size} ranks", f"one of {found}")
+        self.size = max(size, found)
+        self.sequence = bool(sequence) and self.size > 1
+        self.used = False
+
+    def __deepcopy__(self, memo: object) -> TensorParallel:
+        # A copied module works with the same ranks; groups themselves cannot be copied.
+        copy = TensorParallel.__new__(TensorParallel)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is saved is given a group by who loads it.
+        return {**self.__dict__, "group": None, "used": False}
+
+    def set_group(self, group: Any) -> None:
+        """Take the group of a module that was built for its size.
+
+        Raises:
+            TypeError: no process group.
+            ValueError: a group of another size, or another group after the first forward.
+        """
+        check_group(self.op, "tp_group", group, self.layer)
+        size = group_size(group)
+        if group is not None and size not in (1, self.size):
+            self._refuse(f"a tp_group of tp_size={self.size} ranks", f"one of {size}")
+        if self.used and group is not self.group:
+            self._refuse("set_tensor_parallel_group before the first forward", "another group")
+        self.group = group
+
+    @property
+    def rank(self) -> int | None:
+        """Of this process in the group; None where that is not known yet."""
+        if self.size == 1:
+            return 0
+        return dist.get_rank(self.group) if group_size(self.group) == self.size else None
+
+    def check(self) -> Any:
+        """The group, for a collective.
+
+        Raises:
+            RuntimeError: it was not given.
+        """
+        if not self.used:
+            found = group_size(self.group)
+            if found != self.size:
+                raise RuntimeError(
+                    f"[{self.op}] TP group not initialized: expected set_tensor_parallel_group "
+                    f"with a group of tp_size={self.size} ranks before the first forward, got "
+                    f"{'none' if self.group is None else found} (layer {self.layer})"
+                )
+            self.used = True
+        return self.group
+
+    def share(self, what: str, count: int) -> int:
+        """The part of one rank.
+
+        Raises:
+            ValueError: it does not divide.
+        """
+        if count % self.size:
+            self._refuse(f"{what} divisible by tp_size={self.size}", str(count))
+        return count // self.size
+
+    def _refuse(self, expected: str, got: str) -> None:
+        raise ValueError(f"[{self.op}] expected {expected}, got {got} (layer {self.layer})")
+
+
+def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None:
+    """Check that ranks with parts of one tensor will have equal scales.
+
+    Raises:
+        ValueError: delayed scaling reduces no amaxes, or over too few ranks.
+    """
+    if not ranks.sequence or not hasattr(recipe, "reduce_amax") or ranks.group is None:
+        return
+    where = f"with sequence_parallel=True (layer {ranks.layer})"
+    if not recipe.reduce_amax:
+        raise ValueError(
+            f"[{ranks.op}] expected a recipe with reduce_amax=True, got False, {where}"
+        )
+    if fp8_group is None or not dist.is_initialized():
+        return
+    missing = set(dist.get_process_group_ranks(ranks.group))
+    missing -= set(dist.get_process_group_ranks(fp8_group))
+    if missing:
+        raise ValueError(
+            f"[{ranks.op}] expected an fp8_group with all ranks of tp_group, got one without "
+            f"{sorted(missing)}, {where}"
+        )
+
+
+class SharedByRanks:
+    """What modules that tensor parallel ranks share have.
+
+    Attributes:
+        ranks: that share it.
+    """
+
+    ranks: TensorParallel
+
+    @property
+    def tp_group(self) -> Any:
+        """The tensor parallel group; None where there is none, or none yet."""
+        return self.ranks.group
+
+    @property
+    def tp_size(self) -> int:
+        """How many tensor parallel ranks share the module."""
+        return self.ranks.size
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor parallel group before the first forward.
+
+        Args:
+            tp_group: process group of `tp_size` ranks.
+
+        Raises:
+            TypeError: no process group.
+            ValueError: a group of another size, or another group after the first forward.
+        """
+        self.ranks.set_group(tp_group)

@@ -9,17 +9,20 @@ import torch
 
 from transformer_engine.pytorch.attention.core.call import (
     AttentionMask,
+    Bias,
     CallArguments,
     bias_of,
     sequences_of,
 )
 from transformer_engine.pytorch.attention.core.casts import asks
+from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
 from transformer_engine.pytorch.export.onnx import refuse, refuse_training
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
@@ -141,6 +144,16 @@ def arguments_of(
         bias_of(core_attention_bias_type, core_attention_bias, alibi_slopes),
         checkpoint_core_attention,
     )
+
+
+def bias_of_rank(bias: Bias, heads: int, ranks: TensorParallel, device: torch.device) -> Bias:
+    """The bias for the heads of this rank: of all ALiBi's usual slopes it has its own."""
+    if ranks.size == 1 or bias.type != "alibi" or bias.slopes is not None:
+        return bias
+    ranks.check()
+    assert ranks.rank is not None
+    own = default_slopes(heads, device).flatten().chunk(ranks.size)[ranks.rank]
+    return bias._replace(slopes=own.contiguous())
 
 
 def refuse_unimplemented(argument: str, value: object) -> NoReturn:

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import packed_base
+from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 class HeadLayout(NamedTuple):
@@ -31,6 +32,11 @@ class HeadLayout(NamedTuple):
     groups: int
     size: int
     interleaved: bool
+
+    def shared(self, ranks: TensorParallel) -> HeadLayout:
+        """The heads of a rank. ValueError where they cannot be shared."""
+        heads = ranks.share("num_attention_heads", self.heads)
+        return self._replace(heads=heads, groups=ranks.share("num_gqa_groups", self.groups))
 
     @property
     def query_features(self) -> int:

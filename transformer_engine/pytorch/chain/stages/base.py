@@ -27,12 +27,14 @@ Results: TypeAlias = tuple[Any, ...]
 class Saved(NamedTuple):
     """What a stage leaves for its backward: tensors for autograd to save, and plain facts.
 
-    `target` says where a weight gradient goes; it belongs to the call.
+    `target` says where a weight gradient goes; it belongs to the call. `restored` is what the
+    producer of its input has made again, see `Stage.restore`.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
     target: Any = None
+    restored: Any = None
 
 
 class Stage:
@@ -50,6 +52,10 @@ class Stage:
             contiguous ones.
         not_settings: attributes that may differ between stages that compute the same.
         records_with_readers: it is recorded only where all who read its results are.
+        communicates: ranks run it together. It is a segment by itself. Its results and gradients
+            may be `Pending`, and the parameters' gradients of its consumer are computed meanwhile.
+        restores: it can make its first result again, see `restore`.
+        passes_requests: its result is its input, so what its consumer requests is for its producer.
     """
 
     label = "stage"
@@ -59,6 +65,9 @@ class Stage:
     takes_strides = False
     not_settings: tuple[str, ...] = ()
     records_with_readers = False
+    communicates = False
+    restores = False
+    passes_requests = False
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
@@ -142,6 +151,12 @@ class Stage:
             request: of the stage that made the first input, if no other stage reads that.
         """
         raise NotImplementedError
+
+    def restore(self, saved: Saved, plan: Any) -> Any:
+        """The first result as its consumer's `backward_params` reads it (`Saved.restored`).
+
+        It may be pending; None where the consumer has kept what it needs.
+        """
 
     def backward_params(self, carry: Any, saved: Saved, plan: Any) -> Parameters:
         """The gradients of the parameters."""

@@ -12,22 +12,24 @@ from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stages.sides import (
+    columnwise_of,
+    detached,
+    flatten,
+    own_matrix,
+    restore,
+    tensors_of,
+)
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
 from transformer_engine.pytorch.fp8.operands import (
-    Fp8Matrix,
     OperandRequest,
     Operands,
-    Side,
-    transposed,
 )
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.tensor import QuantizedTensor
-from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
@@ -45,48 +47,10 @@ class _Facts(NamedTuple):
     weight_dtype: torch.dtype
     padding: int
     saves_fp8_weight: bool  # the parameter itself, row-wise
+    input_restored: bool  # by its producer, see `Stage.restore`
 
 
 _NOTHING = Saved(())
-
-
-def _flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    if isinstance(side, Fp8Matrix):
-        return side.codes, side.scales, side.format
-    return side, None, -1
-
-
-def _restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int) -> Side | None:
-    if data is None or scales is None:
-        return data
-    return Fp8Matrix(data, scales, format)
-
-
-def _matrix(weight: torch.Tensor) -> Fp8Matrix:
-    assert isinstance(weight, QuantizedTensor)
-    matrix = rowwise_of(weight)
-    assert matrix is not None  # see `fp8_weights.validate`
-    return matrix
-
-
-def _columnwise(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
-    """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
-    assert isinstance(weight, Fp8Matrix)
-    if isinstance(other, Fp8Matrix):
-        return transposed(weight)
-    return dequantize(weight.codes, weight.format, weight.scales, dtype)
-
-
-def _detached(side: Side | None) -> Side | None:
-    if isinstance(side, Fp8Matrix):
-        return Fp8Matrix(side.codes.detach(), side.scales.detach(), side.format)
-    return None if side is None else side.detach()
-
-
-def _tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    row, row_scales, _ = _flatten(operands.rowwise)
-    column, column_scales, _ = _flatten(operands.columnwise)
-    return row, column, row_scales, None if column_scales is row_scales else column_scales
 
 
 class _Plan:
@@ -113,7 +77,9 @@ class _Plan:
         "wrapped",
     )
 
-    def __init__(self, call: CallPlan, quantizers: GemmQuantizers, first: int) -> None:
+    def __init__(
+        self, call: CallPlan, quantizers: GemmQuantizers, first: int, biased: bool
+    ) -> None:
         needs = call.needs
         self.dtype = call.dtype
         self.compiling = call.compiling
@@ -127,7 +93,7 @@ class _Plan:
         self.fast_accumulation = quantizers.fast_accumulation
         self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
         self.needs_input = any(needs[:first])
-        self.needs_weight, self.needs_bias = needs[first], needs[first + 1]
+        self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
         self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
@@ -140,21 +106,29 @@ class _Plan:
 
 
 class Matmul(Stage):
-    """Two parameters: weight `[out, in]` and bias `[out]` (or None).
+    """Two parameters: weight `[out, in]` and bias `[out]` (or None); one without `biased`.
 
     Args:
         index: which of the chain's Matmuls this is (the quantizers of a plan are in that order).
         layer: name of the module, for errors and reports.
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
+        biased: it adds the bias; else the next stage does.
     """
 
     label = "matmul"
     not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors")
-    parameter_count = 2
 
-    def __init__(self, index: int, layer: str, fuse_wgrad: bool = False, part: str = "") -> None:
+    def __init__(
+        self,
+        index: int,
+        layer: str,
+        fuse_wgrad: bool = False,
+        part: str = "",
+        biased: bool = True,
+    ) -> None:
         self.index = index
+        self.parameter_count = 2 if biased else 1
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
@@ -169,7 +143,7 @@ class Matmul(Stage):
 
     def prepare(self, call: CallPlan, first: int) -> _Plan:
         """Which operands are wanted, and of which quantizers."""
-        plan = _Plan(call, call.quantizers[self.index], first)
+        plan = _Plan(call, call.quantizers[self.index], first, self.parameter_count == 2)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
             if not quantizer.recasts_alike:
@@ -212,7 +186,7 @@ class Matmul(Stage):
     ) -> tuple[Results, Saved]:
         """The product."""
         (x,) = inputs
-        weight, bias = parameters
+        weight, bias = (*parameters, None)[:2]
         assert weight is not None
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
@@ -223,7 +197,7 @@ class Matmul(Stage):
             padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
             operands = plan.quantizers.input.padded(x, padding, plan.request)
         if plan.fp8_weight:
-            own = _matrix(weight)
+            own = own_matrix(weight)
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
             w = self._weight_operands(weight, plan)
@@ -239,21 +213,24 @@ class Matmul(Stage):
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        column = x if plan.input_in_backward is not None else operands.columnwise
-        x_data, x_scales, x_format = _flatten(column if plan.needs_weight else None)
+        restored = operands.columnwise is None and isinstance(x, Operands)
+        column = operands.columnwise
+        if plan.input_in_backward is not None and not restored:
+            column = x
+        x_data, x_scales, x_format = flatten(column if plan.needs_weight else None)
         saves_fp8_weight = plan.fp8_weight and w.columnwise is None
         column = own if saves_fp8_weight else w.columnwise
-        w_data, w_scales, w_format = _flatten(column if plan.needs_input else None)
+        w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
         if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
             # For `offload`: the parameter itself stays, what was made of it is a weight.
             setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
-        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight)
+        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, restored)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
         """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
         (x,) = inputs
-        weight, bias = parameters
+        weight, bias = (*parameters, None)[:2]
         assert weight is not None
         x = cast_there_and_back(x, plan.quantizers.input, plan.dtype, pinned=plan.is_first)
         if plan.fp8_weight:
@@ -268,11 +245,11 @@ class Matmul(Stage):
         """Free what the first micro-batch saved: a cached weight would keep its graph alive."""
         if self.cached_weight is not None:
             key, cached = self.cached_weight
-            self._cache(key, Operands(_detached(cached.rowwise), _detached(cached.columnwise)))
+            self._cache(key, Operands(detached(cached.rowwise), detached(cached.columnwise)))
 
     def _cache(self, key: Hashable, operands: Operands) -> None:
         self.cached_weight = (key, operands)
-        self._cached_tensors = _tensors_of(operands)
+        self._cached_tensors = tensors_of(operands)
 
     def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
@@ -344,9 +321,9 @@ class Matmul(Stage):
             operands = quantizer.padded(grad, facts.padding, plan.grad_request)
         if not plan.needs_input:
             return (None,), operands
-        weight = _restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
+        weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
         if facts.saves_fp8_weight:
-            weight = _columnwise(weight, operands.rowwise, plan.dtype)
+            weight = columnwise_of(weight, operands.rowwise, plan.dtype)
         dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
@@ -363,10 +340,12 @@ class Matmul(Stage):
             bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
             missing_bias = None
         if not plan.needs_weight:
-            return None, bias_grad
+            return (None, bias_grad)[: self.parameter_count]
         facts = saved.facts
-        x = _restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-        if plan.input_in_backward is not None:
+        x = restore(saved.tensors[0], saved.tensors[1], facts.x_format)
+        if facts.input_restored:
+            x = saved.restored
+        elif plan.input_in_backward is not None:
             later = plan.input_in_backward
             x = plan.quantizers.input.padded(x, facts.padding, later).columnwise  # type: ignore[arg-type]
         wanted: gemm.WgradTarget = saved.target or gemm.WgradTarget(facts.weight_dtype)
@@ -384,7 +363,7 @@ class Matmul(Stage):
             dw = _delivered(dw, wanted)
         elif apart:  # adding within the GEMM may round otherwise: repeat it as without inspection
             dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
-        return dw, summed if bias_grad is None else bias_grad
+        return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
 
 
 def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:

@@ -27,6 +27,7 @@ class BlockQuantizer(Fp8Quantizer, native=True):
     """
 
     scaling = "fp8_block_scaling"
+    shard_rows = 128
 
     def __init__(
         self, format: int, dimensions: int, power_of_2: bool = True, epsilon: float = 0.0
@@ -62,6 +63,10 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         )
         rowwise = self._matrix(codes, scales)
         return Operands(rowwise, self._matrix(transposed, column_scales), bias_grad)
+
+    def of_shards(self, group: Any) -> BlockQuantizer:
+        """The same: no block has rows of two ranks."""
+        return self
 
     def _matrix(self, codes: torch.Tensor | None, scales: torch.Tensor | None) -> Fp8Matrix | None:
         if codes is None or scales is None:

@@ -11,7 +11,8 @@ from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
 from transformer_engine.pytorch.fp8.operands import FusedArguments, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
-from transformer_engine.pytorch.kernels.amax import current_scales
+from transformer_engine.pytorch.kernels.amax import amax, current_scales, scales_from_amax
+from transformer_engine.pytorch.parallel.collectives import all_reduce
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 
@@ -53,6 +54,10 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
             True, self.format, current=True, power_of_2=self.power_of_2, epsilon=self.epsilon
         )
 
+    def of_shards(self, group: Any) -> ShardQuantizer:
+        """One that reduces the amax over the ranks first."""
+        return ShardQuantizer(self, group)
+
     def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
         """`current_scale` of csrc/core/scaling.h, but for NaN: here a NaN makes all of `x` NaN."""
         amax = x.abs().max().clamp(min=self.epsilon)
@@ -66,6 +71,29 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
 
     def __repr__(self) -> str:
         return f"CurrentQuantizer({FP8_NAMES[self.format]})"
+
+
+class ShardQuantizer(CurrentQuantizer):
+    """`CurrentQuantizer` of a rank's rows of a tensor: the scale is that of all ranks' rows.
+
+    Args:
+        one: of the whole tensor.
+        group: process group of the ranks.
+    """
+
+    def __init__(self, one: CurrentQuantizer, group: Any) -> None:
+        super().__init__(one.format, one.power_of_2, one.epsilon)
+        self.group = group
+
+    def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
+        """Find the scale of all rows, then cast."""
+        largest = all_reduce(amax(x), self.group, "max").wait()
+        scales = scales_from_amax(largest, self.format, self.power_of_2, self.epsilon)
+        return self.cast_with(x, request, scales=scales)
+
+    def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
+        """The tensor alone."""
+        return FusedArguments(True, epsilon=0.0)
 
 
 @register(Float8CurrentScaling)

@@ -85,6 +85,10 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         assert scale is not None
         return DelayedQuantizer(scale, None, self.format)
 
+    def of_shards(self, group: Any) -> Quantizer:
+        """The same: scales are equal, and amaxes are reduced at the end of the step."""
+        return self
+
     def persistent_tensors(self) -> Tensors:
         """The scale, and the amax where it is raised."""
         return (self.scale,) if self.amax is None else (self.scale, self.amax)

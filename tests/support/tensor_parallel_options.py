@@ -1,0 +1,198 @@
+"""Arguments and surroundings of layers that ranks share; scenarios as in the file beside.
+
+The judge is the same layer without the option, bit for bit where nothing is rounded otherwise.
+"""
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensor_parallel_ranks import difference, scope
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.chain import segments
+
+LAYERS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
+PRECISIONS = ("bf16", "delayed", "current", "block")
+
+
+def _layer(sequence: bool = True, **more: Any) -> te.TransformerLayer:
+    torch.manual_seed(11)
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    options |= {"set_parallel_mode": True, "sequence_parallel": sequence, "fuse_qkv_params": True}
+    options |= {"params_dtype": torch.bfloat16, "tp_group": dist.group.WORLD}
+    return te.TransformerLayer(64, 128, 4, **{**options, **more})
+
+
+def _input(sequence: bool = True) -> torch.Tensor:
+    x = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    return (x.chunk(2)[dist.get_rank()] if sequence else x).clone().requires_grad_()
+
+
+def _step(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> list[torch.Tensor]:
+    """Output and gradients."""
+    with scope(precision):
+        y = layer(x, **more)
+    y.backward(torch.ones_like(y) * 0.01)
+    grads = [p.grad if p.grad is not None else p.main_grad for p in layer.parameters()]
+    return [y.detach(), x.grad, *[grad.clone() for grad in grads]]
+
+
+def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all([torch.equal(a, b.to(a.dtype)) for a, b in pairs])
+
+
+def weight_gradients_in_main_grad(rank: int) -> None:
+    """Are those that go into `grad`, from recordings and stage by stage."""
+    for precision in PRECISIONS:
+        for bound in (segments.HOST_BOUND_BYTES, 0):
+            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, bound
+            try:
+                plain, fused = _layer(), _layer(fuse_wgrad_accumulation=True)
+                for parameter in fused.parameters():
+                    if parameter.dim() == 2:
+                        parameter.main_grad = torch.zeros_like(parameter)
+                assert _equal(_step(plain, _input(), precision), _step(fused, _input(), precision))
+            finally:
+                segments.HOST_BOUND_BYTES = before
+
+
+def micro_batches(rank: int) -> None:
+    """Use the FP8 weight of the first one."""
+    for precision in PRECISIONS:
+        plain, cached = _layer(), _layer()
+        for first in (True, False, False):
+            plain.zero_grad()
+            cached.zero_grad()
+            own = _step(cached, _input(), precision, is_first_microbatch=first)
+            other = _step(plain, _input(), precision)
+            if precision == "delayed":  # which casts weights anew with the scale of each step
+                assert difference(own[0], other[0]) < 0.05
+            else:
+                assert _equal(other, own), (precision, first)
+
+
+def weights_in_fp8(rank: int) -> None:
+    """Are shards of FP8 weights; the layer computes what it does with weights that it casts."""
+    for precision in ("delayed", "current"):
+        plain = _layer()
+        with te.fp8_model_init():
+            layer = _layer()
+        own, other = _step(layer, _input(), precision), _step(plain, _input(), precision)
+        assert difference(own[0], other[0]) < 0.05, precision
+        assert difference(own[1], other[1]) < 0.1, precision
+
+
+def recomputed_layers(rank: int) -> None:
+    """Give the same bits; each rank keeps its part of the input."""
+    for precision in ("bf16", "delayed"):
+        for sequence in (False, True):
+            plain, layer = _layer(sequence), _layer(sequence)
+            more: dict[str, Any] = {"tp_group": dist.group.WORLD}
+            more["distribute_saved_activations"] = not sequence
+
+            def checkpointed(x: torch.Tensor) -> torch.Tensor:
+                return te.checkpoint(layer, x, **more)  # noqa: B023
+
+            checkpointed.parameters = layer.parameters  # type: ignore[attr-defined]
+            own = _step(checkpointed, _input(sequence), precision)
+            assert _equal(_step(plain, _input(sequence), precision), own), (precision, sequence)
+
+
+def stage_by_stage_and_recorded(rank: int) -> None:
+    """Give the same bits."""
+    for precision in PRECISIONS:
+        for sequence in (False, True):
+            recorded = _step(_layer(sequence), _input(sequence), precision)
+            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
+            try:
+                assert _equal(recorded, _step(_layer(sequence), _input(sequence), precision))
+            finally:
+                segments.HOST_BOUND_BYTES = before
+
+
+def compiled_layers(rank: int) -> None:
+    """Compute what eager ones do."""
+    for sequence in (False, True):
+        for precision in ("bf16", "current"):
+            torch._dynamo.reset()
+            plain = _step(_layer(sequence), _input(sequence), precision)
+            layer = _layer(sequence)
+            run = torch.compile(layer, backend="aot_eager")
+            found = _step(run, _input(sequence), precision)
+            for own, other in zip(found, plain, strict=True):
+                assert difference(own, other) < (0.02 if precision == "bf16" else 0.1)
+
+
+def copies(rank: int) -> None:
+    """Share the ranks; what is saved and loaded gets its group anew."""
+    layer = _layer()
+    first = _step(layer, _input(), "bf16")
+    layer.zero_grad()
+    assert _equal(first, _step(copy.deepcopy(layer), _input(), "bf16"))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.set_tensor_parallel_group(dist.group.WORLD)
+    assert _equal(first, _step(loaded, _input(), "bf16"))
+
+
+def dropout_inside_and_outside(rank: int) -> None:
+    """Draws unlike numbers for the heads of ranks, and like ones for what all of them have."""
+    tracker = te.CudaRNGStatesTracker("cpu")
+    tracker.add("model-parallel-rng", 100 + rank)
+    options: dict[str, Any] = {"tp_group": dist.group.WORLD, "tp_size": 2}
+    attention = te.DotProductAttention(
+        4, 16, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker, **options
+    )
+    torch.manual_seed(3)
+    q = torch.randn(16, 2, 2, 16)
+    own = attention(q, q, q)
+    others = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(others, own)
+    assert not torch.equal(*others)
+    more: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    layer = _layer(False, **more, get_rng_state_tracker=lambda: tracker)
+    torch.manual_seed(3)
+    y = layer(_input(False)).detach()
+    outputs = [torch.empty_like(y) for _ in range(2)]
+    dist.all_gather(outputs, y)
+    assert torch.equal(*outputs)
+
+
+def report_of_what_was_sent(rank: int) -> None:
+    """Counts collectives and bytes: those of FP8 are half of bf16's."""
+    sizes = {}
+    for precision in ("bf16", "delayed"):
+        te.parallel_report(reset=True)
+        _step(_layer(name="layer"), _input(), precision)
+        report = te.parallel_report()
+        found = {(s.collective, s.direction): n for s, (n, _) in report.counts.items()}
+        assert found[("reduce-scatter", "forward")] == 1, found  # of each layer
+        per_layer = {sent.layer for sent in report.counts}
+        assert per_layer == {f"layer.{part}" for part in LAYERS}, per_layer
+        sizes[precision] = report
+    shard = _input().nbytes
+    bf16, fp8 = sizes["bf16"], sizes["delayed"]
+    gathers = 2 * 3  # QKV's and FC1's input, twice, and gradients of PROJ's and FC2's output
+    assert bf16.bytes() == (gathers + 8) * shard, bf16.bytes() / shard
+    assert fp8.bytes("fp8") == gathers * shard // 2
+    assert fp8.bytes("bfloat16") == 8 * shard  # four times the tokens of two ranks, scattered
+    assert "under a GEMM" in str(fp8), str(fp8)
+
+
+OPTIONS = (
+    report_of_what_was_sent,
+    weight_gradients_in_main_grad,
+    micro_batches,
+    weights_in_fp8,
+    recomputed_layers,
+    stage_by_stage_and_recorded,
+    compiled_layers,
+    copies,
+    dropout_inside_and_outside,
+)

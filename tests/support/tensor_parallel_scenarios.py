@@ -1,0 +1,367 @@
+"""What ranks of tests/distributed/test_tensor_parallel do beside the matrix.
+
+A scenario returns what it found wrong, or nothing.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensor_parallel_options import OPTIONS
+from tensor_parallel_ranks import difference, scope
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.chain import agreement, gemm, segments
+from transformer_engine.pytorch.fp8.process_state import process_state
+
+CPU = {"device": "cpu"}
+
+
+def _raised(error: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    return "nothing was raised"
+
+
+def groups_that_do_not_fit(rank: int) -> None:
+    """Are refused in words, and so are others after the first forward."""
+    world, alone = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])][rank]
+    message = _raised(ValueError, lambda: te.Linear(32, 32, tp_group=world, tp_size=4, **CPU))
+    assert "expected tp_group of tp_size=4 ranks, got one of 2" in message, message
+    layer = te.Linear(32, 32, tp_size=2, parallel_mode="row", name="fc", **CPU)
+    x = torch.ones(16, 16)
+    message = _raised(RuntimeError, lambda: layer(x))
+    assert "TP group not initialized" in message and "(layer fc)" in message, message
+    other = te.Linear(32, 32, parallel_mode="row", name="fc", **CPU)
+    message = _raised(ValueError, lambda: other.set_tensor_parallel_group(world))
+    assert "expected a tp_group of tp_size=1 ranks, got one of 2 (layer fc)" in message, message
+    layer.set_tensor_parallel_group(world)
+    layer(x)
+    layer.set_tensor_parallel_group(world)
+    message = _raised(ValueError, lambda: layer.set_tensor_parallel_group(alone))
+    assert "before the first forward" in message, message
+
+
+def tokens_that_do_not_divide(rank: int) -> None:
+    """Are refused on every rank, before any collective."""
+    layer = te.Linear(
+        32, 32, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, **CPU
+    )
+    message = _raised(ValueError, lambda: layer(torch.ones(5, 16)))
+    assert "first size can be divided by tp_size=2" in message, message
+
+
+def gathered_output_of_the_norm(rank: int) -> None:
+    """Is that of all tokens, and its gradient comes back."""
+    torch.manual_seed(3)
+    x = torch.randn(8, 32)
+    options: dict[str, Any] = {
+        "return_layernorm_output": True,
+        "return_layernorm_output_gathered": True,
+        "parallel_mode": "column",
+        **CPU,
+    }
+    alone = te.LayerNormLinear(32, 64, **options)
+    shared = te.LayerNormLinear(
+        32, 64, **options, tp_group=dist.group.WORLD, sequence_parallel=True
+    )
+    with torch.no_grad():
+        shared.weight.copy_(alone.weight.chunk(2)[rank])
+    whole, own = x.clone().requires_grad_(), x.chunk(2)[rank].clone().requires_grad_()
+    (y, norm), (part, gathered) = alone(whole), shared(own)
+    assert difference(gathered, norm) < 1e-6
+    (y.sum() + 2 * norm.square().sum()).backward()
+    (part.sum() + gathered.square().sum()).backward()  # on both ranks: twice
+    assert difference(own.grad, whole.grad.chunk(2)[rank]) < 1e-5
+
+
+def shards_of_one_seed(rank: int) -> None:
+    """Are those of the weight that one process has, with a tracker or without."""
+
+    def tracker() -> te.CudaRNGStatesTracker:
+        return trackers[0]
+
+    for get in (None, tracker):
+        made = []
+        for group in ({}, {"tp_group": dist.group.WORLD}):
+            trackers = [te.CudaRNGStatesTracker("cpu")]
+            trackers[0].add("model-parallel-rng", 5)
+            torch.manual_seed(7)
+            options: dict[str, Any] = {**group, "get_rng_state_tracker": get, **CPU}
+            made.append(
+                te.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, **options)
+            )
+            made.append(te.Linear(32, 64, parallel_mode="row", **options))
+        mlp, row, shared_mlp, shared_row = made
+        assert torch.equal(shared_row.weight, row.weight.chunk(2, 1)[rank])
+        gate, linear = mlp.fc1_weight.chunk(2)
+        own = torch.cat([gate.chunk(2)[rank], linear.chunk(2)[rank]])
+        assert torch.equal(shared_mlp.fc1_weight, own)
+        assert torch.equal(shared_mlp.fc2_weight, mlp.fc2_weight.chunk(2, 1)[rank])
+
+
+def draws_of_a_trainers_tracker(rank: int) -> None:
+    """Are of shards: Megatron-Core seeds each rank's tracker unlike."""
+
+    class Tracker(te.CudaRNGStatesTracker):
+        pass
+
+    tracker = Tracker("cpu")
+    tracker.add("model-parallel-rng", 100 + rank)
+    layer = te.Linear(
+        32,
+        64,
+        parallel_mode="column",
+        tp_group=dist.group.WORLD,
+        get_rng_state_tracker=lambda: tracker,
+        **CPU,
+    )
+    generator = torch.Generator().manual_seed(100 + rank)
+    expected = torch.empty(32, 32).normal_(0.0, 0.023, generator=generator)
+    assert torch.equal(layer.weight, expected)
+
+
+def attributes_of_parameters(rank: int) -> None:
+    """Are what trainers read."""
+    layer = te.TransformerLayer(
+        32,
+        64,
+        4,
+        set_parallel_mode=True,
+        sequence_parallel=True,
+        tp_group=dist.group.WORLD,
+        **CPU,
+    )
+    found = {}
+    for name, parameter in layer.named_parameters():
+        shared = getattr(parameter, "tensor_model_parallel", False)
+        dim = getattr(parameter, "partition_dim", None)
+        found[name.split(".", 1)[1]] = (shared, dim, getattr(parameter, "sequence_parallel", None))
+    column, row, tokens = (True, 0, None), (True, 1, None), (False, None, True)
+    expected = {"layernorm_qkv.layer_norm_weight": tokens, "layernorm_qkv.layer_norm_bias": tokens}
+    for part in ("query", "key", "value"):
+        for kind in ("weight", "bias"):
+            expected[f"layernorm_qkv.{part}_{kind}"] = column
+    expected |= {"proj.weight": row, "proj.bias": tokens}
+    expected |= {"layer_norm_weight": tokens, "layer_norm_bias": tokens}
+    expected |= {"fc1_weight": column, "fc1_bias": column, "fc2_weight": row, "fc2_bias": tokens}
+    assert found == expected, found
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collectives as they start and are waited for, and the GEMMs between them."""
+    events: list[str] = []
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    places: list[tuple[Any, str]] = [(dist, name) for name in names]
+    places += [(gemm, "dgrad"), (gemm, "wgrad")]
+    found = [getattr(place, name) for place, name in places]
+
+    def logging(name: str, call: Any) -> Any:
+        def logged(*arguments: Any, **keywords: Any) -> Any:
+            x = arguments[1] if "tensor" in name else arguments[0]
+            dtype = x.dtype if isinstance(x, torch.Tensor) else ""
+            events.append(f"{name} {dtype}".strip())
+            return call(*arguments, **keywords)
+
+        return logged
+
+    for (place, name), call in zip(places, found, strict=True):
+        setattr(place, name, logging(name, call))
+    try:
+        yield events
+    finally:
+        for (place, name), call in zip(places, found, strict=True):
+            setattr(place, name, call)
+
+
+def _column_and_row(**more: Any) -> list[te.Linear]:
+    options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True, **CPU}
+    options |= {"params_dtype": torch.bfloat16, **more}
+    return [te.Linear(64, 64, parallel_mode=mode, **options) for mode in ("column", "row")]
+
+
+def bytes_that_move(rank: int) -> None:
+    """Are those of FP8 where the GEMM takes FP8: activations, and gradients of row-parallel."""
+    for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
+        column, row = _column_and_row()
+        x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+        with _logged() as events, scope(precision):
+            y = row(column(x))
+            y.sum().backward()
+        gathers = [event for event in events if event.startswith("all_gather")]
+        codes = [event for event in gathers if event.endswith("uint8")]
+        assert len(codes) == (4 if precision == "block" else 3), (precision, events)
+        assert not [event for event in gathers if event.endswith("bfloat16")], events
+        maxima = [event for event in events if event == "all_reduce torch.float32"]
+        updates = 2 if precision == "delayed" else 0  # one a direction for all modules
+        assert len(maxima) == amaxes + updates, (precision, events)
+
+
+def weight_gradients_under_collectives(rank: int) -> None:
+    """The collective of dgrad's result starts before wgrad, and the input's gather before dgrad."""
+    bound, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
+    try:
+        column, _ = _column_and_row()
+        y = column(torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_())
+        with _logged() as events:
+            y.sum().backward()
+        kinds = [event.split()[0] for event in events]
+        gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+        assert kinds == [gather, "dgrad", scatter, "wgrad"], kinds
+    finally:
+        segments.HOST_BOUND_BYTES = bound
+
+
+def recordings_around_collectives(rank: int) -> None:
+    """All but the collectives runs from recordings, forward and backward."""
+    for precision in ("bf16", "delayed", "current", "block"):
+        for sequence in (False, True):
+            layer = te.LayerNormMLP(
+                64,
+                128,
+                set_parallel_mode=True,
+                sequence_parallel=sequence,
+                tp_group=dist.group.WORLD,
+                params_dtype=torch.bfloat16,
+                **CPU,
+            )
+            x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(2):
+                with scope(precision):
+                    y = layer(x)
+                y.sum().backward()
+            (plan,) = [plan for plan in layer._plans.values() if plan.recordings]
+            (found,) = plan.recordings.values()
+            stages = [plan.chain.steps[s.start].stage.label for s in found]
+            label = ("gather", "reduce_scatter") if sequence else ("replicated", "reduce")
+            assert stages == ["norm", label[0], "matmul", label[1]], stages
+            for segment in found[::2]:
+                assert segment.recorded is not None, (precision, sequence, segment.refused)
+                ways = list(segment.backwards.values())
+                assert len(ways) == (2 if segment.overlaps else 1)
+                assert not [way for way in ways if isinstance(way, str)], (precision, ways)
+
+
+def recipes_that_share_no_amaxes(rank: int) -> None:
+    """Are refused with sequence parallelism."""
+    column, _ = _column_and_row(name="fc")
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    for recipe, group, text in (
+        (DelayedScaling(reduce_amax=False), None, "reduce_amax=True, got False"),
+        (DelayedScaling(), alone, "an fp8_group with all ranks of tp_group"),
+    ):
+        with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
+            message = _raised(ValueError, lambda: column(x))
+        assert text in message and "(layer fc)" in message, message
+
+
+def ranks_that_disagree(rank: int) -> None:
+    """End with an error on every rank, which names rank, layer and difference."""
+    other = 1 - rank
+
+    def shapes() -> Any:
+        column, _ = _column_and_row(name="fc")
+        return column(torch.randn(16 * (rank + 1), 64, dtype=torch.bfloat16))
+
+    def scopes() -> Any:
+        column, _ = _column_and_row(name="fc")
+        with scope("delayed" if rank else "bf16"):
+            return column(torch.randn(16, 64, dtype=torch.bfloat16))
+
+    def recipes() -> Any:
+        column, _ = _column_and_row(name="fc")
+        with scope("delayed" if rank else "current"):
+            return column(torch.randn(16, 64, dtype=torch.bfloat16))
+
+    def gradients() -> Any:
+        column, _ = _column_and_row(name="fc")
+        with torch.set_grad_enabled(bool(rank)):
+            return column(torch.randn(16, 64, dtype=torch.bfloat16))
+
+    def layers() -> Any:
+        column, row = _column_and_row()
+        column.name, row.name = "fc1", "fc2"
+        x = torch.randn(16, 64, dtype=torch.bfloat16)
+        return column(x) if rank else row(x[:, :32])
+
+    for call, mine, theirs, layer in (
+        (shapes, f"input [[{16 * (rank + 1)}, 64]]", f"[[{16 * (other + 1)}, 64]]", "fc"),
+        (scopes, "GEMMs [", "high precision" if rank else "fp8_delayed_scaling", "fc"),
+        (recipes, "GEMMs [", "fp8_current" if rank else "fp8_delayed", "fc"),
+        (gradients, "gradients [", "False" if rank else "True", "fc"),
+        (layers, f"layer fc{2 - rank}", f"fc{2 - other}", f"fc{2 - rank}"),
+    ):
+        message = _raised(RuntimeError, call)
+        for text in (mine, theirs, f"on rank {rank}", f"on rank {other}", f"(layer {layer})"):
+            assert text in message, (call.__name__, text, message)
+    first, second = te.Linear(16, 16, **CPU), None
+    if rank:  # names that were made up differ
+        second = te.Linear(16, 16, **CPU)
+    column, _ = _column_and_row()
+    assert column(torch.randn(16, 64, dtype=torch.bfloat16)).shape == (32, 32), (first, second)
+
+
+def agreement_is_free_afterwards(rank: int) -> None:
+    """Ranks compare once for each shape."""
+    counts = process_state().agreements
+    column, _ = _column_and_row()
+    before = sum(counts.values())
+    for tokens in (16, 16, 32, 16, 32):
+        column(torch.randn(tokens, 64, dtype=torch.bfloat16))
+    assert sum(counts.values()) == before + 2
+
+
+def rank_that_does_not_come(rank: int) -> None:
+    """Is named when the timeout is over."""
+    found, store = agreement.default_store, dist.HashStore()  # into which no other rank writes
+    store.set_timeout(timedelta(seconds=1))
+    agreement.default_store = lambda: store
+    try:
+        layer = te.Linear(16, 16, parallel_mode="row", tp_group=dist.group.WORLD, name="fc", **CPU)
+        message = _raised(RuntimeError, lambda: layer(torch.ones(16, 8)))
+    finally:
+        agreement.default_store = found
+    text = f"expected rank {1 - rank} to run a layer with rank {rank} within 0:00:01, got none"
+    assert text in message and "(layer fc)" in message, message
+
+
+SCENARIOS = {
+    run.__name__: run
+    for run in (
+        groups_that_do_not_fit,
+        tokens_that_do_not_divide,
+        gathered_output_of_the_norm,
+        shards_of_one_seed,
+        draws_of_a_trainers_tracker,
+        attributes_of_parameters,
+        bytes_that_move,
+        weight_gradients_under_collectives,
+        recordings_around_collectives,
+        recipes_that_share_no_amaxes,
+        ranks_that_disagree,
+        agreement_is_free_afterwards,
+        rank_that_does_not_come,
+        *OPTIONS,
+    )
+}
+
+
+def scenarios(rank: int) -> dict[str, str]:
+    """What each of them found wrong."""
+    found = {}
+    for name, run in SCENARIOS.items():
+        try:
+            run(rank)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found

@@ -1,0 +1,79 @@
+"""What layers that ranks share have sent: collectives and bytes, by layer and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.fp8.process_state import process_state
+
+
+class Sent(NamedTuple):
+    """A kind of collective.
+
+    Attributes:
+        layer: whose it is.
+        collective: `all-reduce`, `all-gather` or `reduce-scatter`.
+        direction: `forward` or `backward`.
+        kind: `fp8`, or the dtype of what moves.
+        overlapped: a GEMM runs meanwhile.
+    """
+
+    layer: str
+    collective: str
+    direction: str
+    kind: str
+    overlapped: bool
+
+
+def count_sent(sent: Sent, x: torch.Tensor) -> None:
+    """Count a collective to which this rank brings `x`. Compiled code counts nothing."""
+    if not torch.compiler.is_compiling():
+        counts = process_state().sent
+        calls, size = counts.get(sent, (0, 0))
+        counts[sent] = (calls + 1, size + x.nbytes)
+
+
+@dataclass(frozen=True)
+class ParallelReport:
+    """Collectives of layers so far, in eager mode.
+
+    Attributes:
+        counts: calls, and bytes that this rank brought to them, by kind.
+    """
+
+    counts: dict[Sent, tuple[int, int]]
+
+    def bytes(self, kind: str | None = None) -> int:
+        """How many moved as `fp8`, `bfloat16`, ..., or in all."""
+        return sum(size for sent, (_, size) in self.counts.items() if kind in (None, sent.kind))
+
+    def __str__(self) -> str:
+        kinds = sorted({sent.kind for sent in self.counts})
+        told = ", ".join(f"{self.bytes(kind)} bytes {kind}" for kind in kinds)
+        lines = [f"collectives: {told or 'none'}"]
+        for sent, (calls, size) in self.counts.items():
+            under = "  under a GEMM" if sent.overlapped else ""
+            lines.append(
+                f"  {sent.layer}  {sent.direction:<8}  {sent.collective:<14}  {sent.kind:<8}"
+                f"  {calls:>6} calls  {size:>12} bytes{under}"
+            )
+        return "\n".join(lines)
+
+
+def parallel_report(reset: bool = False) -> ParallelReport:
+    """What layers that tensor parallel ranks share have sent since the start (or the last reset).
+
+    Args:
+        reset: start counting anew.
+
+    >>> import transformer_engine.pytorch as te
+    >>> te.parallel_report().bytes() >= 0
+    True
+    """
+    counts = dict(process_state().sent)
+    if reset:
+        process_state().sent.clear()
+    return ParallelReport(counts)

@@ -1,0 +1,306 @@
+"""Collectives of tensor and sequence parallelism, as stages of a chain.
+
+    stage           forward                         backward
+    Replicated      -                               all-reduce
+    Gather          all-gather                      reduce-scatter
+    Reduce          all-reduce, bias                -
+    ReduceScatter   reduce-scatter, bias            all-gather
+
+The first two stand before a Matmul whose columns ranks share, the others behind one whose rows they
+share: that one's bias is theirs, because it is added once, to the sum. Without sequence parallelism
+all ranks have all tokens; with it each has a run of them, along the first axis, outside the region.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.chain.parallel_report import Sent, count_sent
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
+from transformer_engine.pytorch.export.onnx import refuse
+from transformer_engine.pytorch.fp8.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    transposed,
+)
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Fp8Quantizer, Quantizer
+from transformer_engine.pytorch.kernels.cast import cast
+from transformer_engine.pytorch.kernels.dropout_add import (
+    dropout_add_backward,
+    dropout_add_forward,
+)
+from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+
+
+def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
+    """What stands before a Matmul whose columns ranks share; nothing on one rank.
+
+    Args:
+        ranks: that share it.
+        index: which of the chain's Matmuls it is.
+        gathered_tap: the chain returns the gathered input, too.
+    """
+    if ranks.size == 1:
+        return []
+    return [Gather(ranks, index, gathered_tap) if ranks.sequence else Replicated(ranks)]
+
+
+def behind_rows(ranks: TensorParallel) -> list[Stage]:
+    """What stands behind a Matmul whose rows ranks share; nothing on one rank."""
+    if ranks.size == 1:
+        return []
+    return [ReduceScatter(ranks) if ranks.sequence else Reduce(ranks)]
+
+
+class Collective(Stage):
+    """Base: a stage that ranks run together. It is a segment by itself, which is not recorded.
+
+    Args:
+        ranks: that run it.
+    """
+
+    communicates = True
+
+    def __init__(self, ranks: TensorParallel) -> None:
+        self.ranks = ranks
+
+    def rename(self, layer: str) -> None:
+        """Errors name the layer."""
+        self.ranks.layer = layer
+
+    def _count(
+        self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
+    ) -> None:
+        kind = "fp8" if x.dtype is torch.uint8 else str(x.dtype).removeprefix("torch.")
+        direction = "backward" if backward else "forward"
+        count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)
+
+    def exported(self, inputs: Values, parameters: Parameters, plan: Any) -> Results:
+        """A graph of ONNX is of one process."""
+        refuse("tensor parallelism", "load the whole weights in one process", self.ranks.layer)
+
+
+class Replicated(Collective):
+    """Every rank reads the same tensor, whose gradient is the sum of theirs."""
+
+    label = "replicated"
+    results = ("replicated",)
+    passes_requests = True
+
+    def forward(
+        self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
+    ) -> tuple[Results, Saved]:
+        """The tensor itself."""
+        self.ranks.check()
+        return (inputs[0],), Saved(())
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
+    ) -> tuple[Results, Any]:
+        """The sum over the ranks."""
+        self._count("all-reduce", grads[0], backward=True, overlapped=True)
+        return (all_reduce(grads[0], self.ranks.check()),), None
+
+
+class _GatherPlan(NamedTuple):
+    dtype: torch.dtype
+    saves: bool  # the backward gathers again
+    quantizer: Quantizer | None  # of shards, where FP8 may move
+
+
+class Gather(Collective):
+    """Every rank gets the tokens of all; only its own are saved for the backward.
+
+    What moves is what the Matmul takes: FP8 where shards can be cast as the whole tensor would be.
+
+    Args:
+        ranks: see `Collective`.
+        index: which of the chain's Matmuls reads the result.
+        tap: what is gathered is a second result of the chain, in high precision.
+    """
+
+    label = "gather"
+    restores = True
+
+    def __init__(self, ranks: TensorParallel, index: int, tap: bool = False) -> None:
+        super().__init__(ranks)
+        self.index = index
+        self.tap = tap
+        self.results = ("gathered", "normalized") if tap else ("gathered",)
+
+    def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
+        """What moves, and whether it moves again for the Matmul, whose parameters come next."""
+        quantizer = call.quantizers[self.index].input
+        saves = call.requires_grad and call.needs[first]
+        if self.tap:
+            return _GatherPlan(call.dtype, False, None)
+        if quantizer is IDENTITY:
+            return _GatherPlan(call.dtype, saves, None)
+        of_shards = quantizer.of_shards(self.ranks.group)
+        return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards)
+
+    def request(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
+        """What this rank casts, unless that takes an amax of all ranks: this stage asks for it."""
+        request = self._cast_of(plan, x)
+        return None if request is None or not request.quantizer.native else request
+
+    def _cast_of(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
+        """Rows in FP8; for the backward, too, their columns where blocks have no transpose."""
+        quantizer = plan.quantizer
+        if quantizer is None or rows_of(x) % quantizer.shard_rows:
+            return None
+        columns = isinstance(quantizer, Fp8Quantizer) and not quantizer.layout.transposes
+        return OperandRequest(quantizer, True, columns and plan.saves)
+
+    def forward(
+        self, inputs: Values, parameters: Parameters, plan: _GatherPlan, request: Any
+    ) -> tuple[Results, Saved]:
+        """The tokens of all ranks."""
+        (x,) = inputs
+        group = self.ranks.check()
+        if isinstance(x, torch.Tensor):
+            own = self._cast_of(plan, x)
+            if own is not None:
+                x = own.quantizer.operands(x, own)
+        if isinstance(x, Operands):
+            row: Any = x.rowwise
+            self._count("all-gather", row.codes)
+            saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
+            return (gather_rows(row, group).then(_row_wise),), saved
+        if x.dtype is not plan.dtype:
+            x = cast(x, plan.dtype)  # under torch.autocast
+        self._count("all-gather", x)
+        gathered = all_gather(x, group)
+        if self.tap:
+            return (gathered.wait(), gathered.result), Saved(())
+        if not plan.saves or plan.quantizer is not None:
+            return (gathered,), Saved(())
+        return (gathered.then(_row_wise),), Saved((x,), -1)
+
+    def restore(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
+        """Gather again, as wgrad takes it."""
+        if not saved.tensors:
+            return None
+        tensors: Any = saved.tensors
+        self._count("all-gather", tensors[0], backward=True, overlapped=True)
+        if saved.facts < 0:
+            return all_gather(tensors[0], self.ranks.group)
+        matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
+        if matrix.layout.transposes:
+            return gather_rows(matrix, self.ranks.group, as_columns=True)
+        return gather_columns(matrix, self.ranks.group)
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: _GatherPlan, request: OperandRequest | None
+    ) -> tuple[Results, Any]:
+        """This rank's part of the sum."""
+        grad = grads[0]
+        if self.tap and grads[1] is not None:
+            grad = grads[1] if grad is None else grad + grads[1]
+        self._count("reduce-scatter", grad, backward=True, overlapped=True)
+        return (reduce_scatter(grad, self.ranks.check()),), None
+
+
+class _ReducePlan(NamedTuple):
+    dtype: torch.dtype
+    needs_bias: bool
+
+
+class Reduce(Collective):
+    """The sum over the ranks. One parameter: bias `[features]` (or None), added to it."""
+
+    label = "reduce"
+    results = ("reduced",)
+    parameter_count = 1
+
+    def prepare(self, call: CallPlan, first: int) -> _ReducePlan:
+        """Whether the bias has a gradient."""
+        return _ReducePlan(call.dtype, call.needs[first])
+
+    def forward(
+        self, inputs: Values, parameters: Parameters, plan: _ReducePlan, request: Any
+    ) -> tuple[Results, Saved]:
+        """The sum, and the bias."""
+        (bias,) = parameters
+        summed = self._start(inputs[0], self.ranks.check())
+        return (summed if bias is None else summed.then(_adds(bias)),), Saved(())
+
+    def _start(self, x: torch.Tensor, group: Any) -> Pending:
+        self._count("all-reduce", x)
+        return all_reduce(x, group)
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
+    ) -> tuple[Results, Any]:
+        """The gradient itself."""
+        return (grads[0],), grads[0]
+
+    def backward_params(self, carry: Any, saved: Saved, plan: _ReducePlan) -> Parameters:
+        """The gradient of the bias, of this rank's tokens."""
+        if not plan.needs_bias:
+            return (None,)
+        return (dropout_add_backward(carry, None, 0.0, None, plan.dtype)[1],)
+
+
+class ReduceScatter(Reduce):
+    """This rank's tokens of the sum over the ranks, and the bias."""
+
+    label = "reduce_scatter"
+
+    def _start(self, x: torch.Tensor, group: Any) -> Pending:
+        rows = x.shape[0]
+        if x.dim() < 2 or rows % self.ranks.size:
+            raise ValueError(
+                f"[{self.ranks.op}] expected an input whose first size can be divided by tp_size="
+                f"{self.ranks.size} with sequence_parallel=True, got {rows} (layer "
+                f"{self.ranks.layer})"
+            )
+        self._count("reduce-scatter", x)
+        return reduce_scatter(x, group)
+
+    def backward_data(
+        self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
+    ) -> tuple[Results, Any]:
+        """The gradients of all tokens, in FP8 where the Matmul takes that."""
+        grad, group = grads[0], self.ranks.check()
+        quantizer: Any = None if request is None else request.quantizer.of_shards(group)
+        if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
+            self._count("all-gather", grad, backward=True)
+            return (all_gather(grad, group),), grad
+        apart = request.columnwise and not quantizer.layout.transposes
+        own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
+        rows = gather_rows(own.rowwise, group)
+        self._count("all-gather", own.rowwise.codes, backward=True)
+        if not apart:
+            return (rows.then(_both_sides if request.columnwise else _row_wise),), grad
+        columns = gather_columns(own.columnwise, group)
+        self._count("all-gather", own.columnwise.codes, backward=True)
+        return (rows.then(lambda row: Operands(row, columns.wait())),), grad
+
+
+def _both_sides(row: Any) -> Operands:
+    return Operands(row, transposed(row))
+
+
+def _row_wise(row: Any) -> Operands:
+    return Operands(row, None)
+
+
+def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+    return (side.codes, side.scales), side.format
+
+
+def _adds(bias: torch.Tensor) -> Any:
+    return lambda x: dropout_add_forward(x, bias.to(x.dtype), None, None, 0.0)

@@ -1,0 +1,65 @@
+"""What moves of FP8 matrices: codes and scales of blocks, row-wise, transposed where they arrive.
+
+One scale is the same on all ranks, because their amaxes were reduced. Blocks of 1 x 128 values have
+no transpose: their column-wise side is gathered as such.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, transposed
+from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
+from transformer_engine.pytorch.scale_layout import ScaleLayout
+
+
+def gather_rows(matrix: Fp8Matrix, group: Any, as_columns: bool = False) -> Pending:
+    """The rows of all ranks, as an `Fp8Matrix`, or its transpose `as_columns`.
+
+    Args:
+        matrix: codes `[..., k]`; blocks do not reach from one rank's rows into another's.
+        group: process group.
+        as_columns: of a layout that has transposes.
+    """
+    codes, scales = all_gather(matrix.codes, group), _gather_scales(matrix, group)
+
+    def finish(rows: torch.Tensor) -> Fp8Matrix:
+        found = Fp8Matrix(rows, scales.wait(), matrix.format)
+        return transposed(found) if as_columns else found
+
+    return codes.then(finish)
+
+
+def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:
+    """The columns of all ranks, as an `Fp8Matrix` `[k, rows of all ranks]`.
+
+    Args:
+        matrix: codes `[k, rows]` of the transpose, in blocks along the rows.
+        group: process group.
+    """
+    codes = all_gather(matrix.codes, group)
+    # The scales of runs along the rows are stored by runs: those of a rank follow the others'.
+    scales = all_gather(matrix.scales, group)
+
+    def finish(rows: torch.Tensor) -> Fp8Matrix:
+        whole = _side_by_side(rows, matrix.codes.shape[0])
+        return Fp8Matrix(whole, scales.wait(), matrix.format)
+
+    return codes.then(finish)
+
+
+def _gather_scales(matrix: Fp8Matrix, group: Any) -> Pending:
+    layout: ScaleLayout = matrix.layout
+    if not layout.in_blocks:
+        return Pending(matrix.scales)
+    scales = all_gather(matrix.scales, group)
+    if not layout.columns_first:
+        return scales
+    return scales.then(lambda all_of_them: _side_by_side(all_of_them, matrix.scales.shape[0]))
+
+
+def _side_by_side(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[rows, ranks * columns]` of what was gathered as `[ranks * rows, columns]`."""
+    return x.view(-1, rows, x.shape[-1]).transpose(0, 1).reshape(rows, -1)

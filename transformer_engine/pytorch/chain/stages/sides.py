@@ -1,0 +1,54 @@
+"""Sides of operands as tensors that autograd saves, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
+
+
+def flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Values or codes, scales, and the format of codes (else -1)."""
+    if isinstance(side, Fp8Matrix):
+        return side.codes, side.scales, side.format
+    return side, None, -1
+
+
+def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int) -> Side | None:
+    """The reverse of `flatten`."""
+    if data is None or scales is None:
+        return data
+    return Fp8Matrix(data, scales, format)
+
+
+def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
+    """The codes of a weight that exists in FP8 alone."""
+    assert isinstance(weight, QuantizedTensor)
+    matrix = rowwise_of(weight)
+    assert matrix is not None  # see `fp8_weights.validate`
+    return matrix
+
+
+def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
+    """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
+    assert isinstance(weight, Fp8Matrix)
+    if isinstance(other, Fp8Matrix):
+        return transposed(weight)
+    return dequantize(weight.codes, weight.format, weight.scales, dtype)
+
+
+def detached(side: Side | None) -> Side | None:
+    """The same outside of autograd's graph."""
+    if isinstance(side, Fp8Matrix):
+        return Fp8Matrix(side.codes.detach(), side.scales.detach(), side.format)
+    return None if side is None else side.detach()
+
+
+def tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of both sides, each once."""
+    row, row_scales, _ = flatten(operands.rowwise)
+    column, column_scales, _ = flatten(operands.columnwise)
+    return row, column, row_scales, None if column_scales is row_scales else column_scales

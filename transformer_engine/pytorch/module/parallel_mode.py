@@ -1,0 +1,117 @@
+"""How tensor parallel ranks share a Linear: sizes, attributes of parameters, stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from transformer_engine.pytorch.chain.stages import Matmul
+from transformer_engine.pytorch.chain.stages.base import Stage
+from transformer_engine.pytorch.chain.stages.collective import before_columns, behind_rows
+from transformer_engine.pytorch.module.parameters import InitMethod, ParameterSpec
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+from transformer_engine.pytorch.parallel.shards import Shard
+
+PARALLEL_MODES = (None, "column", "row")
+
+
+def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
+    """`column`, `row` or None, whatever the case of the argument."""
+    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
+    if mode not in PARALLEL_MODES:
+        raise ValueError(
+            f"[{module}] parallel_mode {parallel_mode!r} not supported: expected None, 'column' or "
+            "'row'"
+        )
+    return mode
+
+
+def weight_attributes(parallel_mode: str | None) -> dict[str, Any]:
+    """What tensor-parallel trainers read off a weight."""
+    dim = 1 if parallel_mode == "row" else 0
+    return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
+
+
+class SharedLinear:
+    """A Linear that ranks share by columns, by rows, or not at all.
+
+    By columns each rank has some of the outputs, by rows it has some of the inputs, and the
+    outputs are sums over the ranks.
+
+    Args:
+        mode: `column`, `row` or None.
+        ranks: that share it.
+        out_sections: sizes that lie one behind the other along the outputs of the whole weight, of
+            each of which a rank has its part; () for one.
+    """
+
+    def __init__(
+        self, mode: str | None, ranks: TensorParallel, out_sections: Sequence[int] = ()
+    ) -> None:
+        self.mode = mode
+        self.ranks = ranks
+        self.out_sections = out_sections
+
+    def outputs(self, what: str, count: int) -> int:
+        """How many of these outputs a rank has. ValueError where they cannot be shared."""
+        return self.ranks.share(what, count) if self.mode == "column" else count
+
+    def inputs(self, what: str, count: int) -> int:
+        """How many of these inputs a rank has. ValueError where they cannot be shared."""
+        return self.ranks.share(what, count) if self.mode == "row" else count
+
+    def weight(self, name: str, shape: tuple[int, int], init: InitMethod) -> ParameterSpec:
+        """A weight of this shape on each rank."""
+        shard = None
+        if self.mode is not None and self.ranks.size > 1:
+            shard = Shard(self.ranks, 1 if self.mode == "row" else 0, self.out_sections)
+        attributes = weight_attributes(self.mode)
+        return ParameterSpec(name, shape, init, attributes, True, True, shard)
+
+    def bias(self, name: str, size: int, announced: bool = True) -> ParameterSpec:
+        """A bias: a shard; or one on every rank, whose gradient is of the rank's own tokens.
+
+        Args:
+            name: of the parameter.
+            size: on each rank.
+            announced: the attributes say so.
+        """
+        attributes: dict[str, Any] = {}
+        if self.mode == "column":
+            attributes = weight_attributes("column")
+        elif self.mode == "row" and announced:
+            attributes = {"sequence_parallel": self.ranks.sequence}
+        return ParameterSpec(name, (size,), nn.init.zeros_, attributes)
+
+    def stages(
+        self,
+        index: int,
+        layer: str,
+        fuse_wgrad: bool,
+        part: str = "",
+        gathered_tap: bool = False,
+    ) -> list[Stage]:
+        """Its Matmul, between the collectives that it needs.
+
+        Args:
+            index: see `Matmul`.
+            layer: see `Matmul`.
+            fuse_wgrad: see `Matmul`.
+            part: see `Matmul`.
+            gathered_tap: the chain returns the input as all ranks have it together.
+        """
+        before: list[Stage] = []
+        behind: list[Stage] = []
+        if self.mode == "column":
+            before = before_columns(self.ranks, index, gathered_tap)
+        elif self.mode == "row":
+            behind = behind_rows(self.ranks)
+        matmul = Matmul(index, layer, fuse_wgrad, part, biased=not behind)
+        return [*before, matmul, *behind]
+
+
+def gathered_tap(shared: SharedLinear, gathered: bool, returned: bool) -> bool:
+    """Whether the output of the norm before it is returned as all ranks have it together."""
+    return gathered and returned and shared.mode == "column" and shared.ranks.sequence

@@ -1,0 +1,58 @@
+"""Gradients that are of a rank's own tokens alone, summed over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+
+
+def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
+    """Sum the gradients of what sequence parallel ranks have alike, behind the backward.
+
+    With `sequence_parallel` the gradients of norms, and of biases of row-parallel layers, are those
+    of a rank's own tokens. Their parameters have the attribute `sequence_parallel`, by which
+    trainers such as Megatron-Core sum them themselves; without such a trainer call this before
+    the optimizer. `main_grad` is summed where a parameter has one, else `grad`.
+
+    Args:
+        module: a model, whose layers know their tensor parallel groups.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> layer = te.TransformerLayer(64, 128, 4, device="cpu")
+    >>> layer(torch.randn(8, 2, 64)).sum().backward()
+    >>> te.all_reduce_sequence_parallel_grads(layer)  # one rank: nothing to do
+    """
+    buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for layer, ranks in _layers(module):
+        for parameter in layer.parameters():
+            grad = getattr(parameter, "main_grad", None)
+            grad = parameter.grad if grad is None else grad
+            is_shared = getattr(parameter, "sequence_parallel", False)
+            if not is_shared or grad is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            buckets.setdefault((ranks.group, grad.dtype, grad.device), []).append(grad)
+    for (group, _, _), grads in buckets.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([grad.numel() for grad in grads])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _layers(module: nn.Module) -> list[tuple[nn.Module, TensorParallel]]:
+    """Modules, innermost first, with the sequence parallel ranks that they or their parts have."""
+    found: list[tuple[nn.Module, TensorParallel]] = []
+    for child in module.modules():
+        inside = [getattr(part, "ranks", None) for part in child.modules()]
+        ranks = [one for one in inside if isinstance(one, TensorParallel) and one.sequence]
+        if ranks:
+            found.append((child, ranks[0]))
+    return found[::-1]
