@@ -15,6 +15,7 @@ from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.shards import piece_of
 
 InitMethod = Callable[[torch.Tensor], Any]
 Split = Sequence[str] | Mapping[str, int] | None
@@ -103,7 +104,9 @@ class ParameterSet:
         """Initialise every parameter again; parameters on meta get memory first."""
         for spec in self._specs:
             parameter = getattr(module, spec.name)
-            if parameter.is_meta:
+            if hasattr(parameter, "device_mesh"):
+                self._reset_piece(module, spec, parameter)
+            elif parameter.is_meta:
                 device = default_device(None)
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,6 +117,19 @@ class ParameterSet:
                 fp8_weights.initialize(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
+
+    def _reset_piece(self, module: nn.Module, spec: ParameterSpec, parameter: Any) -> None:
+        """`reset`, of a parameter that `fully_shard` has cut."""
+        if parameter.is_meta:
+            parameter = fp8_weights.materialised(parameter, parameter.device_mesh.device_type)
+            module.register_parameter(spec.name, _with_attributes(parameter, spec))
+        piece = piece_of(parameter)
+        if piece is None:
+            self._initialise(spec, parameter)
+            return
+        values: Any = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
+        self._initialise(spec, values)
+        fp8_weights.initialize(piece, values.detach().to_local(), self._init)
 
 
 def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
