@@ -1,7 +1,10 @@
 """Two processes for all tests of ranks, over gloo or NCCL: each start takes seconds."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import amax_ranks
 import checkpoint_ranks
@@ -9,6 +12,7 @@ import cross_entropy_ranks
 import statistics_ranks
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 SCENARIOS = (
     amax_ranks.scales_of_a_group,
@@ -34,4 +38,25 @@ def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     for session in statistics_ranks.SESSIONS:
         outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
     torch.save(outcomes, f"{results}.{rank}")
+    dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(rank, *arguments)` returns on each of so many processes, joined by gloo."""
+    with TemporaryDirectory() as folder:
+        spawned = (world_size, folder, function, arguments)
+        mp.spawn(_run_one, spawned, nprocs=world_size)
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def _run_one(rank: int, world_size: int, folder: str, function: Any, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    torch.save(function(rank, *arguments), f"{folder}/{rank}")
     dist.destroy_process_group()
