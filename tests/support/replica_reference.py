@@ -88,11 +88,15 @@ def one_process(
     model: nn.Module,
     recipe: Recipe | None,
     group: dist.ProcessGroup,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     steps: Sequence[int] = range(3),
     micro_batches: int = 1,
+    in_fp32: bool = False,
 ) -> list[float]:
-    """Train a model on the micro-batches of both ranks; the mean loss of each."""
+    """Train a model on the micro-batches of both ranks; the mean loss of each.
+
+    With `in_fp32` gradients are averaged in fp32, as `main_grad`.
+    """
     losses, parameters = [], list(model.parameters())
     for step in steps:
         gradients: list[list[Any]] = [[None] * len(parameters) for _ in range(2)]
@@ -110,7 +114,10 @@ def one_process(
                 found[rank].backward()
                 gradients[rank] = [parameter.grad for parameter in parameters]
         for parameter, first, second in zip(parameters, *gradients, strict=True):
-            parameter.grad = None if first is None else first / 2 + second / 2
+            if in_fp32:
+                parameter.main_grad = first.float() / 2 + second.float() / 2
+            else:
+                parameter.grad = None if first is None else first / 2 + second / 2
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -29,8 +29,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 class InitialValue:
     """What a parameter was initialised with, on the CPU, until it is cleared."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value: torch.Tensor | None = value
+    def __init__(self, value: torch.Tensor | None) -> None:
+        self._value = value
 
     def get(self) -> torch.Tensor | None:
         """The values in high precision; None once they were cleared."""
@@ -41,8 +41,8 @@ class InitialValue:
         self._value = None
 
     def rows(self, start: int, stop: int) -> InitialValue:
-        """Of a piece of the parameter; the whole stays while another piece needs it."""
-        return InitialValue(torch.empty(0) if self._value is None else self._value[start:stop])
+        """Of a piece of the parameter."""
+        return InitialValue(None if self._value is None else self._value[start:stop].clone())
 
     def attach(self, parameter: Any) -> None:
         """Let optimizers find it."""

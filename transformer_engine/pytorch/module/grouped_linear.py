@@ -12,6 +12,7 @@ from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.parameters import tensors_of
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -136,11 +137,15 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.register_parameter(here, part._parameters[inside])
 
     def _lend(self) -> None:
-        """Let the parts have the parameters that are here now."""
+        """Let the parts have the parameters that are here now, or what stands for them."""
         for part, inside, here in self._names():
-            own = self._parameters[here]
-            if part._parameters[inside] is not own:
-                part.register_parameter(inside, own)
+            (own,) = tensors_of(self, (here,))
+            before = part._parameters[inside]
+            if before is own:
+                continue
+            part._parameters[inside] = own  # type: ignore[assignment]
+            if isinstance(own, QuantizedTensor) or isinstance(before, QuantizedTensor):
+                part.drop_plans()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise anew; parameters on meta get memory first.

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
-from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
+from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
 _FUSED = ("cpu", "cuda")
@@ -253,9 +253,9 @@ def _local(value: Any) -> torch.Tensor:
 
 def _initial(param: Any) -> torch.Tensor:
     """A parameter in fp32, before it was quantised, where that value still exists."""
-    piece: Any = piece_of(param)
-    value = getattr(piece, "get_high_precision_init_val", lambda: None)()
+    initial = initial_value(param)
+    value = None if initial is None else initial.get()
     if value is None:
         return param.detach().float()
-    piece.clear_high_precision_init_val()
+    initial.clear()
     return with_piece(param, value.to(param.device, torch.float32))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
 from transformer_engine.pytorch.tensor.writing import ShardRanks, ranks_of
@@ -41,17 +41,14 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
         part = None if initial is None else initial.rows(start, stop)
         quantizer = quantizer.over(ShardRanks(part))
     shape, facts = torch.Size((stop - start, x.shape[1])), {**x.facts, "quantizer": quantizer}
-    piece: QuantizedTensor = x.assembled(shape, [codes[start:stop], scales, *others], facts)
-    if quantizer.ranks.initial is not None:
-        quantizer.ranks.initial.attach(piece)
-    return piece
+    return x.assembled(shape, [codes[start:stop], scales, *others], facts)  # type: ignore[no-any-return]
 
 
 def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
     if dim != 0 or not x.shape[0] or not getattr(x._quantizer, "writes_weights", False):
         return NotImplemented
     if not _cuts(x, rows):
-        warn(
+        warn_once(
             f"[{type(x).__name__}] expected pieces of whole blocks, of 128 rows, got {rows} of "
             f"{x.shape[0]} rows: those of {x.label} are dequantised"
         )
@@ -132,6 +129,13 @@ def with_piece(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
     kind: Any = type(parameter)
     found: torch.Tensor = kind.from_local(piece, mesh, placements, run_check=False, **size)
     return found
+
+
+def initial_value(parameter: Any) -> Any:
+    """The `InitialValue` of an FP8 parameter, or of this rank's piece of it; None without one."""
+    piece = piece_of(parameter)
+    ranks = None if piece is None else ranks_of(piece)
+    return getattr(parameter, "initial_value", None) if ranks is None else ranks.initial
 
 
 class ShardableTensor(QuantizedTensor):
