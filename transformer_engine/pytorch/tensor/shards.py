@@ -41,7 +41,7 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
         part = None if initial is None else initial.rows(start, stop)
         quantizer = quantizer.over(ShardRanks(part))
     shape, facts = torch.Size((stop - start, x.shape[1])), {**x.facts, "quantizer": quantizer}
-    return x.assembled(shape, [codes[start:stop], scales, *others], facts)  # type: ignore[no-any-return]
+    return x.assembled(shape, [codes[start:stop], scales, *others], facts)
 
 
 def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
