@@ -3,9 +3,12 @@
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from killed_ranks import LAST_STEP, train
+
+pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
 
 def _end(folder: Path, dies: bool) -> list[int | None]:
@@ -15,7 +18,7 @@ def _end(folder: Path, dies: bool) -> list[int | None]:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

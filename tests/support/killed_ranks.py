@@ -21,7 +21,7 @@ def train(rank: int, folder: Path, dies: bool) -> None:
         init_method=f"file://{folder / f'store {dies}'}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
     try:
