@@ -5,9 +5,10 @@
     python examples/train_gpt.py --compare            # fp8, delayed and current, against bf16
     python examples/train_gpt.py --checkpoint run.pt  # and later the same with --resume
     python examples/train_gpt.py --inspect examples/config.yaml  # statistics of every GEMM
+    torchrun --nproc-per-node 2 examples/train_gpt.py --fsdp     # on two GPUs, or two CPU processes
 
-The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), masters (of
-FP8 weights), inspection, report.
+The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), ranks, masters
+(of FP8 weights), inspection, report.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import transformer_engine.pytorch as te
 from gpt import report
 from gpt.data import Text, bigram_loss, load_text
 from gpt.inspection import inspection
+from gpt.ranks import LAYOUTS, Ranks, joined
 from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
@@ -72,6 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, metavar="RATE", help="peak learning rate (tiny 3e-3, 125m 6e-4)")
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability (0)")
 
+    ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
+    add = ranks.add_mutually_exclusive_group().add_argument
+    add("--ddp", action="store_true", help="each has a copy of the model")
+    add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
+
     add = parser.add_argument_group("what comes out").add_argument
     add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
@@ -117,6 +124,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
         else max(1, size["steps"] // 10),
         **size,
     )
+
+
+def layout_of(options: argparse.Namespace) -> str:
+    """What ranks share."""
+    return next((layout for layout in LAYOUTS if getattr(options, layout)), "")
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -176,15 +188,15 @@ def introduce(training: Training, text: Text) -> None:
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     print(
         f"{text.name}: {len(text.train):,} bytes to train on, {len(text.validation):,} held out\n"
-        f"{parameters:,} parameters on {settings.device}, "
+        f"{parameters:,} parameters on {settings.device}{training.ranks}, "
         f"steps {training.done} to {settings.steps} of {settings.batch} x {settings.seq} bytes",
         flush=True,
     )
 
 
-def single(settings: Settings, text: Text, options: argparse.Namespace) -> int:
+def single(settings: Settings, text: Text, options: argparse.Namespace, ranks: Ranks) -> int:
     """Train once; plot the loss and show what the model writes."""
-    training = Training(settings, text)
+    training = Training(settings, text, ranks)
     if options.resume:
         training.load(options.checkpoint)
     introduce(training, text)
@@ -196,7 +208,8 @@ def single(settings: Settings, text: Text, options: argparse.Namespace) -> int:
     if training.done < settings.steps:
         print(f"stopped after step {training.done}; go on with --resume")
         return 0
-    print(report.plot([outcome], bigram, options.plot))
+    if ranks.number == 0:
+        print(report.plot([outcome], bigram, options.plot))
     if options.sample:
         print("--- sample")
         print(report.readable(training.sample(options.prompt.encode(), options.sample)))
@@ -206,18 +219,20 @@ def single(settings: Settings, text: Text, options: argparse.Namespace) -> int:
     return 0
 
 
-def compare(settings: Settings, text: Text, options: argparse.Namespace) -> int:
+def compare(settings: Settings, text: Text, options: argparse.Namespace, ranks: Ranks) -> int:
     """Train in each precision from the same seeds, and say whether FP8 keeps up."""
     outcomes: list[report.Outcome] = []
     for seed in range(settings.seed, settings.seed + options.seeds):
         for kind in COMPARED:
-            training = Training(replace(settings, seed=seed, **{"precision": "fp8", **kind}), text)
+            one = replace(settings, seed=seed, **{"precision": "fp8", **kind})
+            training = Training(one, text, ranks)
             if not outcomes:
                 introduce(training, text)
                 bigram = bigram_loss(text.train, torch.cat(training.batches.validation))
             outcomes.append(train(training, options, bigram))
     table, kept_up = report.comparison(outcomes, bigram)
-    print(report.plot(outcomes, bigram, options.plot))
+    if ranks.number == 0:
+        print(report.plot(outcomes, bigram, options.plot))
     print(table)
     return 0 if kept_up else 1
 
@@ -230,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_options(options)
         settings = settings_of(options)
         text = load_text(settings.data)
-        return (compare if options.compare else single)(settings, text, options)
+        with joined(layout_of(options), settings.device) as ranks:
+            return (compare if options.compare else single)(settings, text, options, ranks)
     except UsageError as error:
         parser.error(str(error))
 

@@ -7,6 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from gpt.ranks import cut
+
+
+def initial_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What FP8 weights were before they were rounded, by name; they keep it no longer.
+
+    Args:
+        model: made under `te.fp8_model_init(preserve_high_precision_init_val=True)`; without that
+            it has no FP8 weights.
+    """
+    found = {}
+    for name, weight in model.named_parameters():
+        if hasattr(weight, "get_high_precision_init_val"):
+            found[name] = weight.get_high_precision_init_val()
+            weight.clear_high_precision_init_val()
+    return found
+
 
 class MasterWeights:
     """fp32 copies of a model's FP8 weights.
@@ -16,17 +33,16 @@ class MasterWeights:
     one byte for a weight, and cast none.
 
     Args:
-        model: made under `te.fp8_model_init(preserve_high_precision_init_val=True)`; without that
-            it has no FP8 weights, and there is nothing to do here.
+        model: with FP8 weights, or none; then there is nothing to do here.
+        starts: what these start with, see `initial_values`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, starts: Mapping[str, torch.Tensor]) -> None:
         self._pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, weight in model.named_parameters():
-            if hasattr(weight, "get_high_precision_init_val"):
-                start = weight.get_high_precision_init_val().to(weight.device, torch.float32)
-                weight.clear_high_precision_init_val()
-                self._pairs[name] = (weight, nn.Parameter(start))
+            if name in starts:
+                start = starts[name].to(weight.device, torch.float32)
+                self._pairs[name] = (weight, nn.Parameter(cut(start, weight)))
         self.trained = [
             self._pairs[name][1] if name in self._pairs else parameter
             for name, parameter in model.named_parameters()
@@ -51,4 +67,4 @@ class MasterWeights:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on with these masters; the model's own state holds the weights."""
         for name, (_, master) in self._pairs.items():
-            master.copy_(state[name])
+            master.copy_(cut(state[name], master))

@@ -18,8 +18,9 @@ import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from gpt.checkpoint import read_checkpoint
 from gpt.data import Batches, Text
-from gpt.masters import MasterWeights
+from gpt.masters import MasterWeights, initial_values
 from gpt.model import build_model
+from gpt.ranks import Ranks, cut_like, cut_optimizer_state, whole
 from gpt.settings import Settings, UsageError
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -33,6 +34,7 @@ WARM_UP_SHARE = 0.1  # of the steps: the learning rate rises
 FINAL_RATE = 0.1  # of the peak learning rate: where the cosine ends
 WEIGHT_DECAY = 0.1  # of matrices; biases and norms are left alone
 LARGEST_GRADIENT_NORM = 1.0
+ALONE = Ranks()
 
 
 class Pace(NamedTuple):
@@ -97,15 +99,20 @@ class Training:
         validation: `(steps taken, loss)` of every validation.
     """
 
-    def __init__(self, settings: Settings, text: Text) -> None:
+    def __init__(self, settings: Settings, text: Text, ranks: Ranks = ALONE) -> None:
+        ranks.check(settings.batch)
         torch.manual_seed(settings.seed)
-        self.settings = settings
+        self.settings, self.ranks = settings, ranks
         self.batches = Batches(text, settings)
         with te.fp8_model_init(
             settings.fp8_weights, recipe_of(settings), preserve_high_precision_init_val=True
         ):
             self.model = build_model(settings)
-        self.masters = MasterWeights(self.model)
+        starts = initial_values(self.model)
+        self.called = ranks.spread(self.model)
+        self.masters = MasterWeights(self.model, starts)
+        if ranks.number:
+            torch.manual_seed(settings.seed + ranks.number)  # of dropout; weights are the same
         self.optimizer = make_optimizer(self.masters.trained, settings.lr)
         self.losses = torch.zeros(settings.steps, device=settings.device)
         self.validation: list[tuple[int, float]] = []
@@ -114,7 +121,7 @@ class Training:
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the next byte, in nats."""
         with arithmetic(self.settings):
-            logits = self.model(windows[:, :-1])
+            logits = self.called(windows[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
     def step(self) -> None:
@@ -122,7 +129,7 @@ class Training:
         rate = learning_rate(self.done, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.loss(self.batches.training(self.done))
+        loss = self.loss(self.ranks.own(self.batches.training(self.done)))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
         self.masters.take_gradients()
@@ -138,13 +145,14 @@ class Training:
         began, start = time.perf_counter(), self.done
         while self.done < until:
             self.step()
+        self.ranks.average(self.losses[start : self.done])
         loss = self.losses[start : self.done].mean().item()  # waits for the device
         tokens = (self.done - start) * self.settings.batch * self.settings.seq
         return Pace(loss, tokens / (time.perf_counter() - began))
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Loss on the validation windows, noted in `validation`."""
+        """Loss on the validation windows, noted in `validation`; every rank runs all of them."""
         self.model.eval()
         total = sum(self.loss(windows) * len(windows) for windows in self.batches.validation)
         self.model.train()
@@ -174,18 +182,21 @@ class Training:
         """Write everything that the next step depends on.
 
         The model's state holds FP8's scales and amax histories as `_extra_state`, and those of FP8
-        weights, so that their codes are restored.
+        weights, so that their codes are restored. The file is that of one process, whatever ranks
+        have written it: any other layout can go on with it.
         """
         state = {
             "settings": asdict(self.settings),
             "done": self.done,
-            "model": self.model.state_dict(),
-            "masters": self.masters.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": _random_states(self.settings.device),
+            "model": whole(self.model.state_dict()),
+            "masters": whole(self.masters.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
+            "random": self.ranks.of_all(_random_states(self.settings.device)),
             "losses": self.losses,
             "validation": self.validation,
         }
+        if self.ranks.number:
+            return
         partial = path.with_name(path.name + ".partial")
         torch.save(state, partial)
         partial.replace(path)  # a run that dies while writing leaves the last good file
@@ -197,14 +208,16 @@ class Training:
         if different:
             raise UsageError(f"--resume: {path} is of a run with {', '.join(different)}")
         self.done = state["done"]
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(cut_like(state["model"], self.model.state_dict()))
         self.masters.load_state_dict(state.get("masters", {}))
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(cut_optimizer_state(state["optimizer"], self.optimizer))
         self.losses.copy_(state["losses"])
         self.validation = state["validation"]
-        torch.set_rng_state(state["random"]["cpu"])
-        if self.settings.device == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"])
+        random = state["random"]
+        if len(random) == self.ranks.count:  # of other ranks: dropout goes its own way
+            torch.set_rng_state(random[self.ranks.number]["cpu"])
+            if self.settings.device == "cuda":
+                torch.cuda.set_rng_state(random[self.ranks.number]["cuda"])
 
 
 def _random_states(device: str) -> dict[str, torch.Tensor]:

@@ -59,10 +59,6 @@ top_hooks: Callable[[bool], Any] = found(
 )
 # Off within the forward of a function. Without: it may be off everywhere, which is slower.
 forward_grad_enabled: Callable[[], bool] = found("torch:_C._is_fwd_grad_enabled", lambda: False)
-# Of the default process group. Without: ranks that are to agree do so in a collective.
-default_store: Callable[[], Any] = found(
-    "torch.distributed:distributed_c10d._get_default_store", lambda: None
-)
 # The node whose backward runs. Without: reentrant checkpoints of torch are not known again.
 running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambda: None)
 # Without: calls take the longer way that they take where transforms, hooks, modes, DDP, forward

@@ -9,6 +9,7 @@ tensor.
 
 from __future__ import annotations
 
+import importlib
 import io
 import struct
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,28 @@ torch.serialization.add_safe_globals([io.BytesIO])
 _PICKLES = (b"\x80", b"PK\x03\x04")  # protocol 2 and later; torch.save's archive
 
 
+class StateBytes(torch.Tensor):
+    """The uint8 tensor of a state dict, which pickles as a plain one.
+
+    A model that has not run in FP8 has an empty state. `torch.distributed.checkpoint` would refuse
+    to load into it a tensor of another size: it is asked to write these bytes as an object, which
+    takes the place of what is there.
+    """
+
+    def __create_write_items__(self, fqn: str, state: torch.Tensor) -> list[Any]:
+        # Slow to import, and there when this is called.
+        planner = importlib.import_module("torch.distributed.checkpoint.planner")
+        index = planner.MetadataIndex(fqn)
+        return [planner.WriteItem(index=index, type=planner.WriteItemType.BYTE_IO)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """The state of a module as CPU bytes: of both directions, and the scales of FP8 weights."""
     if not (scaling or weights):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8).as_subclass(StateBytes)
     states = [scaling[FORWARD], scaling[BACKWARD]] if scaling else []
     counts = [state.scale.numel() for state in states] or [0, 0]
     length = states[0].amax_history.shape[0] if states else 0
@@ -41,7 +60,7 @@ def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ())
     tensors = [t for state in states for t in (state.scale, state.amax_history)]
     for tensor in (*tensors, *weights):
         parts.append(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8))
-    return torch.cat(parts)
+    return torch.cat(parts).as_subclass(StateBytes)
 
 
 def unpack(state: Any, layer: str, weights: Sequence[torch.Tensor] = ()) -> dict[str, ScalingState]:
@@ -130,7 +149,7 @@ def _bytes_of(state: Any) -> torch.Tensor | None:
         return torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
     if not _holds_bytes(state):
         return torch.zeros(1, dtype=torch.uint8)
-    return state.detach().cpu().contiguous().reshape(-1)
+    return state.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1)
 
 
 def _holds_bytes(state: Any) -> bool:

@@ -13,10 +13,12 @@ from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.model_init import ModelInit
 from transformer_engine.pytorch.fp8.recipe_quantizers import FEATURE_ALIGNMENT
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
-from transformer_engine.pytorch.scale_layout import WHOLE
+from transformer_engine.pytorch.scale_layout import WHOLE, layout_of
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
+from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
+from transformer_engine.pytorch.tensor.writing import ranks_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -27,8 +29,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 class InitialValue:
     """What a parameter was initialised with, on the CPU, until it is cleared."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value: torch.Tensor | None = value
+    def __init__(self, value: torch.Tensor | None) -> None:
+        self._value = value
 
     def get(self) -> torch.Tensor | None:
         """The values in high precision; None once they were cleared."""
@@ -37,6 +39,16 @@ class InitialValue:
     def clear(self) -> None:
         """Free them."""
         self._value = None
+
+    def rows(self, start: int, stop: int) -> InitialValue:
+        """Of a piece of the parameter."""
+        return InitialValue(None if self._value is None else self._value[start:stop].clone())
+
+    def attach(self, parameter: Any) -> None:
+        """Let optimizers find it."""
+        parameter.initial_value = self
+        parameter.get_high_precision_init_val = self.get
+        parameter.clear_high_precision_init_val = self.clear
 
 
 def make_parameter(values: torch.Tensor, init: ModelInit, label: str) -> nn.Parameter:
@@ -59,15 +71,15 @@ def initialize(parameter: Any, values: torch.Tensor, init: ModelInit) -> None:
     values = values.detach()
     parameter.quantize_(values)
     if init.preserve:
-        initial = InitialValue(values.clone() if values.device.type == "cpu" else values.cpu())
-        parameter.get_high_precision_init_val = initial.get
-        parameter.clear_high_precision_init_val = initial.clear
+        on_cpu = values.device.type == "cpu"
+        InitialValue(values.clone() if on_cpu else values.cpu()).attach(parameter)
 
 
 def fp8_weights(module: nn.Module) -> dict[str, QuantizedTensor]:
-    """A module's own FP8 parameters by name, in order."""
-    own = module._parameters.items()
-    return {name: p for name, p in own if isinstance(p, QuantizedTensor)}  # type: ignore[misc]
+    """A module's own FP8 parameters by name, in order; of those cut by `fully_shard` the pieces."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    pieces = {name: piece_of(parameter) for name, parameter in own.items()}
+    return {name: piece for name, piece in pieces.items() if piece is not None}
 
 
 def rename(module: nn.Module, layer: str) -> None:
@@ -83,19 +95,21 @@ def apply_fn(module: nn.Module, function: Apply, to_others: Callable[[], Any]) -
 
     `to_others` applies the function to all that is not an FP8 parameter.
     """
-    weights = fp8_weights(module)
+    weights: dict[str, Any] = {name: module._parameters[name] for name in fp8_weights(module)}
     for name in weights:
         module._parameters[name] = None
     try:
         to_others()
     finally:
-        for name, weight in weights.items():
-            module._parameters[name] = weight  # type: ignore[assignment]
-    for weight in weights.values():
-        _apply_to(weight, function)
+        module._parameters.update(weights)
+    for name, weight in weights.items():
+        module._parameters[name] = _applied(weight, function)
 
 
-def _apply_to(weight: QuantizedTensor, function: Apply) -> None:
+def _applied(parameter: Any, function: Apply) -> Any:
+    """The parameter itself, or another one around a piece on another device or of another dtype."""
+    weight = piece_of(parameter)
+    assert weight is not None
     probe = function(torch.empty(0, dtype=weight.dtype, device=weight.device))
     if probe.dtype not in HIGH_PRECISION:
         raise TypeError(
@@ -105,10 +119,25 @@ def _apply_to(weight: QuantizedTensor, function: Apply) -> None:
     parts = [None if part is None else _moved(part, function, probe) for part in weight.parts]
     if probe.dtype is weight.dtype and probe.device == weight.device:
         weight.adopt(parts)
-        return
+        return parameter
     moved = weight.assembled(weight.shape, parts, {**weight.facts, "dtype": probe.dtype})
+    other = nn.Parameter(with_piece(parameter, moved), parameter.requires_grad)
+    if not isinstance(parameter, QuantizedTensor):
+        return other
+    _swap(parameter, other, function)
+    return parameter
+
+
+def materialised(parameter: Any, device: str) -> Any:
+    """A parameter that `fully_shard` has cut on meta, of undefined values on a device."""
+    if piece_of(parameter) is not None:
+        return _applied(parameter, lambda part: torch.empty_like(part, device=device))
+    return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+
+
+def _swap(weight: QuantizedTensor, other: nn.Parameter, function: Apply) -> None:
+    """Let a parameter become another one, for whoever refers to it."""
     grad, weight.grad = weight.grad, None
-    other = nn.Parameter(moved, weight.requires_grad)
     vars(other).update({k: v for k, v in vars(weight).items() if k not in vars(other)})
     try:
         torch.utils.swap_tensors(weight, other)
@@ -130,12 +159,20 @@ def _moved(part: torch.Tensor, function: Apply, probe: torch.Tensor) -> torch.Te
 def dequantized(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let a state dict hold FP8 parameters as plain tensors of their nominal dtype."""
     for name, weight in fp8_weights(module).items():
-        state[prefix + name] = weight.dequantize()
+        parameter: Any = module._parameters[name]
+        state[prefix + name] = with_piece(parameter, weight.dequantize())
 
 
 def scales_of(module: nn.Module) -> list[torch.Tensor]:
-    """The scales of every FP8 parameter that has values."""
-    return [w.scales for w in fp8_weights(module).values() if not w.is_meta]
+    """The scales of every FP8 parameter that has values.
+
+    None where ranks have pieces of weights in blocks: each knows the scales of its own alone, and
+    checkpoints keep one state for all.
+    """
+    weights = [w for w in fp8_weights(module).values() if not w.is_meta]
+    if any(ranks_of(w) and layout_of(w._format).in_blocks for w in weights):
+        return []
+    return [w.scales for w in weights]
 
 
 def quantized(
@@ -155,11 +192,28 @@ def quantized(
     found: dict[str, Any] = {}
     for i, (name, weight) in enumerate(weights.items()):
         values = state.get(prefix + name)
+        parameter: Any = module._parameters[name]
         if not isinstance(values, torch.Tensor) or isinstance(values, QuantizedTensor):
             continue
-        if values.shape == weight.shape and values.is_floating_point() and not values.is_meta:
-            found[prefix + name] = _cast(values, weight, None if scales is None else scales[i])
+        if values.shape == parameter.shape and values.is_floating_point() and not values.is_meta:
+            own = _own_piece(values, parameter)
+            if own is not None:
+                cast = _cast(own, weight, None if scales is None else scales[i])
+                found[prefix + name] = with_piece(parameter, cast)
     return {**state, **found}
+
+
+def _own_piece(values: Any, parameter: Any) -> Any:
+    """This rank's piece of values that a checkpoint holds cut in some way; None where it does not.
+
+    Torch refuses to load whole values into pieces.
+    """
+    if isinstance(parameter, QuantizedTensor):
+        return values
+    if not hasattr(values, "redistribute"):
+        return None
+    with torch.no_grad():
+        return values.redistribute(parameter.device_mesh, parameter.placements).to_local()
 
 
 def _cast(

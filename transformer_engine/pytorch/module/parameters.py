@@ -17,6 +17,7 @@ from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.shards import piece_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.parallel_mode import SharedLinear
@@ -120,7 +121,9 @@ class ParameterSet:
         """Initialise every parameter again; parameters on meta get memory first."""
         for spec in self._specs:
             parameter = getattr(module, spec.name)
-            if parameter.is_meta:
+            if hasattr(parameter, "device_mesh"):
+                self._reset_piece(module, spec, parameter)
+            elif parameter.is_meta:
                 device = default_device(None)
                 if device.type == "meta":
                     device = default_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,6 +134,19 @@ class ParameterSet:
                 fp8_weights.initialize(parameter, values, self._init)
             else:
                 self._initialise(spec, parameter)
+
+    def _reset_piece(self, module: nn.Module, spec: ParameterSpec, parameter: Any) -> None:
+        """`reset`, of a parameter that `fully_shard` has cut."""
+        if parameter.is_meta:
+            parameter = fp8_weights.materialised(parameter, parameter.device_mesh.device_type)
+            module.register_parameter(spec.name, _with_attributes(parameter, spec))
+        piece = piece_of(parameter)
+        if piece is None:
+            self._initialise(spec, parameter)
+            return
+        values: Any = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
+        self._initialise(spec, values)
+        fp8_weights.initialize(piece, values.detach().to_local(), self._init)
 
 
 def _draws_whole(tracker: Any) -> bool:

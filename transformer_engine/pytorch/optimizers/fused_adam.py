@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
+from transformer_engine.pytorch.tensor.writing import write
 
 _FUSED = ("cpu", "cuda")
 
@@ -167,9 +168,7 @@ class FusedAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter, value in zip(parameters, values, strict=True):
-            if value is not parameter:
-                parameter.copy_(value)
+        _write(parameters, values)
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
@@ -181,7 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
         """
         refuse_others("FusedAdam", store_param_remainders=(store_param_remainders, False))
         state = self.state[param]
-        quantized = isinstance(param, QuantizedTensor)
+        quantized = piece_of(param) is not None
         if quantized and not self.master_weights:
             raise RuntimeError(
                 "[FusedAdam] expected master_weights=True for parameters kept in FP8, which small "
@@ -234,10 +233,29 @@ class FusedAdam(torch.optim.Optimizer):
                         self.state[parameter][name] = state.copy_(value)
 
 
+def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Round values into parameters that are not these values, FP8 weights all at once."""
+    pieces, quantized = [], []
+    for parameter, value in zip(parameters, values, strict=True):
+        piece = piece_of(parameter)
+        if piece is not None:
+            pieces.append(piece)
+            quantized.append(_local(value))
+        elif value is not parameter:
+            parameter.copy_(value)
+    write(pieces, quantized)
+
+
+def _local(value: Any) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def _initial(param: Any) -> torch.Tensor:
     """A parameter in fp32, before it was quantised, where that value still exists."""
-    value = getattr(param, "get_high_precision_init_val", lambda: None)()
+    initial = initial_value(param)
+    value = None if initial is None else initial.get()
     if value is None:
         return param.detach().float()
-    param.clear_high_precision_init_val()
-    return value.to(param.device, torch.float32)
+    initial.clear()
+    return with_piece(param, value.to(param.device, torch.float32))

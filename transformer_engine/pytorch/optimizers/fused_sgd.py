@@ -11,7 +11,7 @@ from transformer_engine.pytorch.optimizers.arguments import refuse_others
 
 
 class FusedSGD(torch.optim.SGD):
-    """`torch.optim.SGD(fused=True)`.
+    """`torch.optim.SGD(fused=True)`; without the fused kernel for DTensors, which it cannot take.
 
     Args:
         params: parameters, or groups of them.
@@ -56,3 +56,6 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
         )
+        for group in self.param_groups:
+            if any(hasattr(parameter, "device_mesh") for parameter in group["params"]):
+                group["fused"] = False

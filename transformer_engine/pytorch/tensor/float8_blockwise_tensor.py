@@ -14,14 +14,12 @@ from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.scale_layout import block_layout
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    Parts,
-    QuantizedTensor,
-    TensorMaking,
-)
+from transformer_engine.pytorch.tensor.quantized_tensor import Parts, TensorMaking
+from transformer_engine.pytorch.tensor.shards import ShardableTensor
+from transformer_engine.pytorch.tensor.writing import ranks_of
 
 
-class Float8BlockwiseQTensor(QuantizedTensor):
+class Float8BlockwiseQTensor(ShardableTensor):
     """FP8 codes under a nominal dtype, with an inverse scale for every block.
 
     The tensor is read as `[rows, cols]`, cols being the last size. Of the two sides one may be
@@ -147,7 +145,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         side = self.side(False) or self.side(True)
         assert side is not None
         found = dequantize(side.codes, side.format, side.scales, dtype)
-        return found if self._rowwise_data is not None else found.t().reshape(self.shape)
+        return (found if self._rowwise_data is not None else found.t()).reshape(self.shape)
 
     def quantized(self, plain: torch.Tensor) -> Parts:
         """The parts that the quantizer makes of other values of this shape."""
@@ -159,6 +157,8 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     def viewed(self, shape: Sequence[int]) -> torch.Tensor:
         """`view`; one that cuts blocks is dequantised, with a warning."""
         size = torch.empty(self.shape, device="meta").view(shape).shape
+        if ranks_of(self) is not None and len(size) == 1:  # `fully_shard` keeps it, and reads none
+            return self.with_parts(self.parts, size)
         if not size or not self.ndim or size[-1] != self.shape[-1]:
             warnings.warn(
                 f"[Float8BlockwiseQTensor] expected a view with the last size "

@@ -14,14 +14,11 @@ from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    Parts,
-    QuantizedTensor,
-    TensorMaking,
-)
+from transformer_engine.pytorch.tensor.quantized_tensor import Parts, TensorMaking
+from transformer_engine.pytorch.tensor.shards import ShardableTensor
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(ShardableTensor):
     """FP8 codes under a nominal dtype.
 
     Args:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.tensor import shards
 from transformer_engine.pytorch.tensor.quantized_tensor import Handler, QuantizedTensor
+from transformer_engine.pytorch.tensor.writing import ranks_of
 
 aten = torch.ops.aten
 
@@ -30,6 +33,9 @@ def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(dtype=target.dtype), *args, **kwargs)
     if target.like(source):
+        ranks, others = ranks_of(target), ranks_of(source)
+        if ranks is not None and others is not None:
+            ranks.initial = others.initial
         return target.overwrite(source.parts)
     values = source.dequantize() if isinstance(source, QuantizedTensor) else source
     return target.quantize_(values.expand(target.shape))
@@ -43,6 +49,11 @@ def _shaped_like(func: Any) -> Handler:
         return func(torch.empty(x.shape, dtype=torch.uint8, device=x.device), *args, **kwargs)
 
     return handler
+
+
+def _new_zeros(x: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
+    room = shards.room_for(x, size, options)
+    return _shaped_like(aten.new_zeros.default)(x, size, **options) if room is None else room
 
 
 def _refused(x: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +75,6 @@ _FACTORIES = (
     aten.ones_like.default,
     aten.full_like.default,
     aten.new_empty.default,
-    aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,
 )
@@ -77,5 +87,7 @@ QuantizedTensor.handlers = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_into,
     **{func: _shaped_like(func) for func in _FACTORIES},
+    aten.new_zeros.default: _new_zeros,
+    **shards.HANDLERS,
     **dict.fromkeys(_REFUSED, _refused),
 }

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.part_checks import check_parts
+from transformer_engine.pytorch.tensor.writing import write
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
@@ -49,7 +50,8 @@ class QuantizedTensor(torch.Tensor):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        cls.parts = property(attrgetter(*cls.part_names))  # type: ignore[assignment]
+        if cls.part_names:
+            cls.parts = property(attrgetter(*cls.part_names))  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, shape: torch.Size, dtype: torch.dtype, data: torch.Tensor) -> Any:
@@ -154,6 +156,11 @@ class QuantizedTensor(torch.Tensor):
             RuntimeError: the tensor was made without a quantizer.
             ValueError: the values have another shape.
         """
+        write([self], [tensor])
+        return self
+
+    def writable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Other values as the quantizer takes them; raises what `quantize_` does."""
         name = type(self).__name__
         if self._quantizer is None:
             raise RuntimeError(
@@ -164,11 +171,9 @@ class QuantizedTensor(torch.Tensor):
                 f"[{name}] expected values of shape {tuple(self.shape)}, got "
                 f"{tuple(tensor.shape)} ({self.label})"
             )
-        if self.is_meta:
-            return self
         plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
-        plain = plain.to(self.device, plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype)
-        return self.overwrite(self.quantized(plain.contiguous().resolve_neg()))
+        to = plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype
+        return plain.to(self.device, to).contiguous().resolve_neg()
 
     def overwrite(self, parts: Parts) -> Any:
         """Take over the contents of other parts."""
@@ -361,8 +366,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain[id(leaf)]
 
     result = func(*tree_map(values, args), **tree_map(values, kwargs))
-    for tensor in _written(func, args, kwargs):
-        tensor.quantize_(plain[id(tensor)])
+    written = [*_written(func, args, kwargs)]
+    write(written, [plain[id(tensor)] for tensor in written])
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
 from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
-from transformer_engine.pytorch.kernels.amax import amax, current_scales
+from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8Tensor,
 )
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.writing import ShardRanks
 
 _LARGEST = 448.0
 _ROUNDED = 1.01  # a value of the nominal dtype may lie that much above what it was in FP8
@@ -39,6 +41,7 @@ class WeightQuantizer(Fp8Quantizer):
     label: str  # which parameter of which layer this is
     family: str | None = None  # of the recipes that may use the weight; None: all with its layout
     made_for: str  # these recipes, for messages
+    ranks: ShardRanks | None = None  # that have pieces of the weight, where this writes one
 
     @staticmethod
     def for_layout(layout: ScaleLayout, **settings: Any) -> WeightQuantizer:
@@ -53,6 +56,12 @@ class WeightQuantizer(Fp8Quantizer):
         if getattr(own, "writes_weights", False):
             return own
         return WeightQuantizer.for_layout(layout_of(weight._format))
+
+    def over(self, ranks: ShardRanks | None) -> WeightQuantizer:
+        """The same, for a piece that these ranks share; None: for the whole."""
+        other = copy.copy(self)
+        other.ranks = ranks
+        return other
 
     def holding(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
@@ -110,22 +119,28 @@ class TensorWeightQuantizer(WeightQuantizer, Float8CurrentScalingQuantizer):
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
         """Find the scale, then cast."""
-        scales = current_scales(x, self.format, self.power_of_2, self.epsilon)
+        return self.cast(x, self.scales_of(amax(x)), request)
+
+    def scales_of(self, largest: torch.Tensor) -> torch.Tensor:
+        """The scales of values of this largest magnitude, fp32 `[1]`."""
+        scales = scales_from_amax(largest, self.format, self.power_of_2, self.epsilon)
         if self.margin:
             factor = 2.0**self.margin
             scales = torch.cat([scales[:1] * factor, scales[1:] / factor])
-        return self.cast(x, scales, request)
+        return scales
 
     def restored(self, values: torch.Tensor, scales: torch.Tensor | None) -> Fp8Matrix:
         """The cast of `values`, see the base class."""
-        request = OperandRequest(self, True, False)
-        matrix: Any = self.operands(values, request).rowwise
-        if scales is None or scales.numel() != 2:
-            return matrix
-        inverse, scale = scales = scales.to(values.device)
-        holds = (scale > 0) & (amax(values) * scale <= _LARGEST * _ROUNDED)
-        holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
-        return self.cast(values, torch.where(holds, scales, matrix.scales), request).rowwise  # type: ignore[return-value]
+        largest = amax(values)
+        if self.ranks is not None:
+            largest = self.ranks.reduce(largest, self.label)
+        chosen = self.scales_of(largest)
+        if scales is not None and scales.numel() == 2:
+            inverse, scale = scales = scales.to(values.device)
+            holds = (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
+            holds &= (inverse * scale - 1).abs() < _ROUNDED - 1
+            chosen = torch.where(holds, scales, chosen)
+        return self.cast(values, chosen, OperandRequest(self, True, False)).rowwise  # type: ignore[return-value]
 
 
 class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):

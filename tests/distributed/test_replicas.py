@@ -1,0 +1,42 @@
+"""DistributedDataParallel: two ranks find what one process finds."""
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from replica_ranks import OPTIONS, replicas
+from replica_reference import LAYERS, RECIPES
+
+pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
+
+# What the sums of a whole batch in one GEMM may change, and scales of halves of the batch.
+BOUNDS = {"bf16": 1e-4, "delayed": 1e-3, "current": 1e-2, "block": 1e-3}
+CASES = [f"{layer} {precision}" for layer in LAYERS for precision in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """Of each rank."""
+    return run_ranks(2, replicas)
+
+
+@pytest.mark.parametrize("case", [*CASES, *OPTIONS, *(f"accumulated {one}" for one in RECIPES)])
+def test_ranks_find_what_one_process_finds(found, case: str) -> None:
+    for outcome in found:
+        assert outcome[case]["losses"] == outcome[case]["expected"]
+        assert outcome[case]["differences"] == []  # parameters, scales, histories
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_losses_are_near_those_of_the_whole_batch(found, precision: str) -> None:
+    for outcome in found:
+        assert outcome[f"whole {precision}"] < BOUNDS[precision]
+
+
+def test_buckets_are_reduced_while_the_backward_runs(found) -> None:
+    for outcome in found:
+        *buckets, total = outcome["buckets"]
+        assert len(buckets) > 4
+        assert set(buckets) == {4, 6, 8}  # dgrad and wgrad of the MLP, the projection, of QKV
+        assert buckets == sorted(buckets)
+        assert total == 8

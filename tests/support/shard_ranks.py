@@ -1,0 +1,235 @@
+"""What each rank of distributed/test_shards runs: fully_shard, and FullyShardedDataParallel."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from rank_device import here
+from replica_reference import (
+    HIDDEN,
+    LAYERS,
+    RECIPES,
+    alone,
+    differences,
+    make,
+    micro_batch,
+    one_process,
+    one_rank,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Recipe
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "FusedAdam": lambda parameters: te.optimizers.FusedAdam(
+        parameters, lr=1e-2, master_weights=True
+    ),
+    "FusedSGD": lambda parameters: te.optimizers.FusedSGD(parameters, lr=0.1, momentum=0.9),
+    "SGD one by one": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, foreach=False
+    ),
+}
+
+
+FLAT = [
+    (layer, one) for layer in ("GroupedLinear", "TransformerLayer") for one in ("bf16", "delayed")
+]
+
+
+def _made(layer: str, recipe: Recipe | None, fp8_weights: bool, **options: Any) -> nn.Module:
+    with te.quantized_model_init(fp8_weights, recipe=recipe, **options):
+        return make(layer)
+
+
+def _fully_sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Every layer inside by itself, then what is left."""
+    inner = [m for m in model.modules() if isinstance(m, te.LayerNormMLP | te.MultiheadAttention)]
+    for part in (*(m for m in inner if m is not model), model):
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def _case(
+    layer: str,
+    precision: str,
+    rank: int,
+    group: Any,
+    fp8_weights: bool = False,
+    optimizer: str = "SGD",
+    **options: Any,
+) -> dict[str, Any]:
+    recipe, make_optimizer = RECIPES[precision], OPTIMIZERS[optimizer]
+    keep = {"preserve_high_precision_init_val": optimizer == "FusedAdam"}
+    model, reference = (_made(layer, recipe, fp8_weights, **keep) for _ in range(2))
+    _fully_sharded(model, options.pop("mesh"), **options)
+    losses = one_rank(model, recipe, rank, make_optimizer(model.parameters()))
+    if optimizer == "FusedSGD":  # whose kernel takes no DTensors
+        make_optimizer = OPTIMIZERS["SGD one by one"]
+    expected = one_process(reference, recipe, group, make_optimizer(reference.parameters()))
+    return {"losses": losses, "expected": expected, "differences": differences(model, reference)}
+
+
+def _flat(layer: str, precision: str, rank: int, group: Any, original: bool) -> dict[str, Any]:
+    """FullyShardedDataParallel."""
+    recipe, make_optimizer = RECIPES[precision], OPTIMIZERS["SGD"]
+    model, reference = make(layer), make(layer)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=here())
+    losses = one_rank(wrapped, recipe, rank, make_optimizer(wrapped.parameters()))
+    expected = one_process(reference, recipe, group, make_optimizer(reference.parameters()))
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        different = differences(model, reference)
+    return {"losses": losses, "expected": expected, "differences": different}
+
+
+def _mixed(precision: str, rank: int, group: Any, mesh: DeviceMesh) -> dict[str, Any]:
+    """fp32 parameters that are gathered in bf16, and their gradients reduced in fp32."""
+    recipe, rate = RECIPES[precision], 0.1
+    model, reference = make("TransformerLayer", dtype=torch.float32), make("TransformerLayer")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _fully_sharded(model, mesh, mp_policy=policy)
+    losses = one_rank(model, recipe, rank, torch.optim.SGD(model.parameters(), lr=rate))
+    expected = one_process(reference, recipe, group, _Fp32Masters(reference, rate), in_fp32=True)
+    return {"losses": losses, "expected": expected}
+
+
+class _Fp32Masters:
+    """SGD of fp32 masters of bf16 parameters; gradients are in `main_grad`."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        masters = dict(make("TransformerLayer", dtype=torch.float32).named_parameters())
+        self.pairs = [(p, masters[name].detach()) for name, p in model.named_parameters()]
+        self.rate = rate
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in self.pairs:
+            master.sub_(parameter.main_grad, alpha=self.rate)
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter, _ in self.pairs:
+            parameter.grad = None
+
+
+class Collectives(TorchDispatchMode):
+    """Lists what is communicated inside: the name of each collective, and its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.seen.append((func._schema.name.removeprefix("c10d::"), tensors[-1].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def _gathered(fp8_weights: bool, mesh: DeviceMesh) -> int:
+    """Bytes that one rank gives to gather a weight."""
+    with te.quantized_model_init(fp8_weights):
+        model = te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device=here())
+    fully_shard(model, mesh=mesh)
+    with Collectives() as found:
+        model.unshard()
+    model.reshard()
+    return sum(count for _, count in found.seen)
+
+
+def _collectives_of_a_step(name: str, mesh: DeviceMesh) -> int:
+    """Of an optimizer, for the four FP8 weights of a layer."""
+    model = _made("TransformerLayer", None, True)
+    fully_shard(model, mesh=mesh)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(micro_batch(0, 0, 0)).sum().backward()
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        optimizer.step()
+    return reduce.call_count
+
+
+def _from_meta(fp8_weights: bool, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """A layer that was cut before it had memory."""
+    torch.manual_seed(rank)
+    with te.quantized_model_init(fp8_weights):
+        model = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="meta")
+    fully_shard(model, mesh=mesh)
+    model.reset_parameters()
+    y = model(micro_batch(0, 0, rank))
+    loss = y.float().square().mean()
+    loss.backward()
+    weight = model.weight
+    return {
+        "kind": type(weight.to_local()).__name__,
+        "std": weight.full_tensor().float().std().item(),
+        "loss": loss.item(),
+        "norm": model.layer_norm_weight.full_tensor().float().mean().item(),
+    }
+
+
+def _errors(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said about pieces that are written too early, or cut through blocks."""
+    found = {}
+    model = _made("Linear", None, True)
+    fully_shard(model, mesh=mesh)
+    try:
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+    except RuntimeError as error:
+        found["too early"] = str(error)
+    with (
+        te.quantized_model_init(recipe=Float8BlockScaling()),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        small = te.Linear(HIDDEN, 128, params_dtype=torch.bfloat16, device=here(), name="small")
+        fully_shard(small, mesh=mesh)
+        found["blocks"] = " ".join(str(one.message) for one in said)
+    return found
+
+
+def shards(rank: int) -> dict[str, Any]:
+    """Every case, by name."""
+    group, mesh = alone(rank), init_device_mesh(here().type, (2,))
+    found: dict[str, Any] = {}
+    for precision in RECIPES:
+        for layer in LAYERS:
+            found[f"{layer} {precision}"] = _case(layer, precision, rank, group, mesh=mesh)
+            if precision != "bf16":
+                found[f"{layer} {precision}, FP8 weights"] = _case(
+                    layer, precision, rank, group, True, mesh=mesh
+                )
+            if (layer, precision) in FLAT:
+                for original in (True, False):
+                    found[f"flat {layer} {precision} {original}"] = _flat(
+                        layer, precision, rank, group, original
+                    )
+        found[f"mixed {precision}"] = _mixed(precision, rank, group, mesh)
+    for name in OPTIMIZERS:
+        for fp8_weights in (False, True):
+            key = f"{name}{', FP8 weights' if fp8_weights else ''}"
+            if fp8_weights or not name.startswith("SGD"):
+                found[key] = _case(
+                    "LayerNormMLP", "current", rank, group, fp8_weights, name, mesh=mesh
+                )
+    found["kept"] = _case(
+        "TransformerLayer", "delayed", rank, group, True, mesh=mesh, reshard_after_forward=False
+    )
+    found["bytes"] = {fp8_weights: _gathered(fp8_weights, mesh) for fp8_weights in (False, True)}
+    found["collectives"] = {
+        name: _collectives_of_a_step(name, mesh) for name in OPTIMIZERS if "Adam" in name
+    }
+    found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
+    found["errors"] = _errors(mesh)
+    return found

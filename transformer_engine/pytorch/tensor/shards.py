@@ -1,0 +1,190 @@
+"""Pieces of FP8 weights along their rows, as `fully_shard` keeps them on each rank.
+
+`fully_shard` splits a parameter, asks it for zeros of the size of the first piece and copies its
+own piece there, so the last ranks may have fewer rows than room. Before a layer runs it gathers
+what `fsdp_pre_all_gather` names, codes as bytes and the scales of blocks, and gets the whole weight
+from `fsdp_post_all_gather`. How pieces are written is in `writing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.notices import warn_once
+from transformer_engine.pytorch.scale_layout import layout_of
+from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, QuantizedTensor
+from transformer_engine.pytorch.tensor.writing import ShardRanks, ranks_of
+
+aten = torch.ops.aten
+
+
+def _cuts(x: QuantizedTensor, rows: int) -> bool:
+    """Whether pieces of so many rows are FP8 weights, too."""
+    side = layout_of(x._format).block
+    whole_blocks = side is None or not (rows % side[0] or x.shape[0] % rows)
+    return getattr(x._quantizer, "writes_weights", False) and x.ndim == 2 and whole_blocks
+
+
+def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    """The piece of these rows. It shares memory with `x`, and the scale where there is one."""
+    codes, scales, *others = x.parts
+    assert codes is not None and scales is not None
+    block = layout_of(x._format).block
+    if block is not None:
+        scales = scales[start // block[0] : -(-stop // block[0])]
+    quantizer: Any = x._quantizer
+    if quantizer.ranks is None:
+        initial = getattr(x, "initial_value", None)
+        part = None if initial is None else initial.rows(start, stop)
+        quantizer = quantizer.over(ShardRanks(part))
+    shape, facts = torch.Size((stop - start, x.shape[1])), {**x.facts, "quantizer": quantizer}
+    return x.assembled(shape, [codes[start:stop], scales, *others], facts)
+
+
+def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
+    if dim != 0 or not x.shape[0] or not getattr(x._quantizer, "writes_weights", False):
+        return NotImplemented
+    if not _cuts(x, rows):
+        warn_once(
+            f"[{type(x).__name__}] expected pieces of whole blocks, of 128 rows, got {rows} of "
+            f"{x.shape[0]} rows: those of {x.label} are dequantised"
+        )
+        return NotImplemented
+    first = _rows(x, 0, min(rows, x.shape[0]))
+    others = range(rows, x.shape[0], rows)
+    x._room = first  # type: ignore[attr-defined]
+    return [first, *(_rows(x, start, min(start + rows, x.shape[0])) for start in others)]
+
+
+def _slice(
+    x: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    if ranks_of(x) is None or dim != 0 or step != 1 or x.ndim != 2:
+        return NotImplemented
+    begin, stop, _ = slice(start, end).indices(x.shape[0])
+    shorter = stop < x.shape[0]
+    if begin or (shorter and layout_of(x._format).in_blocks):
+        return NotImplemented
+    piece = _rows(x, 0, stop)
+    if shorter:
+        piece._room = x  # type: ignore[attr-defined]
+    return piece
+
+
+def room_for(x: QuantizedTensor, size: Sequence[int], options: dict[str, Any]) -> Any:
+    """Zeros to copy a piece to, where one of this size was just made, or has been; else None."""
+    room, x._room = getattr(x, "_room", None), None  # type: ignore[attr-defined]
+    asked = {name for name, value in options.items() if value is not None}
+    if room is None or room.shape != torch.Size(size) or asked - {"pin_memory"}:
+        return None
+    return room.mapped(torch.zeros_like)
+
+
+def _as_strided(
+    x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    same = torch.Size(size) == x.shape and tuple(stride) == x.stride() and not offset
+    return x.mapped(lambda part: part) if same else NotImplemented
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.as_strided.default: _as_strided,
+}
+
+
+def piece_of(parameter: torch.Tensor) -> QuantizedTensor | None:
+    """A parameter that is kept in FP8, or this rank's piece of it; None for others."""
+    if isinstance(parameter, QuantizedTensor):
+        return parameter
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return None
+    dtensor: Any = parameter
+    with torch.no_grad():
+        piece = dtensor.to_local()
+    if not isinstance(piece, QuantizedTensor):
+        return None
+    ranks = ranks_of(piece)
+    if ranks is not None and ranks.groups is None:
+        shards = [i for i, placement in enumerate(dtensor.placements) if placement.is_shard()]
+        ranks.groups = tuple([mesh.get_group(i) for i in shards])
+    return piece
+
+
+def with_piece(parameter: Any, piece: torch.Tensor) -> torch.Tensor:
+    """A tensor like a parameter of which this rank has another piece; of a whole one that piece."""
+    if isinstance(parameter, QuantizedTensor):
+        return piece
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size = {"shape": parameter.shape, "stride": parameter.stride()}
+    kind: Any = type(parameter)
+    found: torch.Tensor = kind.from_local(piece, mesh, placements, run_check=False, **size)
+    return found
+
+
+def initial_value(parameter: Any) -> Any:
+    """The `InitialValue` of an FP8 parameter, or of this rank's piece of it; None without one."""
+    piece = piece_of(parameter)
+    ranks = None if piece is None else ranks_of(piece)
+    return getattr(parameter, "initial_value", None) if ranks is None else ranks.initial
+
+
+class ShardableTensor(QuantizedTensor):
+    """Base of quantised tensors that `fully_shard` may cut, with the hooks that it looks for."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
+        """What ranks gather of this piece, codes `[room, cols]` and the scales of blocks, and more.
+
+        Args:
+            mesh: one-dimensional, of the ranks with the other pieces.
+            outer_size: of the whole weight.
+            outer_stride: likewise.
+            module: whose weight it is.
+            mp_policy: of mixed precision; codes are what they are.
+        """
+        ranks = ranks_of(self)
+        if ranks is not None:
+            ranks.groups = (mesh.get_group(),)
+        codes, scales = self.parts[:2]
+        assert codes is not None and scales is not None
+        room = -(-outer_size[0] // mesh.size())
+        if codes.shape[0] < room:
+            codes = torch.cat([codes, codes.new_zeros(room - codes.shape[0], codes.shape[1])])
+        return (codes, scales) if layout_of(self._format).in_blocks else (codes,), outer_size
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[torch.Tensor],
+        metadata: torch.Size,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """The whole weight around what was gathered.
+
+        Args:
+            all_gather_outputs: what all ranks gave, along rows.
+            metadata: the size of the weight.
+            param_dtype: its nominal dtype.
+            out: the weight of the last time, in the same memory; else a new one is made.
+        """
+        codes, *scales = all_gather_outputs
+        others = [None] * (len(self.parts) - 2)
+        parts: Parts = [codes[: metadata[0]], *(scales or self.parts[1:2]), *others]
+        if out is not None:
+            out.adopt(parts)
+            return None
+        quantizer: Any = self._quantizer
+        facts = {**self.facts, "dtype": param_dtype, "quantizer": quantizer.over(None)}
+        return self.assembled(metadata, parts, facts), ()

@@ -1,0 +1,81 @@
+"""How values get into quantised tensors, and into the pieces of one that several ranks have.
+
+Where a weight has one scale, all its pieces have the same: it is found from the largest magnitude
+on all ranks, by one collective for all weights that are written together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.kernels.amax import amax
+from transformer_engine.pytorch.scale_layout import layout_of
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+class ShardRanks:
+    """The ranks that have pieces of one weight.
+
+    Attributes:
+        groups: over which a largest magnitude is reduced; None until they are known.
+        initial: what this rank's piece was initialised with, an `InitialValue`, where it is kept.
+    """
+
+    def __init__(self, initial: Any = None) -> None:
+        self.groups: tuple[Any, ...] | None = None
+        self.initial = initial
+
+    def reduce(self, amaxes: torch.Tensor, label: str) -> torch.Tensor:
+        """Reduce magnitudes of pieces to those of whole weights, in place.
+
+        Raises:
+            RuntimeError: it is not known yet which ranks have the others.
+        """
+        if self.groups is None:
+            raise RuntimeError(
+                "[fully_shard] expected the first forward or load_state_dict before a piece of "
+                f"{label} is written otherwise: its scale is that of all pieces, and until then "
+                "nothing says which ranks have them"
+            )
+        for group in self.groups:
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+        return amaxes
+
+
+def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
+    """The ranks that share the weight of a piece; None for what is no piece."""
+    return getattr(tensor._quantizer, "ranks", None)
+
+
+def write(tensors: Sequence[QuantizedTensor], values: Sequence[torch.Tensor]) -> None:
+    """Quantise values into tensors.
+
+    Args:
+        tensors: of any kind; the ranks of a group write the same weights in the same order.
+        values: of their shapes.
+    """
+    pieces: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
+    for tensor, value in zip(tensors, values, strict=True):
+        plain = tensor.writable(value)
+        if tensor.is_meta:
+            continue
+        ranks = ranks_of(tensor)
+        if ranks is None or layout_of(tensor._format).in_blocks:
+            tensor.overwrite(tensor.quantized(plain))
+        else:
+            pieces.setdefault(ranks.groups, []).append((tensor, plain))
+    for found in pieces.values():
+        some = found[0][0]
+        largest = some._quantizer.ranks.reduce(torch.cat([amax(x) for _, x in found]), some.label)
+        for (tensor, plain), own in zip(found, largest.split(1), strict=True):
+            quantizer = tensor._quantizer
+            request = OperandRequest(quantizer, True, False)
+            matrix = quantizer.cast(plain, quantizer.scales_of(own.clone()), request).rowwise
+            tensor.overwrite((matrix.codes, matrix.scales))
