@@ -79,6 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ddp", action="store_true", help="each has a copy of the model")
     add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
 
+    _add_outputs(parser)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what comes out").add_argument
     add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
@@ -102,7 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
         "ends more than 1%% above bf16, and outside the spread of its seeds",
     )
     add("--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on (1)")
-    return parser
 
 
 def settings_of(options: argparse.Namespace) -> Settings:

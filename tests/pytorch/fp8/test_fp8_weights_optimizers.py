@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.tensor import QuantizedTensor, quantized_tensor
+from transformer_engine.pytorch.tensor import QuantizedTensor, lists, quantized_tensor
 
 OPTIMIZERS = {
     "sgd": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, **how),
@@ -121,7 +121,7 @@ def test_lists_are_dequantised_in_parts(
         return run(func, args, kwargs)
 
     for group, limit in ((layers, 1 << 28), (others, 2 * 32 * 32 * 4)):
-        monkeypatch.setattr(quantized_tensor, "_MOST_BYTES", limit)
+        monkeypatch.setattr(lists, "_MOST_BYTES", limit)
         monkeypatch.setattr(quantized_tensor, "_on_values", watched)
         parameters = [layer.weight for layer in group]
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -187,7 +187,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the ranks that share sequences; the arguments are those of the constructor."""
-        heads = (self.num_attention_heads, self.num_gqa_groups)
+        heads = (self.local_heads, self.local_groups)
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.context = context_group(self.name, heads, *arguments)
         self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = arguments

@@ -31,8 +31,6 @@ from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import WHOLE, ScaleLayout
 
 Tensors = tuple[torch.Tensor, ...]
-
-
 DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
 
 

@@ -53,7 +53,7 @@ class Float8BlockwiseQTensor(ShardableTensor):
         "_columnwise_scale_inv",
     )
 
-    fact_names = (*QuantizedTensor.fact_names, "is_2D_scaled")
+    fact_names = (*ShardableTensor.fact_names, "is_2D_scaled")
 
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None

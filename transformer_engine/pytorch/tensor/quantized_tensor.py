@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -20,14 +19,12 @@ from transformer_engine.pytorch._torch_private import no_torch_function, tree_le
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
 from transformer_engine.pytorch.tensor.writing import write
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
-
-# Operations on lists of tensors (optimizers have them) dequantise so much at a time.
-_MOST_BYTES = 1 << 28
 
 
 class QuantizedTensor(torch.Tensor):
@@ -254,7 +251,7 @@ class QuantizedTensor(torch.Tensor):
             _refuse_communication(func, args)
         if func._schema.returns:
             return _on_values(func, args, kwargs)
-        for part, named in _parts(args, kwargs):
+        for part, named in parts_of_lists(QuantizedTensor, args, kwargs):
             _on_values(func, part, named)
         return None
 
@@ -380,26 +377,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         for leaf in tree_leaves(value):
             if isinstance(leaf, QuantizedTensor):
                 yield leaf
-
-
-def _parts(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """An operation on lists of tensors, cut into operations on parts of these lists."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
-    quantized = [a for a in lists if any(isinstance(t, QuantizedTensor) for t in a)]
-    if not quantized:
-        yield args, kwargs
-        return
-    count, start, size = len(quantized[0]), 0, 0
-    for i, tensors in enumerate(zip(*quantized, strict=True)):
-        size += sum(t.nbytes for t in tensors)
-        if size < _MOST_BYTES and i + 1 < count:
-            continue
-        part = partial(_part, count, slice(start, i + 1))
-        yield tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
-        start, size = i + 1, 0
-
-
-def _part(count: int, where: slice, value: Any) -> Any:
-    return value[where] if isinstance(value, list | tuple) and len(value) == count else value
