@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from attention_cases import Call, Case
+from contenders import DTYPE, RECIPES, Size, random
 from harness import Report, Timing, over, require_gpu, time_gpu_each
 
 import transformer_engine.pytorch as te
@@ -28,6 +29,20 @@ CASES = {
     Case(1, 32, 32, 16384, 128, "causal"): (7.79, 1.05),
     Case(1, 32, 8, 32768, 128, "causal"): (27.83, 1.02),
 }
+# The same of transformer layers, tensor and sequence parallel, by precision.
+LAYERS = {
+    Size(4096, 16384, 32, 4096, 4): {
+        "fp8 delayed": (13.49, 11.8),
+        "fp8 current": (14.20, 12.4),
+        "bf16": (20.25, 17.9),
+    },
+    Size(8192, 28672, 64, 4096, 1): {
+        "fp8 delayed": (10.28, 9.3),
+        "fp8 current": (11.02, 9.9),
+        "bf16": (16.45, 14.9),
+    },
+}
+WAYS = ("one GPU", "TP2 + SP")
 COMM_TYPES = ("p2p", "all_gather", "a2a")
 BACKENDS = {"any backend": {}, "cudnn": {"NVTE_FLASH_ATTN": "0"}}
 
@@ -96,6 +111,47 @@ def measure_context(report: Report | None, case: Case, nvidia: float, bar: float
         torch.cuda.empty_cache()
 
 
+def layer_step(size: Size, name: str, shared: bool) -> Call:
+    """One forward and backward of a layer, alone or on this rank."""
+    ranks = {"tp_group": dist.group.WORLD, "tp_size": RANKS, "sequence_parallel": True}
+    layer = te.TransformerLayer(
+        *(size.hidden, size.ffn, size.heads),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=DTYPE,
+        device="cuda",
+        **({**ranks, "set_parallel_mode": True} if shared else {}),
+    )
+    tokens = size.sequence // (RANKS if shared else 1)
+    x = random(tokens, size.batch, size.hidden).requires_grad_()
+    leaves, upstream, recipe = [x, *layer.parameters()], torch.randn_like(x), RECIPES[name]
+    group = dist.group.WORLD if shared else None
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group):
+            y = layer(x)
+        y.backward(upstream)
+
+    return run
+
+
+def measure_layers(report: Report | None, size: Size) -> None:
+    """Transformer layers that two ranks share."""
+    for name, (nvidia, bar) in LAYERS[size].items():
+        contenders = {shared: layer_step(size, name, shared == "TP2 + SP") for shared in WAYS}
+        times = slower(time_gpu_each(contenders, repeats=15, warmup=6, cold=False))
+        if report is not None:
+            half = times["one GPU"].median_us / RANKS
+            more = {"bar_ms": bar, "nvidia_ms": nvidia, "half_ms": round(half / 1e3, 3)}
+            row = {**over(times["TP2 + SP"], half), **more}
+            report.row(op="layer, TP2 + SP, forward + backward", case=f"{size} {name}", **row)
+        del contenders
+        torch.cuda.empty_cache()
+
+
 def run(rank: int, store: str) -> None:
     """What a rank measures; rank 0 reports."""
     torch.cuda.set_device(rank)
@@ -107,6 +163,10 @@ def run(rank: int, store: str) -> None:
         device_id=torch.device("cuda", rank),
     )
     report = Report("parallel") if rank == 0 else None
+    for size in LAYERS:
+        measure_layers(report, size)
+        if report is not None:
+            report.save()
     for case, (nvidia, bar) in CASES.items():
         measure_context(report, case, nvidia, bar)
     if report is not None:

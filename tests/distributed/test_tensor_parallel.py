@@ -1,19 +1,19 @@
 """Modules that ranks share do what they do in one process, on the gathered tensors."""
 
 import pytest
-from spawned_ranks import spawned
+from ranks import run_ranks
 from tensor_parallel_ranks import MODULES, Case, bound, cases, matrix
 from tensor_parallel_scenarios import SCENARIOS, scenarios
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all cases
-RANKS = (2, 4)
+WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu)]
 
 
-@pytest.fixture(scope="module", params=RANKS)
-def differences(tmp_path_factory, request) -> tuple[int, list[dict[Case, dict[str, float]]]]:
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
+def differences(request) -> tuple[int, list[dict[Case, dict[str, float]]]]:
     """How many ranks there are, and what each of them found."""
-    ranks = request.param
-    return ranks, spawned(tmp_path_factory.mktemp("tp"), ranks, matrix, cases(ranks))
+    ranks, backend = request.param
+    return ranks, run_ranks(ranks, matrix, cases(ranks), backend=backend)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -27,9 +27,9 @@ def test_ranks_agree_with_one_process(name, differences) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> list[dict[str, object]]:
+def outcomes() -> list[dict[str, object]]:
     """Of each of two ranks: what scenarios found wrong, by name."""
-    return spawned(tmp_path_factory.mktemp("tp"), 2, scenarios)
+    return run_ranks(2, scenarios)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
