@@ -42,6 +42,10 @@ class ParallelReport:
 
     Attributes:
         counts: calls, and bytes that this rank brought to them, by kind.
+
+    >>> sent = Sent("fc1", "all-gather", "forward", "fp8", overlapped=False)
+    >>> ParallelReport({sent: (1, 4096)}).bytes("fp8")
+    4096
     """
 
     counts: dict[Sent, tuple[int, int]]

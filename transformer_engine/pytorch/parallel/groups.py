@@ -162,6 +162,15 @@ class SharedByRanks:
         """How many tensor parallel ranks share the module."""
         return self.ranks.size
 
+    @tp_size.setter
+    def tp_size(self, size: int) -> None:
+        # Megatron-Core's subclasses note here what they are about to hand to the constructor.
+        if "ranks" in self.__dict__ and size != self.ranks.size:
+            raise ValueError(
+                f"[{self.ranks.op}] expected tp_size={self.ranks.size} of the constructor, got "
+                f"{size} (layer {self.ranks.layer})"
+            )
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group before the first forward.
 
