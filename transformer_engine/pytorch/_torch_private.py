@@ -102,6 +102,11 @@ _delayed_error: Any = found("torch:_C._functions.DelayedError", None)
 _DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
 _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
+# Of `init_process_group`. Without: ranks that disagree meet in collectives.
+default_store: Callable[[], Any] = found(
+    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
+)
+
 
 def saved_tensors_hooks_active() -> bool:
     """Whether what autograd saves now passes through hooks."""
@@ -256,17 +261,6 @@ def functions_in_forward() -> Iterator[Any]:
                 if context.next_functions:
                     yield context
         frame = frame.f_back  # type: ignore[assignment]
-
-
-# Without: ranks of the debugger that disagree wait until the timeout of the collective is over.
-_default_store: Callable[[], Any] = found(
-    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
-)
-
-
-def default_store() -> Any:
-    """The key-value store of all ranks; None where they are not there (torch's fake backend)."""
-    return None if torch.distributed.get_backend() == "fake" else _default_store()
 
 
 def group_timeout(group: Any) -> Any:
