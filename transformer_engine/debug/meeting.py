@@ -64,7 +64,7 @@ class Meeting:
         self._grace = min(_GRACE, self.timeout)
         self._purpose = purpose
         self._rank = dist.get_rank()
-        self._store = default_store()
+        self._store: Any = None if dist.get_backend(group) == "fake" else default_store()
         self._held = self._told = False  # a meeting; of a failure
         self._count = f"te_debug/{purpose}/{self._rank}/count"
         self._number = 0 if self._store is None else self._store.add(self._count, 0)

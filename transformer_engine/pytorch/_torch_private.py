@@ -107,14 +107,15 @@ _delayed_error: Any = found("torch:_C._functions.DelayedError", None)
 _DeviceContext: Any = found("torch.utils._device:DeviceContext", None)
 _function_modes: Any = found("torch.overrides:_get_current_function_mode_stack", None)
 
+# Of `init_process_group`. Without: ranks that disagree meet in collectives.
+default_store: Callable[[], Any] = found(
+    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
+)
+
 
 # Collectives of compiled code; named so in torch's documentation of them. Without: a module that
 # ranks share cannot be compiled.
 functional_collectives: Any = found("torch.distributed._functional_collectives", None)
-# Of `init_process_group`. Without: ranks that disagree meet in collectives, and wait for a timeout.
-_default_store: Callable[[], Any] = found(
-    "torch.distributed.distributed_c10d:_get_default_store", lambda: None
-)
 
 
 def saved_tensors_hooks_active() -> bool:
@@ -313,11 +314,6 @@ def functions_in_forward() -> Iterator[Any]:
                 if context.next_functions:
                     yield context
         frame = frame.f_back  # type: ignore[assignment]
-
-
-def default_store() -> Any:
-    """The key-value store of all ranks; None where they are not there (torch's fake backend)."""
-    return None if torch.distributed.get_backend() == "fake" else _default_store()
 
 
 def group_timeout(group: Any) -> Any:
