@@ -239,6 +239,8 @@ def leave() -> None:
         _THREAD.current.pop()
     else:
         own = autocast_stack()
+        if not own.outer:
+            raise RuntimeError("[autocast] expected a scope to leave, got none: __exit__ twice?")
         _use(own.before)
         own.pop()
 
