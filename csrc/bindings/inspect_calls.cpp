@@ -76,8 +76,9 @@ inspect::RegexSearch python_regex() {
   return [](const std::string& pattern, const std::string& text) {
     const py::gil_scoped_acquire gil;
     const py::module_ re = py::module_::import("re");
+    const py::module_ patterns = py::module_::import("nvdlfw_inspect.patterns");
     try {
-      return !re.attr("search")(pattern, text).is_none();
+      return patterns.attr("search")(pattern, text).cast<bool>();
     } catch (const py::error_already_set& error) {
       if (!error.matches(re.attr("error"))) throw;
       throw std::invalid_argument(py::str(error.value()).cast<std::string>());

@@ -192,3 +192,13 @@ def test_models_that_come_together_are_updated_together() -> None:
     group = first.scaling[FORWARD].group
     assert second.scaling[FORWARD].group is group
     assert len(group.members[FORWARD].alive()) == 2
+
+
+def test_leaving_more_scopes_than_were_entered() -> None:
+    scope = te.fp8_autocast(enabled=True)
+    with scope:
+        pass
+    with pytest.raises(RuntimeError, match=r"^\[autocast\] expected a scope to leave, got none"):
+        scope.__exit__(None, None, None)
+    with te.fp8_autocast(enabled=True):
+        assert te.Linear(32, 32, device="cpu").fp8

@@ -10,7 +10,6 @@ from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.registry import api_method
 from transformer_engine.debug.schedules import end_of_run
-from transformer_engine.debug.session import collector
 from transformer_engine.debug.shared_amax import groups_of
 from transformer_engine.pytorch.kernels.amax import amax
 

@@ -171,7 +171,8 @@ def apply_rotary_pos_emb(
 
 def angle_table(freqs: torch.Tensor) -> torch.Tensor:
     """Angles as the kernel reads them, `[positions, elements]`."""
-    plain = freqs.dtype is torch.float32 and freqs.is_contiguous() and not freqs.is_neg()
+    plain = freqs.dtype is torch.float32 and freqs.is_contiguous()  # each call of torch counts
+    plain = plain and (torch.compiler.is_compiling() or not freqs.is_neg())
     table = freqs if plain else freqs.to(torch.float32).contiguous().resolve_neg()
     return table.view(freqs.shape[0], freqs.shape[-1])
 

@@ -30,10 +30,11 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
     if plan.operator:
         made = torch.ops.te.chain(plan.operator, [*inputs], [*plan.state])
         return made[0] if len(made) == 1 else tuple(made)
-    if not plan.compiling and _torch_private.other_autodiff_active():
-        _torch_private.refuse_other_autodiff(plan.chain.layer, inputs)
-    if any([x is not None and x.is_neg() for x in inputs[: plan.chain.inputs]]):
-        inputs = tuple([x if x is None else x.resolve_neg() for x in inputs])
+    if not plan.compiling:
+        if _torch_private.other_autodiff_active():
+            _torch_private.refuse_other_autodiff(plan.chain.layer, inputs)
+        if any([x is not None and x.is_neg() for x in inputs[: plan.chain.inputs]]):
+            inputs = tuple([x if x is None else x.resolve_neg() for x in inputs])
     if plan.requires_grad:
         if plan.compiling or _torch_private.transforms_active():
             result = _ChainNode.apply(plan, step, *inputs)
@@ -78,7 +79,7 @@ class _ChainNode(torch.autograd.Function):
 def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
     """Gradients of the values that came in, and of all parameters."""
     plan, step, targets, traces = ctx.call
-    contiguous = [g if g is None or _is_readable(g) else _readable(g) for g in grads]
+    contiguous = [g if g is None else _readable(g, plan.compiling) for g in grads]
     tensors = list(ctx.saved_tensors)
     if not plan.compiling:
         _torch_private.release_saved_tensors(ctx)
@@ -92,13 +93,10 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     return found
 
 
-def _is_readable(x: torch.Tensor) -> bool:
-    """Whether the memory of a tensor has its values in order and with their signs."""
-    return x.is_contiguous() and not x.is_neg()
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().resolve_neg()
+def _readable(x: torch.Tensor, compiling: bool) -> torch.Tensor:
+    """Its values in order and, as a compiler sees to by itself, with their signs in memory."""
+    ordered = x if x.is_contiguous() else x.contiguous()
+    return ordered if compiling or not ordered.is_neg() else ordered.resolve_neg()
 
 
 _NO_TARGETS: Targets = {}

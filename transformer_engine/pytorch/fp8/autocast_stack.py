@@ -242,6 +242,8 @@ def leave(failed: bool = False) -> None:
         _THREAD.current.pop(failed)
     else:
         own = autocast_stack()
+        if not own.outer:
+            raise RuntimeError("[autocast] expected a scope to leave, got none: __exit__ twice?")
         _use(own.before)
         own.pop(failed)
 

@@ -254,7 +254,7 @@ def tensors_of(module: nn.Module, names: Names) -> list[torch.Tensor | None]:
         return [own[name] if name is not None else None for name in names]
     except KeyError:
         computed = [getattr(module, name) if name is not None else None for name in names]
-        return [x if x is None or not x.is_neg() else x.resolve_neg() for x in computed]
+        return [x if x is None else x.resolve_neg() for x in computed]
 
 
 class SplitLinearParameters:

@@ -1,0 +1,141 @@
+"""Searches in layer names: Python's `re`, without the patterns on which it takes exponential time.
+
+`re` tries every way in which a pattern may match. A repetition of something that matches one text
+in several ways, like `(a+)+`, doubles these with every character, and nothing can interrupt it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+try:
+    from re import _parser  # type: ignore[attr-defined]
+except ImportError:  # Python 3.10
+    import sre_parse as _parser
+
+_MANY = 16  # repetitions, from which on a bounded number of them is as bad
+_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
+_CHARACTERS = frozenset(map(chr, range(257)))  # the last one stands for all others
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
+_Item = tuple[Any, Any]
+
+
+def search(pattern: str, text: str) -> bool:
+    """Whether a pattern matches somewhere in a text.
+
+    Raises:
+        re.error: The pattern is none, or may take exponential time.
+    """
+    _check(pattern)
+    return re.search(pattern, text) is not None
+
+
+@cache
+def _check(pattern: str) -> None:
+    re.compile(pattern)
+    for op, value in _within(_parser.parse(pattern)):
+        if str(op) in _REPEATS and value[1] >= _MANY and _is_ambiguous(value[2]):
+            raise re.error(
+                "expected a pattern that is searched in short time, got a repetition of what may "
+                "match one text in several ways, like (a+)+"
+            )
+
+
+def _is_ambiguous(body: Any) -> bool:
+    """Whether repetitions of this may share out a text between them in several ways.
+
+    They may not where each of them ends at, or begins with, a character that what varies inside
+    cannot match.
+    """
+    separators = [_characters(item) for item in _mandatory(body)]
+    return any(
+        not varying or not any(one.isdisjoint(varying) for one in separators)
+        for varying in map(_characters, filter(_varies, _within(body)))
+    )
+
+
+def _varies(item: _Item) -> bool:
+    """Whether an item may match the beginning of one text in several ways."""
+    op, value = item
+    if str(op) in _REPEATS:
+        return bool(value[0] != value[1])
+    if str(op) != "BRANCH":
+        return False
+    firsts = [_first(list(branch)) for branch in value[1]]
+    union = frozenset().union(*firsts)
+    return not all(firsts) or sum(map(len, firsts)) > len(union)
+
+
+def _first(items: list[_Item]) -> frozenset[str]:
+    """Characters with which a sequence may begin; none where it may be empty."""
+    for item in items:
+        op, value = item
+        if str(op) in ("AT", "ASSERT", "ASSERT_NOT"):
+            continue
+        if str(op) in _REPEATS and value[0] == 0:
+            return frozenset()
+        return _characters(item)
+    return frozenset()
+
+
+def _mandatory(items: Any) -> Iterator[_Item]:
+    """The single characters that every match of a sequence has."""
+    for op, value in items:
+        if str(op) in ("LITERAL", "NOT_LITERAL", "IN", "ANY"):
+            yield op, value
+        elif str(op) == "SUBPATTERN":
+            yield from _mandatory(value[-1])
+
+
+def _within(items: Any) -> Iterator[_Item]:
+    """All items of a sequence, and those inside of them."""
+    for op, value in items:
+        yield op, value
+        for inner in _sequences(str(op), value):
+            yield from _within(inner)
+
+
+def _sequences(op: str, value: Any) -> list[Any]:
+    if op in (*_REPEATS, "POSSESSIVE_REPEAT", "SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+        return [value[-1]]
+    if op == "BRANCH":
+        return list(value[1])
+    if op == "GROUPREF_EXISTS":
+        return [one for one in value[1:] if one is not None]
+    return [value] if op == "ATOMIC_GROUP" else []
+
+
+def _characters(item: _Item) -> frozenset[str]:
+    """All characters that an item may match, in either case."""
+    op, value = str(item[0]), item[1]
+    if op in ("LITERAL", "NOT_LITERAL"):
+        character = chr(min(value, 256))
+        own = frozenset({character, character.lower(), character.upper()}) & _CHARACTERS
+        return own if op == "LITERAL" else _CHARACTERS - {character}
+    if op == "IN":
+        return _of_class(value)
+    if op in ("ANY", "GROUPREF"):
+        return _CHARACTERS
+    inner = [_characters(one) for sequence in _sequences(op, value) for one in sequence]
+    return frozenset().union(*inner)
+
+
+def _of_class(members: list[_Item]) -> frozenset[str]:
+    found: frozenset[str] = frozenset()
+    for op, value in members:
+        if str(op) == "RANGE":
+            low, high = (min(end, 256) for end in value)
+            letters = {chr(c) for c in range(low, high + 1)}
+            found |= {x for c in letters for x in (c, c.lower(), c.upper())}
+        elif str(op) == "CATEGORY":
+            name = str(value).removeprefix("CATEGORY_")
+            plain = _CATEGORIES[name.removeprefix("NOT_")]
+            matched = {c for c in _CHARACTERS if re.match(plain, c)}
+            found |= _CHARACTERS - matched if name.startswith("NOT_") else matched
+        elif str(op) != "NEGATE":
+            found |= _characters((op, value))
+    negated = str(members[0][0]) == "NEGATE"
+    return _CHARACTERS - found if negated else found & _CHARACTERS
