@@ -74,11 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, metavar="RATE", help="peak learning rate (tiny 3e-3, 125m 6e-4)")
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability (0)")
 
-    ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
-    add = ranks.add_mutually_exclusive_group().add_argument
-    add("--ddp", action="store_true", help="each has a copy of the model")
-    add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
-
+    add_layouts(parser)
     add = parser.add_argument_group("what comes out").add_argument
     add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
@@ -105,6 +101,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_layouts(parser: argparse.ArgumentParser) -> None:
+    """What ranks share."""
+    ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
+    add = ranks.add_mutually_exclusive_group().add_argument
+    add("--ddp", action="store_true", help="each has a copy of the model")
+    add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     """The run that the options describe."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,7 +131,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def layout_of(options: argparse.Namespace) -> str:
-    """What ranks share."""
+    """The layout that was asked for; empty for a process of its own."""
     return next((layout for layout in LAYOUTS if getattr(options, layout)), "")
 
 
