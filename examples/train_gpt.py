@@ -74,16 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, metavar="RATE", help="peak learning rate (tiny 3e-3, 125m 6e-4)")
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability (0)")
 
-    ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
-    add = ranks.add_mutually_exclusive_group().add_argument
-    add("--ddp", action="store_true", help="each has a copy of the model")
-    add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
-
-    _add_outputs(parser)
-    return parser
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    add_layouts(parser)
     add = parser.add_argument_group("what comes out").add_argument
     add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
     add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
@@ -107,6 +98,15 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "ends more than 1%% above bf16, and outside the spread of its seeds",
     )
     add("--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on (1)")
+    return parser
+
+
+def add_layouts(parser: argparse.ArgumentParser) -> None:
+    """What ranks share."""
+    ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
+    add = ranks.add_mutually_exclusive_group().add_argument
+    add("--ddp", action="store_true", help="each has a copy of the model")
+    add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -131,7 +131,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def layout_of(options: argparse.Namespace) -> str:
-    """What ranks share."""
+    """The layout that was asked for; empty for a process of its own."""
     return next((layout for layout in LAYOUTS if getattr(options, layout)), "")
 
 

@@ -214,6 +214,7 @@ class Training:
         self.losses.copy_(state["losses"])
         self.validation = state["validation"]
         random = state["random"]
+        random = [random] if isinstance(random, dict) else random  # of an earlier version
         if len(random) == self.ranks.count:  # of other ranks: dropout goes its own way
             torch.set_rng_state(random[self.ranks.number]["cpu"])
             if self.settings.device == "cuda":

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from replica_reference import LAYERS, RECIPES
-from shard_ranks import FLAT, OPTIMIZERS, shards
+from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards
 
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
@@ -67,3 +67,10 @@ def test_errors_name_the_weight(found) -> None:
     for outcome in found:
         assert "a piece of weight of layer" in outcome["errors"]["too early"]
         assert "got 64 of 128 rows: those of weight of layer small" in outcome["errors"]["blocks"]
+
+
+def test_replicas_of_shards_find_what_one_process_finds() -> None:
+    for outcome in run_ranks(4, hybrid):
+        for case in outcome.values():
+            assert case["losses"] == case["expected"]
+            assert case["differences"] == []

@@ -233,3 +233,24 @@ def shards(rank: int) -> dict[str, Any]:
     found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
     found["errors"] = _errors(mesh)
     return found
+
+
+def hybrid(rank: int) -> dict[str, Any]:
+    """Replicas of a layer with FP8 weights, each cut among two of four ranks."""
+    found = {}
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("replica", "shard"))
+    group = alone(rank)
+    for precision, fp8_weights in (("delayed", True), ("bf16", False)):
+        recipe = RECIPES[precision]
+        model, reference = (_made("TransformerLayer", recipe, fp8_weights) for _ in range(2))
+        _fully_sharded(model, mesh)
+        optimizers = [OPTIMIZERS["SGD"](one.parameters()) for one in (model, reference)]
+        # Replicas get the same data, so that the mean over all ranks is that over a pair.
+        losses = one_rank(model, recipe, mesh["shard"].get_local_rank(), optimizers[0])
+        expected = one_process(reference, recipe, group, optimizers[1])
+        found[precision] = {
+            "losses": losses,
+            "expected": expected,
+            "differences": differences(model, reference),
+        }
+    return found

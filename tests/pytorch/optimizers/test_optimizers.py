@@ -87,6 +87,17 @@ def test_parameters_kept_in_fp8_follow_their_masters(device):
     assert_bitwise(layer.weight._data, made._data)
 
 
+def test_masters_of_fp8_parameters_are_fp32():
+    with te.fp8_model_init():
+        layer = te.Linear(32, 32, bias=False, device="cpu", params_dtype=torch.float32)
+    start = layer.weight.dequantize()
+    optimizer = FusedAdam(layer.parameters(), lr=1e-5, master_weights=True)
+    wide = nn.Parameter(start.clone())
+    train(optimizer, [layer.weight])
+    train(torch.optim.AdamW([wide], lr=1e-5, weight_decay=0.0, fused=True), [wide])
+    assert_bitwise(optimizer.state[layer.weight]["master_param"], wide.detach())
+
+
 def test_fp8_parameters_need_masters():
     with te.fp8_model_init():
         layer = te.Linear(32, 32, device="cpu")

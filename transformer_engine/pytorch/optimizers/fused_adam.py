@@ -256,6 +256,9 @@ def _initial(param: Any) -> torch.Tensor:
     initial = initial_value(param)
     value = None if initial is None else initial.get()
     if value is None:
-        return param.detach().float()
+        piece = piece_of(param)
+        if piece is None:
+            return param.detach().float()
+        return with_piece(param, piece.dequantize(dtype=torch.float32))
     initial.clear()
     return with_piece(param, value.to(param.device, torch.float32))

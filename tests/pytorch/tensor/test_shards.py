@@ -1,0 +1,93 @@
+"""Pieces of FP8 weights, in the order of calls in which `fully_shard` makes and gathers them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.tensor.shards import initial_value
+
+
+def _weight(rows: int, recipe: Recipe, preserve: bool = False) -> Any:
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
+        return te.Linear(256, rows, bias=False, params_dtype=torch.bfloat16, device="cpu").weight
+
+
+@torch.no_grad()
+def _pieces(weight: torch.Tensor, ranks: int) -> list[Any]:
+    """Each in memory with room for the first one, which is the largest."""
+    found = []
+    for rank in range(ranks):
+        chunks = weight.chunk(ranks)
+        room = weight.new_zeros(chunks[0].shape)
+        length = len(chunks[rank]) if rank < len(chunks) else 0
+        if length:
+            room.narrow(0, 0, length).copy_(chunks[rank])
+        found.append(room.narrow(0, 0, length))
+    return found
+
+
+def _gathered(pieces: list[Any], weight: torch.Tensor, out: Any = None) -> Any:
+    mesh = SimpleNamespace(get_group=lambda: None, size=lambda: len(pieces))
+    made = [piece.fsdp_pre_all_gather(mesh, weight.shape, None, None, None) for piece in pieces]
+    joined = [torch.cat(parts) for parts in zip(*(parts for parts, _ in made), strict=True)]
+    found = pieces[0].fsdp_post_all_gather(joined, made[0][1], torch.float16, out=out)
+    return out if found is None else found[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "recipe"),
+    [
+        (64, 2, Float8CurrentScaling()),
+        (80, 3, Float8CurrentScaling()),  # 27, 27 and 26 rows
+        (16, 12, Float8CurrentScaling()),  # the last ranks have none
+        (512, 2, Float8BlockScaling()),
+        (256, 2, Float8BlockScaling()),
+    ],
+)
+def test_pieces_make_up_the_weight(rows: int, ranks: int, recipe: Recipe) -> None:
+    weight = _weight(rows, recipe)
+    pieces = _pieces(weight, ranks)
+    assert sum(len(piece) for piece in pieces) == rows
+    assert all(type(piece) is type(weight) for piece in pieces)
+    whole = _gathered(pieces, weight)
+    assert type(whole) is type(weight)
+    assert whole.dtype is torch.float16  # of the policy of mixed precision
+    assert torch.equal(
+        whole.dequantize(dtype=torch.float32), weight.dequantize(dtype=torch.float32)
+    )
+
+
+def test_a_weight_gathered_again_has_its_new_values() -> None:
+    weight = _weight(64, Float8CurrentScaling())
+    whole = _gathered(_pieces(weight, 2), weight)
+    whole.transposed_codes()
+    other = _weight(64, Float8CurrentScaling())
+    _gathered(_pieces(other, 2), other, out=whole)
+    assert torch.equal(whole.dequantize(dtype=torch.float32), other.dequantize(dtype=torch.float32))
+    assert torch.equal(whole.transposed_codes(), whole._data.t())
+
+
+def test_room_for_a_piece_is_made_once() -> None:
+    """Other zeros of a weight's shape are plain: optimizers keep their states in such."""
+    weight = _weight(64, Float8CurrentScaling())
+    assert type(weight.new_zeros(64, 256)) is torch.Tensor
+    _pieces(weight, 2)
+    assert type(weight.new_zeros(32, 256)) is torch.Tensor
+
+
+def test_pieces_keep_what_the_weight_started_with() -> None:
+
+    weight = _weight(64, Float8CurrentScaling(), preserve=True)
+    start = weight.get_high_precision_init_val()
+    found = [initial_value(piece).get() for piece in _pieces(weight, 2)]
+    assert torch.equal(torch.cat(found), start)
+
+
+def test_pieces_that_cut_blocks_are_plain_with_a_warning() -> None:
+    weight = _weight(128, Float8BlockScaling())
+    with pytest.warns(UserWarning, match="got 64 of 128 rows"), torch.no_grad():
+        assert all(type(piece) is torch.Tensor for piece in weight.chunk(2))
