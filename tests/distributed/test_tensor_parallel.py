@@ -10,20 +10,20 @@ WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
-def differences(request) -> tuple[int, list[dict[Case, dict[str, float]]]]:
-    """How many ranks there are, and what each of them found."""
+def differences(request) -> tuple[int, str, list[dict[Case, dict[str, float]]]]:
+    """How many ranks there are, what joins them, and what each of them found."""
     ranks, backend = request.param
-    return ranks, run_ranks(ranks, matrix, cases(ranks), backend=backend)
+    return ranks, backend, run_ranks(ranks, matrix, cases(ranks), backend=backend)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_ranks_agree_with_one_process(name, differences) -> None:
-    ranks, found_by_rank = differences
+    ranks, backend, found_by_rank = differences
     for case in cases(ranks):
         for found in found_by_rank if case[0] == name else []:
             assert found[case], "nothing was compared"
             for tensor, apart in found[case].items():
-                assert apart <= bound(case), (case, tensor, apart)
+                assert apart <= bound(case, backend), (case, tensor, apart)
 
 
 @pytest.fixture(scope="module")

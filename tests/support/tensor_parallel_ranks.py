@@ -213,8 +213,10 @@ def compare(name: str, sequence: bool, precision: str) -> dict[str, float]:
 Case = tuple[str, bool, str]
 
 
-def bound(case: Case) -> float:
-    """Of all differences of a case."""
+def bound(case: Case, backend: str) -> float:
+    """Of all differences of a case. In fp32, kernels of GPUs sum otherwise for other sizes."""
+    if backend == "nccl" and case[-1] == "fp32":
+        return 1e-4
     is_one = not MODULES[case[0]].columns or not MODULES[case[0]].rows
     return (BOUNDS if is_one else LAYER_BOUNDS)[case[-1]]
 

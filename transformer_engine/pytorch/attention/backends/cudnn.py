@@ -326,6 +326,13 @@ BACKEND = Backend(
             lambda problem, allowed: not problem.padded_by_mask,
             "takes padding as lengths; give cu_seqlens_q and cu_seqlens_kv instead of a mask",
         ),
+        # 9.19 on an H200: dense parts of which a sequence has no token come out wrong.
+        Requirement(
+            lambda problem, allowed: (
+                not (problem.part and problem.rule.type.padding) or problem.qkv_format == "thd"
+            ),
+            "serves context parallel ranks whose sequences are padded in the format thd alone",
+        ),
         SIZES_OF_EIGHT,
         Requirement(
             lambda problem, allowed: max(problem.key_size, problem.value_size) <= 256,
