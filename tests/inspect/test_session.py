@@ -84,7 +84,7 @@ def test_failed_initialize_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    "part", ["_report_broken", "_load", "_log_options", "DebugManager", "_add_loggers"]
+    "part", ["import_built_in", "_load", "_log_options", "DebugManager", "_add_loggers"]
 )
 def test_an_initialize_that_is_interrupted_leaves_nothing_behind(
     initialize: Initialize, monkeypatch: pytest.MonkeyPatch, part: str

@@ -25,6 +25,8 @@ ON_GPUS_ALONE = {
     "fp8_attention_forward",
     "fp8_attention_backward",
 }
+# Shapes: compiled/test_chain_operators.
+OF_CHAINS = {"chain", "chain_forward", "chain_backward"}
 
 
 def plain(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -104,7 +106,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "softmax_backward": lambda: (plain(2, 4, 8, 8), plain(2, 4, 8, 8), 0.5),
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5, -1, -1, 0),
     "split_qkv": lambda: (plain(5, 2, 96), 4, 4, 8, True),
-    "spread": lambda: (plain(), 4),
+    "spread": lambda: (plain(COLS), plain(ROWS, COLS), 4),
     "transpose": lambda: (codes(),),
     "transpose_blocks": lambda: (codes(), torch.ones(1, 4)),
 }
@@ -113,7 +115,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
 def test_every_operator_is_here() -> None:
     schemas = torch._C._jit_get_all_schemas()
     known = {schema.name.removeprefix("te::") for schema in schemas if schema.name[:4] == "te::"}
-    assert known == CASES.keys() | ON_GPUS_ALONE
+    assert known == CASES.keys() | ON_GPUS_ALONE | OF_CHAINS
 
 
 @pytest.mark.parametrize("name", CASES)
