@@ -91,7 +91,7 @@ def test_doctor_always_tells(lack, cuda, gpu, status, told):
         assert last == "everything that is needed is here"
 
 
-def noted(folder, monkeypatch, url):
+def recorded(folder, monkeypatch, url):
     """An installation that pip made from a place."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
     found = SimpleNamespace(read_text={"direct_url.json": text}.__getitem__)
@@ -105,8 +105,8 @@ def test_the_command_names_the_sources_that_pip_knows(tmp_path, monkeypatch):
     folder = tmp_path / "my sources"
     folder.mkdir()
     url = folder.as_uri()
-    assert noted(folder, monkeypatch, url) == f"in the sources: {INSTALL}"  # they are gone
+    assert recorded(folder, monkeypatch, url) == f"in the sources: {INSTALL}"  # they are gone
     (folder / "pyproject.toml").touch()
-    assert noted(folder, monkeypatch, url) == f"{INSTALL.removesuffix('.')}'{folder}'"
+    assert recorded(folder, monkeypatch, url) == f"{INSTALL.removesuffix('.')}'{folder}'"
     for other in (None, "https://example.org/transformer_engine.whl"):
-        assert noted(folder, monkeypatch, other) == f"in the sources: {INSTALL}"
+        assert recorded(folder, monkeypatch, other) == f"in the sources: {INSTALL}"

@@ -34,7 +34,7 @@ def left_out() -> list[LeftOut]:
 
 
 def _in_sources(command: str) -> str:
-    """A command that ends in " ." with the folder of the sources, where pip has noted it."""
+    """A command that ends in " ." with the folder of the sources, where pip has recorded it."""
     folder = source_folder()
     if folder and command.endswith(" ."):
         return f"{command.removesuffix('.')}{shlex.quote(folder)}"
@@ -44,10 +44,10 @@ def _in_sources(command: str) -> str:
 def source_folder() -> str:
     """Where `pip install <folder>` took this package from, if it is still there; else ""."""
     try:
-        noted = distribution("transformer-engine").read_text("direct_url.json")
+        recorded = distribution("transformer-engine").read_text("direct_url.json")
     except PackageNotFoundError:
         return ""
-    url = urlsplit(json.loads(noted)["url"]) if noted else urlsplit("")
+    url = urlsplit(json.loads(recorded)["url"]) if recorded else urlsplit("")
     folder = Path(unquote(url.path))
     there = url.scheme == "file" and (folder / "pyproject.toml").is_file()
     return str(folder) if there else ""
