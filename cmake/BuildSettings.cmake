@@ -33,7 +33,7 @@ endif()
 function(te_compile_options target)
   # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
   set(cxx -Wall -Wextra -ffp-contract=off)
-  # Code for GPUs is nine tenths of the module: compressed it is a third, and is unpacked once, when a kernel is first needed.
+  # Code for GPUs is nine tenths of the module: compressed it is a fifth, and is unpacked once, when a kernel is first needed.
   set(cuda -lineinfo -Xfatbin=-compress-all --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
   if(TE_SANITIZE)
     list(APPEND cxx -Wno-maybe-uninitialized) # instrumented code confuses GCC's analysis of std::variant and std::optional

@@ -214,9 +214,9 @@ class TestBackend:
         monkeypatch.setattr(cuda_toolkit, "installed_paths", lambda: [str(wheels)])
         ask = getattr(self.backend, f"get_requires_for_build_{kind}")
         assert [one for one in ask() if one.startswith("nvidia")] == ["nvidia-cudnn-frontend>=1.32"]
-        location = {"cmake.define.TE_CUDNN_FRONTEND_INCLUDE": str(tmp_path / "mine")}
+        named = {"cmake.define.TE_CUDNN_FRONTEND_INCLUDE": str(tmp_path / "mine")}
         put(tmp_path / "mine", "cudnn_frontend", (1, 40))
-        assert [one for one in ask(location) if one.startswith("nvidia")] == []
+        assert [one for one in ask(named) if one.startswith("nvidia")] == []
         monkeypatch.setenv("TE_CUDA", "OFF")
         assert [one for one in ask() if one.startswith("nvidia")] == []
 

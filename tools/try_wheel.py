@@ -24,7 +24,8 @@ def inspect() -> None:
     """A session that reads a configuration: yaml-cpp is inside."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
-        config.write_text("all:\n  enabled: True\n  layers: {layer_types: [x]}\n")
+        statistics = "LogTensorStats: {enabled: True, tensors: [activation], stats: [mean]}"
+        config.write_text(f"a:\n  enabled: True\n  layers: {{layer_types: [x]}}\n  {statistics}\n")
         debug_api.initialize(str(config), log_dir=folder)
         debug_api.end_debug()
 

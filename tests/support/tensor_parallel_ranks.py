@@ -214,9 +214,13 @@ Case = tuple[str, bool, str]
 
 
 def bound(case: Case, backend: str) -> float:
-    """Of all differences of a case. In fp32, kernels of GPUs sum otherwise for other sizes."""
+    """Of all differences of a case.
+
+    In fp32, kernels of GPUs sum otherwise for other sizes, and the backward of a norm at the end of
+    a layer cancels most of what comes in.
+    """
     if backend == "nccl" and case[-1] == "fp32":
-        return 1e-4
+        return 5e-4
     is_one = not MODULES[case[0]].columns or not MODULES[case[0]].rows
     return (BOUNDS if is_one else LAYER_BOUNDS)[case[-1]]
 
