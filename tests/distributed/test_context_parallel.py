@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from context_cases import Case, outcomes
-from context_scenarios import scenarios
+from context_scenarios import everything
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # a fixture runs all cases of two ranks: 20 s of two cores
@@ -79,10 +79,6 @@ FOUR = [
     Case("all_gather", "padding_causal", "thd", window=(3, 0), room=True),
     Case("a2a", "padding_causal", "thd", room=True),
 ]
-
-
-def everything(rank, cases):
-    return outcomes(rank, cases) | scenarios(rank)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from context_cases import outcomes
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -243,3 +244,8 @@ SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled, alone
 def scenarios(rank):
     """What each of them gives, by name."""
     return {run.__name__: run(rank) for run in SCENARIOS}
+
+
+def everything(rank, cases):
+    """These, and the outcomes of cases."""
+    return outcomes(rank, cases) | scenarios(rank)
