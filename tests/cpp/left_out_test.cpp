@@ -28,13 +28,13 @@ TEST(LeftOut, ErrorsGiveReasonAndCommand) {
       "this build lacks CUDA: " + cuda.reason + "; in the sources run: " + cuda.command;
   EXPECT_EQ(lack_of("CUDA"), told);
   try {
-    cast(CastArgs{}, Stream{});
+    te::cuda::cast(CastArgs{}, Stream{});
     FAIL() << "a kernel ran";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), Kind::Unsupported);
     EXPECT_EQ(error.what(), "[cast] got a CUDA tensor, but " + told);
   }
-  EXPECT_EQ(attention_refusal(AttentionArgs{}, nullptr), told);
+  EXPECT_EQ(te::cuda::attention_refusal(AttentionArgs{}, nullptr), told);
 }
 
 }  // namespace
