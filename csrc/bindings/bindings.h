@@ -18,5 +18,6 @@ void bind_softmax(pybind11::module_& m);
 void bind_dropout_add(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
+void bind_peer_memory(pybind11::module_& m);
 
 }  // namespace te::bindings

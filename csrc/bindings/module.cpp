@@ -25,4 +25,5 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_dropout_add(m);
   te::bindings::bind_rope(m);
   te::bindings::bind_attention(m);
+  te::bindings::bind_peer_memory(m);
 }

@@ -1,6 +1,7 @@
 """Modules that ranks share do what they do in one process, on the gathered tensors."""
 
 import pytest
+from peer_messages import matrix_in_parts
 from ranks import run_ranks
 from tensor_parallel_ranks import MODULES, Case, bound, cases, matrix
 from tensor_parallel_scenarios import SCENARIOS, scenarios
@@ -24,6 +25,23 @@ def test_ranks_agree_with_one_process(name, differences) -> None:
             assert found[case], "nothing was compared"
             for tensor, apart in found[case].items():
                 assert apart <= bound(case, backend), (case, tensor, apart)
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def in_parts(request) -> tuple[int, list[tuple[dict[Case, dict[str, float]], int]]]:
+    """The same where collectives go part by part, and how many parts came."""
+    ranks = request.param
+    shared = [case for case in cases(ranks) if case[2]]
+    return ranks, run_ranks(ranks, matrix_in_parts, shared)
+
+
+def test_parts_agree_with_one_process(in_parts) -> None:
+    _, outcomes = in_parts
+    for found, parts in outcomes:
+        assert parts > 50
+        for case, tensors in found.items():
+            for tensor, apart in tensors.items():
+                assert apart <= bound(case, "gloo"), (case, tensor, apart)
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,9 @@ default_store: Callable[[], Any] = found(
 # Collectives of compiled code; named so in torch's documentation of them. Without: a module that
 # ranks share cannot be compiled.
 functional_collectives: Any = found("torch.distributed._functional_collectives", None)
+# Memory that GPUs of one host write into; torch documents it under this name. Without: NCCL moves
+# all tensors.
+symmetric_memory: Any = found("torch.distributed._symmetric_memory", None)
 
 
 def saved_tensors_hooks_active() -> bool:

@@ -88,10 +88,11 @@ def fprop(
     dtype: torch.dtype,
     fast_accumulation: bool,
     layer: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`."""
+    """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`, or in `out`."""
     _count(layer, "fprop", x, weight)
-    return _product(x, weight, dtype, False, fast_accumulation, bias)
+    return _product(x, weight, dtype, False, fast_accumulation, bias, out)
 
 
 def dgrad(
@@ -100,10 +101,11 @@ def dgrad(
     dtype: torch.dtype,
     fast_accumulation: bool,
     layer: str,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`dx[M, K] = dy[M, N] . weight[N, K]`, in `dtype`; an FP8 weight is its transpose `[K, N]`."""
+    """`dx[M, K] = dy[M, N] . weight[N, K]`, as `fprop`; an FP8 weight is its transpose `[K, N]`."""
     fp8 = _count(layer, "dgrad", grad_output, weight)
-    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None)
+    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None, out)
 
 
 def _product(
@@ -113,9 +115,14 @@ def _product(
     b_transposed: bool,
     fast_accumulation: bool,
     bias: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     a, a_scales, a_format = _unpack(a_side)
     b, b_scales, b_format = _unpack(b_side)
+    if out is not None:
+        operands = (a, b, a_scales, b_scales, a_format, b_format, False, b_transposed)
+        kernel.gemm_into(out, *operands, False, fast_accumulation, bias=bias)
+        return out
     return kernel.gemm(
         a,
         b,

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
 from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
 from transformer_engine.pytorch.chain.stages.base import Saved
+from transformer_engine.pytorch.parallel.collectives import waited
 from transformer_engine.pytorch.fp8.operands import (
     PARTS,
     Operands,
@@ -221,7 +222,7 @@ class Segment:
                 read[i] = inputs[i]
             mine = self._values(plan, read)
             watched.extend(run_forward(plan, mine, self.start, self.stop))
-            made.extend([mine[v] for v in self.makes])
+            made.extend([waited(mine[v]) for v in self.makes])
             return flat(made), [t for s in watched for t in s.tensors]
 
         recorded = self.watch(plan, brought[:count], ours, brought[count:], python)

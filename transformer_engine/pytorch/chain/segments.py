@@ -61,8 +61,9 @@ def forward(
         return [waited(values[v]) for v in chain.outputs], tensors, (trace,)
     tensors, traces = [], []
     for segment in found:
-        for v in segment.reads:
-            values[v] = waited(values[v])
+        if segment.recordable:
+            for v in segment.reads:
+                values[v] = waited(values[v])
         results, saved, trace = segment.forward(plan, segment.read_inputs(values), state)
         for v in segment.last_reads:
             values[v] = None

@@ -33,7 +33,9 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
     record: list[Saved] = []
     for i in range(start, stop):
         step = steps[i]
-        inputs = [waited(values[v]) for v in step.inputs]
+        inputs = [values[v] for v in step.inputs]
+        if not step.stage.takes_pending:
+            inputs = [waited(x) for x in inputs]
         if not step.stage.takes_strides:
             inputs = _contiguous(inputs)
         request = None
@@ -115,9 +117,11 @@ def run_backward(
     waiting: Unfinished | None = None
     for i in range(stop - 1, start - 1, -1):
         step, saved = steps[i], record.pop()
-        mine = [waited(grads[v]) for v in step.outputs]
+        mine = [grads[v] for v in step.outputs]
         for v in step.outputs:
             grads[v] = None
+        if not step.stage.takes_pending:
+            mine = [waited(grad) for grad in mine]
         if not step.stage.takes_strides:
             mine = _contiguous(mine)
         if not (plan.differentiable[i] and any([grad is not None for grad in mine])):

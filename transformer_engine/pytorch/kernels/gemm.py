@@ -137,13 +137,16 @@ def gemm_into(
     fast_accumulation: bool = False,
     bias_grad: torch.Tensor | None = None,
     allow_tf32: bool = True,
+    bias: torch.Tensor | None = None,
     *,
     launch: bool = True,
 ) -> None:
-    """`d += a b^T`, or `d = a b^T` without `accumulate`: a weight gradient into `main_grad`.
+    """`d += a b^T`, or `d = a b^T + bias` without `accumulate`: a product into a given tensor.
 
     The other arguments are those of `gemm`, but `bias_grad`, too, is the tensor to write.
     """
+    if bias is not None:
+        bias = bias_for(d.dtype, bias, a_format)
     grad = bias_grad
     if bias_grad is not None and bias_grad.dtype is not d.dtype:
         grad = torch.empty_like(bias_grad, dtype=d.dtype)
@@ -160,7 +163,7 @@ def gemm_into(
             b_transposed,
             accumulate,
             fast_accumulation,
-            None,
+            bias,
             grad,
             NO_ACTIVATION,
             None,

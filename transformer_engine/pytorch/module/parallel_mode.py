@@ -108,7 +108,8 @@ class SharedLinear:
             before = before_columns(self.ranks, index, gathered_tap)
         elif self.mode == "row":
             behind = behind_rows(self.ranks)
-        matmul = Matmul(index, layer, fuse_wgrad, part, biased=not behind)
+        by_rows = bool(behind) and self.ranks.sequence
+        matmul = Matmul(index, layer, fuse_wgrad, part, biased=not behind, by_rows=by_rows)
         return [*before, matmul, *behind]
 
 

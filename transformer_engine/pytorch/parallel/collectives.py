@@ -1,19 +1,35 @@
 """Collectives that are started now and waited for later, along the first axis of tensors.
 
-In eager mode these are torch.distributed's own calls, in compiled code its functional ones.
+In eager mode these are torch.distributed's own calls, or tensors that GPUs of one host put into each
+other's memory, part by part; in compiled code they are torch's functional collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
+from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
 Finish = Callable[[torch.Tensor], Any]
+Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+class Parts(NamedTuple):
+    """The rows of each rank of what comes part by part.
+
+    Attributes:
+        ranks: how many parts there are.
+        each: ranks and their rows, this rank's first, the others' as they come. Rows are there
+            until the next are asked for.
+    """
+
+    ranks: int
+    each: Iterator[tuple[int, Any]]
 
 
 class Pending:
@@ -26,7 +42,7 @@ class Pending:
         held: memory that the collective reads.
     """
 
-    __slots__ = ("_finish", "_held", "_work", "result")
+    __slots__ = ("_finish", "_held", "_parts", "_work", "result")
 
     def __init__(
         self, result: Any, work: Any = None, finish: Finish | None = None, held: Any = None
@@ -35,6 +51,7 @@ class Pending:
         self._work = work
         self._finish = finish
         self._held = held
+        self._parts: Callable[[bool], Parts] | None = None
 
     def wait(self) -> Any:
         """The result. On a GPU the stream waits, not the host."""
@@ -45,14 +62,134 @@ class Pending:
         self._work = self._finish = self._held = None
         return self.result
 
-    def then(self, finish: Finish) -> Pending:
-        """The same, with something more to do once it is there."""
-        return Pending(None, self, lambda _: finish(self.result))
+    def then(self, finish: Finish, of_part: Finish | None = None) -> Pending:
+        """The same, with something more to do once it is there.
+
+        Args:
+            finish: that.
+            of_part: what is done to the rows of a rank that come before the others'.
+        """
+        made = Pending(None, self, lambda _: finish(self.result))
+        if of_part is not None and self._parts is not None:
+            parts = self._parts
+
+            def of_parts(keep: bool) -> Parts:
+                ranks, each = parts(keep)
+                return Parts(ranks, ((rank, of_part(part)) for rank, part in each))
+
+            made._parts = of_parts
+        return made
+
+    def parts(self, keep: bool) -> Parts | None:
+        """Its parts, to be taken all of them; None where it comes as a whole.
+
+        Args:
+            keep: `wait` will be called, too, afterwards.
+        """
+        return None if self._parts is None else self._parts(keep)
+
+
+class _Gathering(Pending):
+    """An all-gather through peer memory."""
+
+    __slots__ = ("_memory", "_own")
+
+    def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
+        super().__init__(None)
+        self._own, self._memory = x, memory
+        self._parts = lambda keep: Parts(memory.ranks, self._come(keep))
+        memory.start(self)
+        for rank in memory.others:
+            memory.send(rank, x)
+
+    def _come(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        own, memory = self._own, self._memory
+        rows = own.shape[0]
+        if self.result is not None:  # another one's turn came first
+            yield from enumerate(self.result.split(rows))
+            return
+        if keep:
+            result = own.new_empty((memory.ranks * rows, *own.shape[1:]))
+            result.narrow(0, memory.rank * rows, rows).copy_(own)
+        yield memory.rank, own
+        for rank, part in memory.receive(self, own):
+            if keep:
+                result.narrow(0, rank * rows, rows).copy_(part)
+            yield rank, part
+        if keep:
+            self.result = result
+
+    def wait(self) -> torch.Tensor:
+        """All of it."""
+        if self.result is None:
+            for _ in self._come(True):
+                pass
+        return self.result
+
+
+class Product(Pending):
+    """A tensor that is computed once it is asked for: all of it, or some rows.
+
+    Args:
+        out: where it is put.
+        compute: puts the rows of a slice there, or all.
+    """
+
+    __slots__ = ("_compute", "_out", "device", "dtype", "nbytes", "shape")
+
+    def __init__(self, out: torch.Tensor, compute: Callable[[slice | None], object]) -> None:
+        super().__init__(None)
+        self._out, self._compute = out, compute
+        self.shape, self.dtype, self.device = out.shape, out.dtype, out.device
+        self.nbytes = out.nbytes
+
+    def dim(self) -> int:
+        """How many sizes it has."""
+        return self._out.dim()
+
+    def wait(self) -> torch.Tensor:
+        """All of it."""
+        if self.result is None:
+            self._compute(None)
+            self.result = self._out
+        return self.result
+
+    def __getitem__(self, where: slice) -> torch.Tensor:
+        """Some rows of it."""
+        self._compute(where)
+        return self._out[where]
+
+
+class _Summing(Pending):
+    """A reduce-scatter through peer memory: the rows of other ranks are computed, and go, first."""
+
+    __slots__ = ("_add", "_memory", "_own")
+
+    def __init__(self, x: torch.Tensor | Product, memory: PeerMemory, add: Add) -> None:
+        super().__init__(None)
+        self._memory, self._add = memory, add
+        count = x.shape[0] // memory.ranks
+        memory.start(self)
+        for rank in memory.others:
+            memory.send(rank, x[rank * count : (rank + 1) * count])
+        self._held = x
+        self._own = x[memory.rank * count : (memory.rank + 1) * count]
+
+    def wait(self) -> torch.Tensor:
+        """This rank's rows."""
+        if self.result is None:
+            left = self._memory.ranks - 1
+            total = self._own if left == 1 else self._own.float()
+            for _, part in self._memory.receive(self, self._own):
+                left -= 1
+                total = total + part if left else self._add(total, part)
+            self.result, self._held = total, None
+        return self.result
 
 
 def waited(value: Any) -> Any:
     """The value, waited for if it is pending."""
-    return value.wait() if type(value) is Pending else value
+    return value.wait() if isinstance(value, Pending) else value
 
 
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
@@ -73,16 +210,36 @@ def all_gather(x: torch.Tensor, group: Any) -> Pending:
     """The tensors of all ranks one behind the other, `[ranks * rows, ...]` of `[rows, ...]`."""
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
+    memory = peer_memory(group, x.device, x.nbytes) if x.is_contiguous() else None
+    if memory is not None:
+        return _Gathering(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = dist.all_gather_into_tensor(result, x, group, async_op=True)
     return Pending(result, work, held=x)
 
 
-def reduce_scatter(x: torch.Tensor, group: Any) -> Pending:
-    """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`."""
+def reduce_scatter(x: torch.Tensor | Product, group: Any, add: Add | None = None) -> Pending:
+    """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
+
+    Args:
+        x: contiguous, or a product, whose rows are computed as they are sent.
+        group: process group.
+        add: adds two tensors, or None to one, in fp32 with one rounding, and perhaps a bias.
+    """
+    add = _plus if add is None else add
     if torch.compiler.is_compiling():
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
-        return Pending(functional.wait_tensor(summed))
-    result = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+        return Pending(add(functional.wait_tensor(summed), None))
+    ranks = dist.get_world_size(group)
+    memory = peer_memory(group, x.device, x.nbytes // ranks)
+    if memory is not None:
+        return _Summing(x, memory, add)
+    x = waited(x)
+    result = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     work = dist.reduce_scatter_tensor(result, x, dist.ReduceOp.SUM, group, async_op=True)
-    return Pending(result, work, held=x)
+    summed = Pending(result, work, held=x)
+    return summed if add is _plus else summed.then(lambda total: add(total, None))
+
+
+def _plus(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    return x if other is None else (x + other).to(other.dtype)

@@ -48,6 +48,7 @@ class Stage:
         results: names of the values that it makes.
         parameter_count: how many tensors it reads beside values.
         draws: the last of those is a seed: None where the stage shall draw it itself.
+        takes_pending: values that it reads, and gradients of its results, may be `Pending`.
         takes_strides: it reads values, and gradients of its results, of any strides; others get
             contiguous ones.
         not_settings: attributes that may differ between stages that compute the same.
@@ -62,6 +63,7 @@ class Stage:
     results: tuple[str, ...] = ("result",)
     parameter_count = 0
     draws = False
+    takes_pending = False
     takes_strides = False
     not_settings: tuple[str, ...] = ()
     records_with_readers = False

@@ -37,6 +37,7 @@ from transformer_engine.pytorch.kernels.dropout_add import (
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import (
     Pending,
+    Product,
     all_gather,
     all_reduce,
     reduce_scatter,
@@ -178,7 +179,7 @@ class Gather(Collective):
             row: Any = x.rowwise
             self._count("all-gather", row.codes)
             saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
-            return (gather_rows(row, group).then(_row_wise),), saved
+            return (gather_rows(row, group).then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
         self._count("all-gather", x)
@@ -187,7 +188,7 @@ class Gather(Collective):
             return (gathered.wait(), gathered.result), Saved(())
         if not plan.saves or plan.quantizer is not None:
             return (gathered,), Saved(())
-        return (gathered.then(_row_wise),), Saved((x,), -1)
+        return (gathered.then(_row_wise, _row_wise),), Saved((x,), -1)
 
     def restore(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
         """Gather again, as wgrad takes it."""
@@ -233,13 +234,12 @@ class Reduce(Collective):
         self, inputs: Values, parameters: Parameters, plan: _ReducePlan, request: Any
     ) -> tuple[Results, Saved]:
         """The sum, and the bias."""
-        (bias,) = parameters
-        summed = self._start(inputs[0], self.ranks.check())
-        return (summed if bias is None else summed.then(_adds(bias)),), Saved(())
+        return (self._start(inputs[0], parameters[0], self.ranks.check()),), Saved(())
 
-    def _start(self, x: torch.Tensor, group: Any) -> Pending:
+    def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
         self._count("all-reduce", x)
-        return all_reduce(x, group)
+        summed = all_reduce(x, group)
+        return summed if bias is None else summed.then(lambda total: _sum(bias)(total, None))
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
@@ -258,8 +258,9 @@ class ReduceScatter(Reduce):
     """This rank's tokens of the sum over the ranks, and the bias."""
 
     label = "reduce_scatter"
+    takes_pending = True
 
-    def _start(self, x: torch.Tensor, group: Any) -> Pending:
+    def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
         rows = x.shape[0]
         if x.dim() < 2 or rows % self.ranks.size:
             raise ValueError(
@@ -267,8 +268,8 @@ class ReduceScatter(Reduce):
                 f"{self.ranks.size} with sequence_parallel=True, got {rows} (layer "
                 f"{self.ranks.layer})"
             )
-        self._count("reduce-scatter", x)
-        return reduce_scatter(x, group)
+        self._count("reduce-scatter", x, overlapped=isinstance(x, Product))
+        return reduce_scatter(x, group, None if bias is None else _sum(bias))
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
@@ -278,16 +279,24 @@ class ReduceScatter(Reduce):
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
             self._count("all-gather", grad, backward=True)
-            return (all_gather(grad, group),), grad
+            gathered = all_gather(grad, group)
+            if request is not None and request.quantizer is IDENTITY:
+                gathered = gathered.then(_plain_sides, _plain_sides)
+            return (gathered,), grad
         apart = request.columnwise and not quantizer.layout.transposes
         own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
         rows = gather_rows(own.rowwise, group)
         self._count("all-gather", own.rowwise.codes, backward=True)
         if not apart:
-            return (rows.then(_both_sides if request.columnwise else _row_wise),), grad
+            whole = _both_sides if request.columnwise else _row_wise
+            return (rows.then(whole, _row_wise),), grad
         columns = gather_columns(own.columnwise, group)
         self._count("all-gather", own.columnwise.codes, backward=True)
         return (rows.then(lambda row: Operands(row, columns.wait())),), grad
+
+
+def _plain_sides(x: Any) -> Operands:
+    return Operands(x, x)
 
 
 def _both_sides(row: Any) -> Operands:
@@ -302,5 +311,5 @@ def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
     return (side.codes, side.scales), side.format
 
 
-def _adds(bias: torch.Tensor) -> Any:
-    return lambda x: dropout_add_forward(x, bias.to(x.dtype), None, None, 0.0)
+def _sum(bias: torch.Tensor) -> Any:
+    return lambda x, other: dropout_add_forward(x, bias.to(x.dtype), other, None, 0.0)

@@ -29,7 +29,7 @@ def gather_rows(matrix: Fp8Matrix, group: Any, as_columns: bool = False) -> Pend
         found = Fp8Matrix(rows, scales.wait(), matrix.format)
         return transposed(found) if as_columns else found
 
-    return codes.then(finish)
+    return codes.then(finish, None if as_columns or matrix.layout.in_blocks else finish)
 
 
 def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:

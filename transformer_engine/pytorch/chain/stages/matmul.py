@@ -12,6 +12,7 @@ from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stages.row_parts import product_of_parts, product_on_demand
 from transformer_engine.pytorch.chain.stages.sides import (
     columnwise_of,
     detached,
@@ -21,15 +22,13 @@ from transformer_engine.pytorch.chain.stages.sides import (
     tensors_of,
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
-from transformer_engine.pytorch.fp8.operands import (
-    OperandRequest,
-    Operands,
-)
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
 from transformer_engine.pytorch.kernels.shapes import rows_of
+from transformer_engine.pytorch.parallel.collectives import Pending, waited
 
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
@@ -114,9 +113,11 @@ class Matmul(Stage):
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
         biased: it adds the bias; else the next stage does.
+        by_rows: the next stage asks for the rows of each rank.
     """
 
     label = "matmul"
+    takes_pending = True
     not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors")
 
     def __init__(
@@ -126,8 +127,10 @@ class Matmul(Stage):
         fuse_wgrad: bool = False,
         part: str = "",
         biased: bool = True,
+        by_rows: bool = False,
     ) -> None:
         self.index = index
+        self.by_rows = by_rows
         self.parameter_count = 2 if biased else 1
         self.part = part
         self.results = (part or "product",)
@@ -188,12 +191,16 @@ class Matmul(Stage):
         (x,) = inputs
         weight, bias = (*parameters, None)[:2]
         assert weight is not None
+        parts = x.parts(keep=False) if isinstance(x, Pending) else None
+        if parts is None:
+            x = waited(x)
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
         padding = 0
+        operands = Operands(None, None)
         if isinstance(x, Operands):
             operands = x
-        else:
+        elif parts is None:
             padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
             operands = plan.quantizers.input.padded(x, padding, plan.request)
         if plan.fp8_weight:
@@ -201,9 +208,18 @@ class Matmul(Stage):
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
         else:
             w = self._weight_operands(weight, plan)
-        y = gemm.fprop(
-            operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
-        )
+
+        def multiply(rows: Side, out: torch.Tensor | None) -> torch.Tensor:
+            fast = plan.fast_accumulation[0]
+            return gemm.fprop(rows, w.rowwise, bias, plan.dtype, fast, self.name, out)
+
+        y: Any
+        if parts is not None:
+            y = product_of_parts(parts, weight.shape[0], plan.dtype, multiply)
+        elif self.by_rows and not (padding or plan.wrapped or plan.compiling):
+            y = product_on_demand(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
+        else:
+            y = multiply(operands.rowwise, None)  # type: ignore[arg-type]
         if padding:
             assert isinstance(x, torch.Tensor)
             y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
@@ -213,7 +229,7 @@ class Matmul(Stage):
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        restored = operands.columnwise is None and isinstance(x, Operands)
+        restored = operands.columnwise is None and isinstance(x, (Operands, Pending))
         column = operands.columnwise
         if plan.input_in_backward is not None and not restored:
             column = x
@@ -312,8 +328,15 @@ class Matmul(Stage):
         """The gradient of the input."""
         (grad,) = grads
         facts = saved.facts
+        parts = None
+        if isinstance(grad, Pending):
+            parts = grad.parts(keep=plan.needs_weight) if plan.needs_input else None
+            if parts is None:
+                grad = grad.wait()
         if isinstance(grad, Operands):
             operands = grad
+        elif parts is not None:
+            operands = Operands(None, None)
         elif plan.grad_request is None:
             return (None,), Operands(grad, None)
         else:
@@ -324,7 +347,18 @@ class Matmul(Stage):
         weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
         if facts.saves_fp8_weight:
             weight = columnwise_of(weight, operands.rowwise, plan.dtype)
-        dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
+
+        def multiply(rows: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+            fast = plan.fast_accumulation[1]
+            return gemm.dgrad(rows, weight, plan.dtype, fast, self.name, out)
+
+        if parts is not None:
+            fp8 = isinstance(weight, Fp8Matrix)
+            columns = weight.codes.shape[0] if fp8 else weight.shape[1]  # type: ignore[union-attr]
+            dx = product_of_parts(parts, columns, plan.dtype, multiply)
+            operands = grad.wait() if plan.needs_weight else operands
+        else:
+            dx = multiply(operands.rowwise)
         if facts.padding:
             assert isinstance(grad, torch.Tensor)
             dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])

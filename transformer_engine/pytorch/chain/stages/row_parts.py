@@ -1,0 +1,59 @@
+"""Products of which ranks have, or are sent, some rows each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.parallel.collectives import Parts, Product
+
+Multiply = Callable[[Side, "torch.Tensor | None"], torch.Tensor]
+
+
+def product_of_parts(
+    parts: Parts, columns: int, dtype: torch.dtype, multiply: Multiply
+) -> torch.Tensor:
+    """The product of rows that come rank by rank: each part is multiplied as soon as it is there.
+
+    Args:
+        parts: `Operands` of one rank after the other.
+        columns: of the product.
+        dtype: of the product.
+        multiply: puts the product of these rows into a given tensor.
+    """
+    out: Any = None
+    for rank, part in parts.each:
+        values = _values(part.rowwise)
+        rows = values.shape[0]
+        if out is None:
+            shape = (parts.ranks * rows, *values.shape[1:-1], columns)
+            out = values.new_empty(shape, dtype=dtype)
+        multiply(part.rowwise, out[rank * rows : (rank + 1) * rows])
+    return out
+
+
+def product_on_demand(
+    side: Side, columns: int, dtype: torch.dtype, multiply: Multiply
+) -> Product | torch.Tensor:
+    """The product, which is computed as its reader asks for rows; with scales of blocks at once."""
+    if isinstance(side, Fp8Matrix) and side.layout.in_blocks:
+        return multiply(side, None)
+    values = _values(side)
+    out = values.new_empty((*values.shape[:-1], columns), dtype=dtype)
+
+    def compute(where: slice | None) -> None:
+        if where is None:
+            multiply(side, out)
+        elif isinstance(side, Fp8Matrix):
+            multiply(Fp8Matrix(side.codes[where], side.scales, side.format), out[where])
+        else:
+            multiply(side[where], out[where])
+
+    return Product(out, compute)
+
+
+def _values(side: Side) -> torch.Tensor:
+    return side.codes if isinstance(side, Fp8Matrix) else side
