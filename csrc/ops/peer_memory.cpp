@@ -1,6 +1,5 @@
 #include "ops/peer_memory.h"
 
-
 namespace te {
 namespace {
 
@@ -38,8 +37,9 @@ void peer_send(const PeerSendArgs& args, Stream stream) {
   int64_t length = 1;
   for (int axis = row; axis < x.rank; ++axis) length *= x.size(axis);
   const int64_t pitch = row == 0 ? length : distance(x, row);
-  require(pitch >= length, Kind::Value, kOp, "expected rows that do not overlap, got a distance of ",
-          pitch, " for ", length, " elements");
+  require(pitch >= length, Kind::Value, kOp,
+          "expected rows that do not overlap, got a distance of ", pitch, " for ", length,
+          " elements");
   cuda::peer_send(args, length * size_of(x.dtype), pitch * size_of(x.dtype), stream);
 }
 

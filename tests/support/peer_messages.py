@@ -23,21 +23,30 @@ class PeerMessages:
         self.sent: list[Any] = []
         self.received = 0
 
-    def start(self, collective: Any) -> None:
+    def start(self, collective: Any) -> "Transfer":
         self.coming.append(collective)
+        return Transfer(self, collective)
+
+
+class Transfer:
+    """What `peer_memory.Transfer` does."""
+
+    def __init__(self, memory: PeerMessages, collective: Any) -> None:
+        self.memory, self.collective = memory, collective
 
     def send(self, rank: int, x: torch.Tensor) -> None:
-        x = x.contiguous().clone()
-        self.sent.append((x, dist.isend(x, dist.get_global_rank(self.group, rank), self.group)))
+        group, x = self.memory.group, x.contiguous().clone()
+        self.memory.sent.append((x, dist.isend(x, dist.get_global_rank(group, rank), group)))
 
-    def receive(self, collective: Any, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        while self.coming[0] is not collective:
-            self.coming[0].wait()
-        self.coming.popleft()
-        for rank in reversed(self.others):
+    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        memory = self.memory
+        while memory.coming[0] is not self.collective:
+            memory.coming[0].wait()
+        memory.coming.popleft()
+        for rank in reversed(memory.others):
             part = torch.empty_like(like)
-            dist.recv(part, dist.get_global_rank(self.group, rank), self.group)
-            self.received += 1
+            dist.recv(part, dist.get_global_rank(memory.group, rank), memory.group)
+            memory.received += 1
             yield rank, part
             part.view(torch.uint8).fill_(255)  # the next tensor comes into the same memory
 

@@ -17,7 +17,6 @@ from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
 from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
 from transformer_engine.pytorch.chain.stages.base import Saved
-from transformer_engine.pytorch.parallel.collectives import waited
 from transformer_engine.pytorch.fp8.operands import (
     PARTS,
     Operands,
@@ -27,6 +26,7 @@ from transformer_engine.pytorch.fp8.operands import (
     operands_like,
     parts_of,
 )
+from transformer_engine.pytorch.parallel.collectives import waited
 
 _MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
 

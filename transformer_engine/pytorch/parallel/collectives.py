@@ -92,18 +92,17 @@ class Pending:
 class _Gathering(Pending):
     """An all-gather through peer memory."""
 
-    __slots__ = ("_memory", "_own")
+    __slots__ = ("_own", "_transfer")
 
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
-        self._own, self._memory = x, memory
+        self._own, self._transfer = x, memory.start(self)
         self._parts = lambda keep: Parts(memory.ranks, self._come(keep))
-        memory.start(self)
         for rank in memory.others:
-            memory.send(rank, x)
+            self._transfer.send(rank, x)
 
     def _come(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        own, memory = self._own, self._memory
+        own, memory = self._own, self._transfer.memory
         rows = own.shape[0]
         if self.result is not None:  # another one's turn came first
             yield from enumerate(self.result.split(rows))
@@ -112,7 +111,7 @@ class _Gathering(Pending):
             result = own.new_empty((memory.ranks * rows, *own.shape[1:]))
             result.narrow(0, memory.rank * rows, rows).copy_(own)
         yield memory.rank, own
-        for rank, part in memory.receive(self, own):
+        for rank, part in self._transfer.receive(own):
             if keep:
                 result.narrow(0, rank * rows, rows).copy_(part)
             yield rank, part
@@ -163,24 +162,23 @@ class Product(Pending):
 class _Summing(Pending):
     """A reduce-scatter through peer memory: the rows of other ranks are computed, and go, first."""
 
-    __slots__ = ("_add", "_memory", "_own")
+    __slots__ = ("_add", "_own", "_transfer")
 
     def __init__(self, x: torch.Tensor | Product, memory: PeerMemory, add: Add) -> None:
         super().__init__(None)
-        self._memory, self._add = memory, add
+        self._add, self._transfer = add, memory.start(self)
         count = x.shape[0] // memory.ranks
-        memory.start(self)
         for rank in memory.others:
-            memory.send(rank, x[rank * count : (rank + 1) * count])
+            self._transfer.send(rank, x[rank * count : (rank + 1) * count])
         self._held = x
         self._own = x[memory.rank * count : (memory.rank + 1) * count]
 
     def wait(self) -> torch.Tensor:
         """This rank's rows."""
         if self.result is None:
-            left = self._memory.ranks - 1
+            left = self._transfer.memory.ranks - 1
             total = self._own if left == 1 else self._own.float()
-            for _, part in self._memory.receive(self, self._own):
+            for _, part in self._transfer.receive(self._own):
                 left -= 1
                 total = total + part if left else self._add(total, part)
             self.result, self._held = total, None

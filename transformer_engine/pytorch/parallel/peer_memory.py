@@ -22,6 +22,7 @@ from transformer_engine.pytorch._torch_private import symmetric_memory
 # Smaller tensors arrive sooner through NCCL: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
 _FLAG_BYTES = 8
+_SLOTS = 2
 _ALIGNMENT = 512
 
 # Of each group; None where its ranks have no such memory. It belongs to the group and ends with it.
@@ -71,7 +72,9 @@ def _share_host(group: Any, device: torch.device) -> bool:
 
 
 class PeerMemory:
-    """Room for one tensor of each other rank, in memory of this one.
+    """Room for two tensors of each other rank, in memory of this one.
+
+    Two, because a collective may start before what the one before has brought is read.
 
     Args:
         group: process group, whose ranks all make one.
@@ -81,46 +84,69 @@ class PeerMemory:
     Attributes:
         rank: of this process in the group.
         ranks: of the group.
-        stream: on which tensors leave.
+        others: the other ranks; all send to another one at a time.
     """
 
     def __init__(self, group: Any, device: torch.device, room: int) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.device, self.room = device, -(-room // _ALIGNMENT) * _ALIGNMENT
-        flags = (self.ranks - 1) * self.room
-        total = flags + 2 * self.ranks * _FLAG_BYTES
-        self._own = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(self._own, group.group_name)
+        self._flags = _SLOTS * (self.ranks - 1) * self.room
+        total = self._flags + 2 * _SLOTS * self.ranks * _FLAG_BYTES
+        self.memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         views = [handle.get_buffer(r, (total,), torch.uint8) for r in range(self.ranks)]
         self._views = views  # of all ranks; they keep the memory mapped
         self._bases = [view.data_ptr() for view in views]
-        self._flags = flags
-        words = self._own[flags:].view(torch.int64)
+        words = self.memory[self._flags :].view(torch.int64)
         words.zero_()
-        words[: self.ranks].fill_(1)  # all may send
+        words[: _SLOTS * self.ranks].fill_(1)  # all may send
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._reader: Any = None  # the stream that has received last
-        self._coming: deque[Any] = deque()  # what is to be received, in the order of sending
+        self.reader: Any = None  # the stream that has received last
+        self.waiting: deque[Any] = deque()  # who has not received yet, in the order of sending
+        self._count = 0
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
-    @property
-    def others(self) -> list[int]:
-        """The other ranks; all send to another one at a time."""
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+    def start(self, collective: Any) -> Transfer:
+        """A new transfer, of a collective whose `wait` receives what comes."""
+        self.waiting.append(collective)
+        self._count += 1
+        return Transfer(self, collective, self._count % _SLOTS)
 
-    def _place(self, sender: int, receiver: int) -> int:
-        return self.room * (sender - (sender > receiver))
+    def place(self, sender: int, receiver: int, slot: int) -> int:
+        """Where a tensor lies in memory of the receiver."""
+        index = sender - (sender > receiver)
+        return self.room * (_SLOTS * index + slot)
 
-    def _free(self, sender: int, receiver: int) -> int:
-        return self._bases[sender] + self._flags + _FLAG_BYTES * receiver
+    def address(self, sender: int, receiver: int, slot: int) -> int:
+        """The same as an address on this rank."""
+        return self._bases[receiver] + self.place(sender, receiver, slot)
 
-    def _arrived(self, sender: int, receiver: int) -> int:
-        return self._bases[receiver] + self._flags + _FLAG_BYTES * (self.ranks + sender)
+    def free(self, sender: int, receiver: int, slot: int) -> int:
+        """The flag that lets a sender send."""
+        return self._flag(sender, slot * self.ranks + receiver)
 
-    def start(self, collective: Any) -> None:
-        """What is sent from now on belongs to a collective, whose `wait` receives."""
-        self._coming.append(collective)
+    def arrived(self, sender: int, receiver: int, slot: int) -> int:
+        """The flag that lets a receiver read."""
+        return self._flag(receiver, (_SLOTS + slot) * self.ranks + sender)
+
+    def _flag(self, owner: int, number: int) -> int:
+        return self._bases[owner] + self._flags + _FLAG_BYTES * number
+
+
+class Transfer:
+    """What the ranks send each other for one collective.
+
+    Args:
+        memory: through which it goes.
+        collective: whose it is.
+        slot: of the memory.
+    """
+
+    def __init__(self, memory: PeerMemory, collective: Any, slot: int) -> None:
+        self.memory, self.collective, self.slot = memory, collective, slot
+        self._left: Any = None  # what was sent has left
 
     def send(self, rank: int, x: torch.Tensor) -> None:
         """Let a tensor go once the current stream has made it. It stays until all is received.
@@ -129,32 +155,38 @@ class PeerMemory:
             rank: that receives.
             x: at most `room` bytes; rows may have gaps between them.
         """
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        memory, own, slot = self.memory, self.memory.rank, self.slot
+        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
         _C.peer_send(
             x,
-            self._bases[rank] + self._place(self.rank, rank),
-            self._free(self.rank, rank),
-            self._arrived(self.rank, rank),
-            self.stream.cuda_stream,
+            memory.address(own, rank, slot),
+            memory.free(own, rank, slot),
+            memory.arrived(own, rank, slot),
+            memory.stream.cuda_stream,
         )
+        self._left = memory.stream.record_event()
 
-    def receive(self, collective: Any, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The ranks and what they have sent, as the current stream may read it.
 
         A tensor is there until the next is asked for. Afterwards what this rank has sent has left.
         Collectives that were started before are waited for.
+
+        Args:
+            like: has the sizes and the dtype of what comes.
         """
-        while self._coming[0] is not collective:
-            self._coming[0].wait()
-        self._coming.popleft()
-        current = torch.cuda.current_stream(self.device)
-        if self._reader not in (None, current):
-            current.wait_stream(self._reader)
-        self._reader = current
-        device, stream = self.device.index, current.cuda_stream
-        for rank in reversed(self.others):
-            _C.peer_receive(device, self._arrived(rank, self.rank), stream)
-            memory = self._own.narrow(0, self._place(rank, self.rank), like.nbytes)
-            yield rank, memory.view(like.dtype).view(like.shape)
-            _C.peer_release(device, self._free(rank, self.rank), stream)
-        current.wait_stream(self.stream)
+        memory, own, slot = self.memory, self.memory.rank, self.slot
+        while memory.waiting[0] is not self.collective:
+            memory.waiting[0].wait()
+        memory.waiting.popleft()
+        current = torch.cuda.current_stream(memory.device)
+        if memory.reader not in (None, current):
+            current.wait_stream(memory.reader)
+        memory.reader = current
+        device, stream = memory.device.index, current.cuda_stream
+        for rank in reversed(memory.others):
+            _C.peer_receive(device, memory.arrived(rank, own, slot), stream)
+            found = memory.memory.narrow(0, memory.place(rank, own, slot), like.nbytes)
+            yield rank, found.view(like.dtype).view(like.shape)
+            _C.peer_release(device, memory.free(rank, own, slot), stream)
+        current.wait_event(self._left)
