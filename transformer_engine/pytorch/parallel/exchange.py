@@ -2,50 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, aligned, peer_memory
 
 # torch 2.13 has other names for these, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Coming(NamedTuple):
-    """A tensor that another rank sends, and what is under way.
+class Coming:
+    """Tensors that another rank sends.
 
-    Attributes:
-        tensor: filled when `wait` returns.
-        works: of torch.distributed.
-        sent: what must not be changed until then.
+    Args:
+        sent: what this rank sends meanwhile, of the same sizes and dtypes.
     """
 
-    tensor: torch.Tensor
-    works: list[Any]
-    sent: torch.Tensor
+    def __init__(self, sent: Sequence[torch.Tensor]) -> None:
+        self._sent: Sequence[torch.Tensor] | None = sent
+        self._tensors: Sequence[torch.Tensor] = ()
 
-    def wait(self) -> torch.Tensor:
-        """The tensor, on the current stream; the host waits where the backend is gloo."""
-        for work in self.works:
+    def _arrive(self) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        raise NotImplementedError
+
+    @contextmanager
+    def read(self) -> Iterator[Sequence[torch.Tensor]]:
+        """The tensors, for the length of the context, on the current stream."""
+        if self._sent is None:
+            yield self._tensors
+            return
+        with self._arrive() as tensors:
+            self._sent = None
+            yield tensors
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """The tensors, in memory of their own."""
+        with self.read() as tensors:
+            if not self._tensors:
+                self._tensors = [x.clone() for x in tensors]
+        return self._tensors
+
+
+class _Messages(Coming):
+    """By torch.distributed."""
+
+    def __init__(
+        self, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int, source: int
+    ) -> None:
+        super().__init__([x.contiguous() for x in sent])
+        self._tensors = [torch.empty_like(x) for x in self._sent]  # type: ignore[union-attr]
+        peers = [dist.get_global_rank(group, rank) for rank in (to, source)]
+        ops = [dist.P2POp(dist.isend, x, peers[0], group) for x in self._sent]  # type: ignore[union-attr]
+        ops += [dist.P2POp(dist.irecv, x, peers[1], group) for x in self._tensors]
+        self._works = dist.batch_isend_irecv(ops)
+
+    @contextmanager
+    def _arrive(self) -> Iterator[Sequence[torch.Tensor]]:
+        for work in self._works:
             work.wait()
-        return self.tensor
+        yield self._tensors
 
 
-def pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> Coming:
-    """Send a contiguous tensor to the next rank of a ring, and get that of the previous one."""
+class _Transferred(Coming):
+    """Through peer memory."""
+
+    def __init__(
+        self, sent: Sequence[torch.Tensor], memory: PeerMemory, to: int, source: int
+    ) -> None:
+        super().__init__(sent)
+        self._transfer = memory.start(self)
+        self._transfer.send(to, *sent)
+        self._source = source
+
+    @contextmanager
+    def _arrive(self) -> Iterator[Sequence[torch.Tensor]]:
+        assert self._sent is not None
+        for _, tensors in self._transfer.receive(*self._sent, ranks=(self._source,)):
+            yield tensors
+
+
+def pass_on(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, back: bool = False
+) -> Coming:
+    """Send tensors to the next rank of a ring, and get those of the previous one.
+
+    Args:
+        tensors: of equal sizes on all ranks.
+        group: the ring.
+        back: the other way round.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    following, previous = (
-        dist.get_global_rank(group, (rank + step) % ranks) for step in (1, ranks - 1)
-    )
-    come = torch.empty_like(x)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, following, group),
-            dist.P2POp(dist.irecv, come, previous, group),
-        ]
-    )
-    return Coming(come, works, x)
+    to, source = [(rank + step) % ranks for step in ((-1, 1) if back else (1, -1))]
+    count = sum([aligned(x.nbytes) for x in tensors])
+    memory = peer_memory(group, tensors[0].device, count)
+    if memory is None:
+        return _Messages(tensors, group, to, source)
+    return _Transferred(tensors, memory, to, source)
 
 
 def gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -70,14 +127,3 @@ def swap_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     come = torch.empty_like(stack)
     dist.all_to_all_single(come, stack, group=group)
     return come
-
-
-def flat(*tensors: torch.Tensor) -> torch.Tensor:
-    """One vector of all elements."""
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def unflat(vector: torch.Tensor, *shapes: torch.Size) -> tuple[torch.Tensor, ...]:
-    """Views of a vector that `flat` has made."""
-    parts = vector.split([shape.numel() for shape in shapes])
-    return tuple([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])

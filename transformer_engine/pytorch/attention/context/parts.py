@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -311,8 +311,16 @@ class Merged:
         return out.flatten(-2).to(self._like.dtype), rows
 
 
+class _Summand(NamedTuple):
+    """A gradient of some tokens, and the part of a sum that they are."""
+
+    grad: torch.Tensor
+    narrow: Callable[[torch.Tensor], torch.Tensor]
+    takes_others: bool  # it is of all tokens, and may be written to
+
+
 class Sums:
-    """Gradients of parts added up, in fp32.
+    """Gradients of parts added up: two with one rounding, more in fp32.
 
     Args:
         like: what they are the gradient of.
@@ -320,34 +328,45 @@ class Sums:
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
-        self.total: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._few: list[_Summand] = []
 
     def add(self, whole: Whole, range: Range, grad: torch.Tensor | None) -> None:
-        """Add the gradient of a range of tokens."""
-        if grad is None:
-            return
-        if self.total is None:
-            if grad.shape == self.like.shape:
-                self.total = grad.to(torch.float32, copy=True)
-                return
-            self.total = self.zeros()
-        whole.narrow(self.total, range).add_(grad)
+        """Add the gradient of a range of tokens, which may be written to."""
+        if grad is not None:
+            mine = grad.shape == self.like.shape
+            self._few.append(_Summand(grad, lambda total: whole.narrow(total, range), mine))
+            if self._total is not None or len(self._few) > 2:
+                self.exact()
 
     def add_all(self, grad: torch.Tensor) -> None:
-        """Add a gradient of all tokens."""
-        self.total = self.exact().add_(grad)
-
-    def zeros(self) -> torch.Tensor:
-        """Where nothing has been added."""
-        return self.like.new_zeros(self.like.shape, dtype=torch.float32)
+        """Add a gradient of all tokens, which is not written to."""
+        self._few.append(_Summand(grad, lambda total: total, False))
 
     def exact(self) -> torch.Tensor:
         """In fp32."""
-        return self.zeros() if self.total is None else self.total
+        for grad, narrow, _ in self._few:
+            if self._total is None and grad.shape == self.like.shape:
+                self._total = grad.to(torch.float32, copy=True)
+                continue
+            if self._total is None:
+                self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
+            narrow(self._total).add_(grad)
+        self._few = []
+        if self._total is None:
+            self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
+        return self._total
 
     def result(self) -> torch.Tensor:
         """In the dtype of what they are the gradient of."""
-        return self.exact().to(self.like.dtype)
+        dtype = self.like.dtype
+        if self._total is None and 0 < len(self._few) < 3:
+            first, *others = sorted(self._few, key=lambda summand: not summand.takes_others)
+            if first.takes_others and all([x.grad.dtype is dtype for x in self._few]):
+                for grad, narrow, _ in others:
+                    narrow(first.grad).add_(grad)
+                return first.grad
+        return self.exact().to(dtype)
 
 
 def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: Part) -> None:
