@@ -1,6 +1,4 @@
 // Bindings of peer_memory: streams and addresses are integers, as torch gives them.
-#include <pybind11/stl.h>
-
 #include "bindings/bindings.h"
 #include "bindings/tensor_bridge.h"
 #include "ops/peer_memory.h"
@@ -18,8 +16,7 @@ void bind_peer_memory(pybind11::module_& m) {
   using pybind11::arg;
   m.def(
       "peer_send",
-      [](const std::vector<TensorView>& x, uintptr_t to, uintptr_t free, uintptr_t arrived,
-         uintptr_t stream) {
+      [](const TensorView& x, uintptr_t to, uintptr_t free, uintptr_t arrived, uintptr_t stream) {
         peer_send({.x = x, .to = at(to), .free = at(free), .arrived = at(arrived)}, {at(stream)});
       },
       arg("x"), arg("to"), arg("free"), arg("arrived"), arg("stream"));

@@ -75,7 +75,7 @@ void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forwar
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
-void peer_send(const PeerSendArgs&, const std::vector<PeerRows>&, Stream) { absent("peer_send"); }
+void peer_send(const PeerSendArgs&, int64_t, int64_t, Stream) { absent("peer_send"); }
 void peer_receive(Device, void*, Stream) { absent("peer_receive"); }
 void peer_release(Device, void*, Stream) { absent("peer_release"); }
 

@@ -2,8 +2,6 @@
 
 #include <cuda.h>
 
-#include <cstddef>
-
 #include "cuda/dynlib.h"
 #include "cuda/launch.h"
 
@@ -44,23 +42,19 @@ CUstream of(Stream stream) { return static_cast<CUstream>(stream.handle); }
 
 }  // namespace
 
-void peer_send(const PeerSendArgs& args, const std::vector<PeerRows>& rows, Stream stream) {
-  const DeviceGuard guard(args.x.front().device);
+void peer_send(const PeerSendArgs& args, int64_t row_bytes, int64_t pitch, Stream stream) {
+  const DeviceGuard guard(args.x.device);
   wait_and_clear(of(stream), args.free);
-  auto* to = static_cast<std::byte*>(args.to);
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const TensorView& x = args.x[i];
-    const auto bytes = static_cast<size_t>(x.bytes());
-    const auto length = static_cast<size_t>(rows[i].length);
-    const auto pitch = static_cast<size_t>(rows[i].pitch);
-    if (bytes == length) {
-      check(cudaMemcpyAsync(to, x.data, bytes, cudaMemcpyDefault, of(stream)), "peer_send");
-    } else if (bytes != 0) {
-      check(cudaMemcpy2DAsync(to, length, x.data, pitch, length, bytes / length, cudaMemcpyDefault,
-                              of(stream)),
-            "peer_send");
-    }
-    to += (x.bytes() + kPeerAlignment - 1) / kPeerAlignment * kPeerAlignment;
+  const int64_t bytes = args.x.bytes();
+  if (row_bytes == bytes) {
+    check(cudaMemcpyAsync(args.to, args.x.data, static_cast<size_t>(bytes), cudaMemcpyDefault,
+                          of(stream)),
+          "peer_send");
+  } else {
+    check(cudaMemcpy2DAsync(args.to, static_cast<size_t>(row_bytes), args.x.data,
+                            static_cast<size_t>(pitch), static_cast<size_t>(row_bytes),
+                            static_cast<size_t>(bytes / row_bytes), cudaMemcpyDefault, of(stream)),
+          "peer_send");
   }
   set(of(stream), args.arrived);
 }

@@ -27,7 +27,10 @@ int64_t distance(const TensorView& x, int row) {
   return pitch;
 }
 
-PeerRows rows_of(const TensorView& x) {
+}  // namespace
+
+void peer_send(const PeerSendArgs& args, Stream stream) {
+  const TensorView& x = args.x;
   require(x && x.device.type == DeviceType::CUDA, Kind::Value, kOp,
           "expected x on a CUDA device, got ", x.device);
   const int row = first_of_row(x);
@@ -37,16 +40,7 @@ PeerRows rows_of(const TensorView& x) {
   require(pitch >= length, Kind::Value, kOp,
           "expected rows that do not overlap, got a distance of ", pitch, " for ", length,
           " elements");
-  return {.length = length * size_of(x.dtype), .pitch = pitch * size_of(x.dtype)};
-}
-
-}  // namespace
-
-void peer_send(const PeerSendArgs& args, Stream stream) {
-  require(!args.x.empty(), Kind::Value, kOp, "expected tensors, got none");
-  std::vector<PeerRows> rows;
-  for (const TensorView& x : args.x) rows.push_back(rows_of(x));
-  cuda::peer_send(args, rows, stream);
+  cuda::peer_send(args, length * size_of(x.dtype), pitch * size_of(x.dtype), stream);
 }
 
 void peer_receive(Device device, void* arrived, Stream stream) {

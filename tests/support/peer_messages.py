@@ -1,7 +1,7 @@
 """Peer memory as messages of gloo, so that collectives go part by part on CPUs, too."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensor_parallel_ranks
@@ -34,28 +34,21 @@ class Transfer:
     def __init__(self, memory: PeerMessages, collective: Any) -> None:
         self.memory, self.collective = memory, collective
 
-    def send(self, rank: int, *tensors: torch.Tensor) -> None:
-        group = self.memory.group
-        for x in tensors:
-            sent = x.contiguous().clone()
-            work = dist.isend(sent, dist.get_global_rank(group, rank), group)
-            self.memory.sent.append((sent, work))
+    def send(self, rank: int, x: torch.Tensor) -> None:
+        group, x = self.memory.group, x.contiguous().clone()
+        self.memory.sent.append((x, dist.isend(x, dist.get_global_rank(group, rank), group)))
 
-    def receive(
-        self, *like: torch.Tensor, ranks: Sequence[int] = ()
-    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         memory = self.memory
         while memory.coming[0] is not self.collective:
             memory.coming[0].wait()
         memory.coming.popleft()
-        for rank in ranks or reversed(memory.others):
-            parts = [torch.empty(x.shape, dtype=x.dtype) for x in like]
-            for part in parts:
-                dist.recv(part, dist.get_global_rank(memory.group, rank), memory.group)
+        for rank in reversed(memory.others):
+            part = torch.empty_like(like)
+            dist.recv(part, dist.get_global_rank(memory.group, rank), memory.group)
             memory.received += 1
-            yield rank, parts
-            for part in parts:  # the next tensors come into the same memory
-                part.view(torch.uint8).fill_(255)
+            yield rank, part
+            part.view(torch.uint8).fill_(255)  # the next tensor comes into the same memory
 
 
 def matrix_in_parts(rank: int, cases: Any) -> Any:

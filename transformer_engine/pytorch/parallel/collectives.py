@@ -111,7 +111,7 @@ class _Gathering(Pending):
             result = own.new_empty((memory.ranks * rows, *own.shape[1:]))
             result.narrow(0, memory.rank * rows, rows).copy_(own)
         yield memory.rank, own
-        for rank, (part,) in self._transfer.receive(own):
+        for rank, part in self._transfer.receive(own):
             if keep:
                 result.narrow(0, rank * rows, rows).copy_(part)
             yield rank, part
@@ -178,7 +178,7 @@ class _Summing(Pending):
         if self.result is None:
             left = self._transfer.memory.ranks - 1
             total = self._own if left == 1 else self._own.float()
-            for _, (part,) in self._transfer.receive(self._own):
+            for _, part in self._transfer.receive(self._own):
                 left -= 1
                 total = total + part if left else self._add(total, part)
             self.result, self._held = total, None

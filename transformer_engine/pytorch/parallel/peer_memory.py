@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from transformer_engine.pytorch._torch_private import symmetric_memory
 LEAST_BYTES = 4 * 1024 * 1024
 _FLAG_BYTES = 8
 _SLOTS = 2
-_ALIGNMENT = 512  # of tensors that go together
+_ALIGNMENT = 512
 
 # Of each group; None where its ranks have no such memory. It belongs to the group and ends with it.
 _memories: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
@@ -71,20 +71,15 @@ def _share_host(group: Any, device: torch.device) -> bool:
     return all(ability) and len(set(hosts)) == 1 and len(set(gpus)) == len(gpus)
 
 
-def aligned(count: int) -> int:
-    """Bytes that a tensor takes among those that go together."""
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
 class PeerMemory:
-    """Room for tensors of each other rank in memory of this one, twice.
+    """Room for two tensors of each other rank, in memory of this one.
 
-    Twice, because a collective may start before what the one before has brought is read.
+    Two, because a collective may start before what the one before has brought is read.
 
     Args:
         group: process group, whose ranks all make one.
         device: of this rank.
-        room: bytes of tensors that go together.
+        room: bytes that a tensor may have.
 
     Attributes:
         rank: of this process in the group.
@@ -95,15 +90,15 @@ class PeerMemory:
     def __init__(self, group: Any, device: torch.device, room: int) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.device, self.room = device, aligned(room)
+        self.device, self.room = device, -(-room // _ALIGNMENT) * _ALIGNMENT
         self._flags = _SLOTS * (self.ranks - 1) * self.room
         total = self._flags + 2 * _SLOTS * self.ranks * _FLAG_BYTES
-        self._memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(self._memory, group.group_name)
+        self.memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         views = [handle.get_buffer(r, (total,), torch.uint8) for r in range(self.ranks)]
         self._views = views  # of all ranks; they keep the memory mapped
         self._bases = [view.data_ptr() for view in views]
-        words = self._memory[self._flags :].view(torch.int64)
+        words = self.memory[self._flags :].view(torch.int64)
         words.zero_()
         words[: _SLOTS * self.ranks].fill_(1)  # all may send
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -136,14 +131,6 @@ class PeerMemory:
         """The flag that lets a receiver read."""
         return self._flag(receiver, (_SLOTS + slot) * self.ranks + sender)
 
-    def tensors(self, place: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors that lie one behind the other in memory of this rank."""
-        found = []
-        for x in like:
-            found.append(self._memory.narrow(0, place, x.nbytes).view(x.dtype).view(x.shape))
-            place += aligned(x.nbytes)
-        return found
-
     def _flag(self, owner: int, number: int) -> int:
         return self._bases[owner] + self._flags + _FLAG_BYTES * number
 
@@ -161,8 +148,8 @@ class Transfer:
         self.memory, self.collective, self.slot = memory, collective, slot
         self._left: Any = None  # what was sent has left
 
-    def send(self, rank: int, *x: torch.Tensor) -> None:
-        """Let tensors go once the current stream has made them. They stay until all is received.
+    def send(self, rank: int, x: torch.Tensor) -> None:
+        """Let a tensor go once the current stream has made it. It stays until all is received.
 
         Args:
             rank: that receives.
@@ -171,7 +158,7 @@ class Transfer:
         memory, own, slot = self.memory, self.memory.rank, self.slot
         memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
         _C.peer_send(
-            list(x),
+            x,
             memory.address(own, rank, slot),
             memory.free(own, rank, slot),
             memory.arrived(own, rank, slot),
@@ -179,17 +166,14 @@ class Transfer:
         )
         self._left = memory.stream.record_event()
 
-    def receive(
-        self, *like: torch.Tensor, ranks: Sequence[int] = ()
-    ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The ranks and what they have sent, as the current stream may read it.
 
-        Tensors are there until the next are asked for. Afterwards what this rank has sent has left.
+        A tensor is there until the next is asked for. Afterwards what this rank has sent has left.
         Collectives that were started before are waited for.
 
         Args:
-            like: have the sizes and dtypes of what comes.
-            ranks: that send; all others without.
+            like: has the sizes and the dtype of what comes.
         """
         memory, own, slot = self.memory, self.memory.rank, self.slot
         while memory.waiting[0] is not self.collective:
@@ -200,8 +184,9 @@ class Transfer:
             current.wait_stream(memory.reader)
         memory.reader = current
         device, stream = memory.device.index, current.cuda_stream
-        for rank in ranks or reversed(memory.others):
+        for rank in reversed(memory.others):
             _C.peer_receive(device, memory.arrived(rank, own, slot), stream)
-            yield rank, memory.tensors(memory.place(rank, own, slot), like)
+            found = memory.memory.narrow(0, memory.place(rank, own, slot), like.nbytes)
+            yield rank, found.view(like.dtype).view(like.shape)
             _C.peer_release(device, memory.free(rank, own, slot), stream)
         current.wait_event(self._left)

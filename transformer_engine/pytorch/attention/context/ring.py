@@ -73,9 +73,8 @@ class _Ring:
             return pass_on([x.result() for x in sums], self.group, back=True)
         mine = [x.exact() for x in sums]
         if before is not None:
-            with before.read() as others:
-                for total, other in zip(mine, others, strict=True):
-                    total += other
+            for total, other in zip(mine, before.wait(), strict=True):
+                total += other
         return pass_on(mine, self.group, back=True)
 
 
@@ -99,10 +98,9 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
         coming = ring.passed(run.visit(visit), coming)
     assert coming is not None, "a ring has two ranks or more"
     sums = run.visit(ring.visit(0, *saved.tensors[1:3]))
-    with coming.read() as others:
-        for mine, other in zip(sums, others, strict=True):
-            mine.add_all(other)
-        return run.gradients(*[x.result() for x in sums])
+    for mine, other in zip(sums, coming.wait(), strict=True):
+        mine.add_all(other)
+    return run.gradients(*[x.result() for x in sums])
 
 
 BACKEND = Backend("p2p", forward, backward, keeps_scores=True, requirements=())
