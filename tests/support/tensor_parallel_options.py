@@ -31,13 +31,25 @@ def _input(sequence: bool = True) -> torch.Tensor:
     return (x.chunk(2)[dist.get_rank()] if sequence else x).clone().requires_grad_()
 
 
+def _backward(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> torch.Tensor:
+    """The gradient of the input."""
+    with scope(precision):
+        y = layer(x, **more)
+    y.backward(torch.ones_like(y) * 0.01)
+    return x.grad
+
+
+def _gradients(layer: Any) -> list[torch.Tensor]:
+    grads = [p.grad if p.grad is not None else p.main_grad for p in layer.parameters()]
+    return [grad.clone() for grad in grads]
+
+
 def _step(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> list[torch.Tensor]:
     """Output and gradients."""
     with scope(precision):
         y = layer(x, **more)
     y.backward(torch.ones_like(y) * 0.01)
-    grads = [p.grad if p.grad is not None else p.main_grad for p in layer.parameters()]
-    return [y.detach(), x.grad, *[grad.clone() for grad in grads]]
+    return [y.detach(), x.grad, *_gradients(layer)]
 
 
 def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -56,6 +68,33 @@ def weight_gradients_in_main_grad(rank: int) -> None:
                     if parameter.dim() == 2:
                         parameter.main_grad = torch.zeros_like(parameter)
                 assert _equal(_step(plain, _input(), precision), _step(fused, _input(), precision))
+            finally:
+                segments.HOST_BOUND_BYTES = before
+
+
+def delayed_gradients(rank: int) -> None:
+    """Are those of a backward that waits for nothing, from recordings and stage by stage."""
+    shared: dict[str, Any] = {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16}
+    kinds: dict[str, Any] = {
+        "mlp": lambda **more: te.LayerNormMLP(64, 128, set_parallel_mode=True, **more),
+        "column": lambda **more: te.LayerNormLinear(64, 64, parallel_mode="column", **more),
+    }
+    for precision in PRECISIONS:
+        for bound in (segments.HOST_BOUND_BYTES, 0):
+            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, bound
+            try:
+                for name, make in kinds.items():
+                    for sequence in (False, True):
+                        options = {**shared, "sequence_parallel": sequence, "device": "cpu"}
+                        torch.manual_seed(11)
+                        plain = make(**options)
+                        late = make(**options, delay_wgrad_compute=True)
+                        late.load_state_dict(plain.state_dict())
+                        own = _backward(late, _input(sequence), precision)
+                        late.backward_dw()
+                        other = _backward(plain, _input(sequence), precision)
+                        own, other = [own, *_gradients(late)], [other, *_gradients(plain)]
+                        assert _equal(own, other), (name, precision, sequence)
             finally:
                 segments.HOST_BOUND_BYTES = before
 
@@ -100,6 +139,22 @@ def recomputed_layers(rank: int) -> None:
             checkpointed.parameters = layer.parameters  # type: ignore[attr-defined]
             own = _step(checkpointed, _input(sequence), precision)
             assert _equal(_step(plain, _input(sequence), precision), own), (precision, sequence)
+
+
+def recomputed_mlps(rank: int) -> None:
+    """Give the same bits, with and without sequence parallelism."""
+    options: dict[str, Any] = {"set_parallel_mode": True, "tp_group": dist.group.WORLD}
+    options |= {"params_dtype": torch.bfloat16, "device": "cpu"}
+    for precision in PRECISIONS:
+        for sequence in (False, True):
+            found = []
+            for checkpoint in (False, True):
+                torch.manual_seed(11)
+                own = {"sequence_parallel": sequence, "checkpoint": checkpoint}
+                layer = te.LayerNormMLP(64, 128, **options, **own)
+                steps = [_step(layer, _input(sequence), precision) for _ in range(2)]
+                found.append([t for step in steps for t in step])
+            assert _equal(*found), (precision, sequence)
 
 
 def stage_by_stage_and_recorded(rank: int) -> None:
@@ -188,9 +243,11 @@ def report_of_what_was_sent(rank: int) -> None:
 OPTIONS = (
     report_of_what_was_sent,
     weight_gradients_in_main_grad,
+    delayed_gradients,
     micro_batches,
     weights_in_fp8,
     recomputed_layers,
+    recomputed_mlps,
     stage_by_stage_and_recorded,
     compiled_layers,
     copies,

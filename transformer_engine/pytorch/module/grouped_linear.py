@@ -29,6 +29,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         out_features: size of each output sample.
         bias: learn additive biases.
         return_bias: return `(y without biases, list of biases)`.
+        delay_wgrad_compute: see `Linear`.
         name: for messages, reports and the debugger.
         arguments: further arguments of `Linear`, all but `parameters_split`.
 
@@ -55,6 +56,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         bias: bool = True,
         *,
         return_bias: bool = False,
+        delay_wgrad_compute: bool = False,
         name: str | None = None,
         **arguments: Any,
     ) -> None:
@@ -70,12 +72,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.out_features = out_features
         self.use_bias = bias
         self.return_bias = return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
         self._parts = tuple(
             Linear(
                 in_features,
                 out_features,
                 bias,
                 return_bias=return_bias,
+                delay_wgrad_compute=delay_wgrad_compute,
                 name=f"{self.name}.gemm_{i}",
                 **arguments,
             )
@@ -168,6 +172,11 @@ class GroupedLinear(TransformerEngineBaseModule):
             for part in self._parts:
                 part.reset_parameters()
             self._adopt()
+
+    def _compute_delayed(self) -> None:
+        self._lend()
+        for part in reversed(self._parts):
+            part.backward_dw()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor parallel group, of one rank so far."""

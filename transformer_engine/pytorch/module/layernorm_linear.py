@@ -64,6 +64,8 @@ class LayerNormLinear(SingleGemmModule):
         parallel_mode: None or `"column"`: each rank has some of the outputs. A norm cannot be
             shared as `"row"` would ask.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return the bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -103,6 +105,7 @@ class LayerNormLinear(SingleGemmModule):
         tp_size: int = 1,
         parallel_mode: str | None = None,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -119,7 +122,8 @@ class LayerNormLinear(SingleGemmModule):
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
                 f"needs all features of a token on each rank (layer {self.name})"
             )
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        shared = SharedLinear(self.parallel_mode, self.ranks, delays=delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps

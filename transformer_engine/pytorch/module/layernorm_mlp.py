@@ -64,6 +64,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             first forward.
         tp_size: how many ranks that group has.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return FC2's bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -108,6 +110,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         tp_group: Any = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -133,8 +136,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint, self.set_parallel_mode = checkpoint, set_parallel_mode
         halves = [ffn_hidden_size] * (2 if is_gated(kind) else 1)
-        self._fc1 = SharedLinear("column", self.ranks, halves)
-        self._fc2 = SharedLinear("row", self.ranks)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._fc1 = SharedLinear("column", self.ranks, halves, delay_wgrad_compute)
+        self._fc2 = SharedLinear("row", self.ranks, delays=delay_wgrad_compute)
         gathers = gathered_tap(self._fc1, return_layernorm_output_gathered, return_layernorm_output)
         tap = tap_of(return_layernorm_output and not gathers, return_input)
         self.fc2_features = self._fc2.inputs("ffn_hidden_size", ffn_hidden_size)
@@ -180,6 +184,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _weights(self) -> list[torch.Tensor]:
         return tensors_of(self, ("fc1_weight", "fc2_weight"))  # type: ignore[return-value]
+
+    def gemm_parameters(self) -> list[tuple[list[str], list[str]]]:
+        """See `DelaysGradients`."""
+        return [([f"fc{i}_weight"], [f"fc{i}_bias"] * self.use_bias) for i in (1, 2)]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the perceptron.

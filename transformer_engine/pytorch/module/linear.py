@@ -40,6 +40,10 @@ class SingleGemmModule(TransformerEngineBaseModule):
     def _weights(self) -> list[torch.Tensor]:
         return [self._split.of(self)[0]]
 
+    def gemm_parameters(self) -> list[tuple[list[str], list[str]]]:
+        """See `DelaysGradients`."""
+        return [(self._split.weight_names, self._split.bias_names)]
+
 
 @joins_chains
 class Linear(SingleGemmModule):
@@ -62,6 +66,8 @@ class Linear(SingleGemmModule):
         parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
             inputs, and outputs are summed over the ranks; None: the ranks do not share it.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return `(y without bias, bias)`.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -98,6 +104,7 @@ class Linear(SingleGemmModule):
         tp_size: int = 1,
         parallel_mode: str | None = None,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -109,7 +116,8 @@ class Linear(SingleGemmModule):
         accept_overlap_arguments(Linear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        shared = SharedLinear(self.parallel_mode, self.ranks, delays=delay_wgrad_compute)
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
+from transformer_engine.pytorch.chain.delayed import Delayed
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.sides import (
@@ -114,10 +115,11 @@ class Matmul(Stage):
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
         biased: it adds the bias; else the next stage does.
+        delays: the backward leaves its parameters' gradients in `delayed`.
     """
 
     label = "matmul"
-    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors")
+    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors", "delayed")
 
     def __init__(
         self,
@@ -126,12 +128,14 @@ class Matmul(Stage):
         fuse_wgrad: bool = False,
         part: str = "",
         biased: bool = True,
+        delays: bool = False,
     ) -> None:
         self.index = index
         self.parameter_count = 2 if biased else 1
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
+        self.delayed: Delayed | None = Delayed() if delays else None
         self.save_original_input = False  # save it for backward unquantised
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
@@ -278,6 +282,10 @@ class Matmul(Stage):
         complete = operands.columnwise is not None or not plan.needs_input
         return operands if complete and key == plan.quantizers.weight.cache_key else None
 
+    def delays(self, plan: _Plan) -> bool:
+        """Where the weight is trained."""
+        return self.delayed is not None and plan.needs_weight
+
     def accumulates(self, plan: _Plan) -> bool:
         """With `fuse_wgrad`."""
         return self.fuse_wgrad and plan.needs_weight
@@ -303,6 +311,7 @@ class Matmul(Stage):
         announced = False
         if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look
             announced = weight.grad_added_to_main_grad = True
+        announced = announced and self.delayed is None  # autograd has no gradient yet
         zeroed = getattr(weight, "zero_out_wgrad", False)
         return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
 
