@@ -63,7 +63,9 @@ def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str) -> 
     """But for the parts of a sum, which a collective behind the GEMM completes."""
     weight, x, grad = tensors()
     columns = way.startswith("column")
-    pieces = zip(*(t.chunk(2, 0 if columns and t is weight else 1) for t in (weight, x, grad)))
+    pieces = zip(
+        *(t.chunk(2, 0 if columns and t is weight else 1) for t in (weight, x, grad)), strict=True
+    )
     if columns:
         summed, parts = "dgrad", [g @ w for w, _, g in pieces]
     else:

@@ -1,4 +1,4 @@
-"""What the debugger sees of a Linear that two tensor parallel ranks share, beside one that is whole."""
+"""What the debugger sees of a Linear that two ranks share, beside one that is whole."""
 
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_ranks import difference, scope
+from tensor_parallel_ranks import BOUNDS, difference, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import segments
@@ -97,6 +97,55 @@ def delayed_gradients(rank: int) -> None:
                         assert _equal(own, other), (name, precision, sequence)
             finally:
                 segments.HOST_BOUND_BYTES = before
+
+
+def grouped_layers(rank: int) -> None:
+    """Have their parts of each weight, and leave sums and gathers to who calls them."""
+    splits, x = [32, 0, 16], torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
+    for precision in PRECISIONS:
+        for mode in ("column", "row"):
+            dim, bias = int(mode == "row"), mode == "column"
+            options: dict[str, Any] = {"params_dtype": torch.bfloat16, "parallel_mode": mode}
+            options |= {"device": "cpu", "bias": bias, "sequence_parallel": True}
+            torch.manual_seed(4)
+            whole = te.GroupedLinear(3, 64, 96, **options)
+            torch.manual_seed(4)
+            own = te.GroupedLinear(3, 64, 96, **options, tp_size=2, delay_wgrad_compute=True)
+            own.set_tensor_parallel_group(dist.group.WORLD)
+            with torch.no_grad():
+                for name, part in own.named_parameters():
+                    part.copy_(getattr(whole, name).chunk(2, dim)[rank])
+            first, second = x.bfloat16().requires_grad_(), x.bfloat16()
+            second = (second.chunk(2, 1)[rank] if dim else second).clone().requires_grad_()
+            te.parallel_report(reset=True)
+            with scope(precision):
+                y, part = whole(first, splits), own(second, splits)
+            part = part.float()  # a trainer's sum, or none
+            if dim:
+                dist.all_reduce(part)
+            y.float().square().sum().backward()
+            upstream = 2 * (y.detach().float() if dim else y.detach().float().chunk(2, 1)[rank])
+            part.backward(upstream)
+            own.backward_dw()
+            grad = second.grad.float()
+            if not dim:
+                dist.all_reduce(grad)
+            assert not te.parallel_report().bytes()
+            apart = BOUNDS[precision]
+            expected = y.detach() if dim else y.detach().chunk(2, 1)[rank]
+            assert difference(part, expected) < apart, (precision, mode)
+            of_input = first.grad.chunk(2, 1)[rank] if dim else first.grad
+            assert difference(grad, of_input) < apart, (precision, mode)
+            for name, parameter in own.named_parameters():
+                piece = getattr(whole, name).grad.chunk(2, dim)[rank]
+                assert difference(parameter.grad, piece) < apart, (precision, mode, name)
+    options = {"parallel_mode": "row", "tp_group": dist.group.WORLD, "name": "experts"}
+    try:
+        te.GroupedLinear(3, 64, 96, **options)
+    except ValueError as error:
+        assert "bias=False or return_bias=True" in str(error) and "(layer experts)" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def micro_batches(rank: int) -> None:
@@ -244,6 +293,7 @@ OPTIONS = (
     report_of_what_was_sent,
     weight_gradients_in_main_grad,
     delayed_gradients,
+    grouped_layers,
     micro_batches,
     weights_in_fp8,
     recomputed_layers,

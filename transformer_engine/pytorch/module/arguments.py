@@ -9,10 +9,9 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
-from transformer_engine.pytorch.parallel.groups import TensorParallel, check_group
+from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
@@ -51,32 +50,6 @@ def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoRet
     raise TypeError(
         f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
     )
-
-
-def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
-    """Raise unless a group has one rank: several are not implemented for this module."""
-    kind, layer = type(module).__name__, str(module.name)
-    check_group(kind, argument, group, layer)
-    if group is None:
-        return
-    size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-    if size > 1:
-        raise NotImplementedError(
-            f"[{kind}] {argument} with {size} ranks is not implemented yet; a group of one rank "
-            f"is accepted (layer {layer})"
-        )
-
-
-def refuse_parallel_sizes(module: nn.Module, tp_group: Any = None, tp_size: int = 1) -> None:
-    """Tensor parallel arguments are accepted as long as they mean one rank."""
-    refuse_parallelism(module, "tp_group", tp_group)
-    kind = type(module).__name__
-    check_sizes(kind, str(module.name), 1, tp_size=tp_size)
-    if tp_size > 1:
-        raise NotImplementedError(
-            f"[{kind}] tp_size={tp_size}: tensor parallelism is not implemented yet (layer "
-            f"{module.name})"
-        )
 
 
 def tensor_parallel(

@@ -88,6 +88,7 @@ class Linear(SingleGemmModule):
     """
 
     _shown = ("in_features", "out_features", "use_bias")
+    _joins = True  # see `SharedLinear`
 
     def __init__(
         self,
@@ -117,7 +118,9 @@ class Linear(SingleGemmModule):
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
         self.delay_wgrad_compute = delay_wgrad_compute
-        shared = SharedLinear(self.parallel_mode, self.ranks, delays=delay_wgrad_compute)
+        shared = SharedLinear(
+            self.parallel_mode, self.ranks, delays=delay_wgrad_compute, joins=self._joins
+        )
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias

@@ -46,6 +46,7 @@ class SharedLinear:
         out_sections: sizes that lie one behind the other along the outputs of the whole weight, of
             each of which a rank has its part; () for one.
         delays: `backward_dw` computes the gradients of its parameters.
+        joins: with collectives; else who calls it gathers inputs and sums outputs.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class SharedLinear:
         ranks: TensorParallel,
         out_sections: Sequence[int] = (),
         delays: bool = False,
+        joins: bool = True,
     ) -> None:
         self.mode = mode
         self.ranks = ranks
         self.out_sections = out_sections
-        self.delays = delays
+        self.delays, self.joins = delays, joins
         # Trainers whose hooks wait for gradients wait for `backward_dw` instead.
         self._marks = {"skip_backward_post_hook": True} if delays else {}
 
@@ -112,9 +114,9 @@ class SharedLinear:
         """
         before: list[Stage] = []
         behind: list[Stage] = []
-        if self.mode == "column":
+        if self.mode == "column" and self.joins:
             before = before_columns(self.ranks, index, gathered_tap)
-        elif self.mode == "row":
+        elif self.mode == "row" and self.joins:
             behind = behind_rows(self.ranks)
         matmul = Matmul(index, layer, fuse_wgrad, part, not behind, self.delays)
         return [*before, matmul, *behind]
