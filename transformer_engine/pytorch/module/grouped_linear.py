@@ -86,6 +86,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
+        on = [key for key, flag in arguments.items() if key.startswith("ub_") and flag is True]
+        if on:
+            raise ValueError(
+                f"[GroupedLinear] expected no overlap of communication, which it does not do, got"
+                f" {', '.join(on)} (layer {self.name})"
+            )
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "GroupedLinear")
         shared = SharedLinear(self.parallel_mode, self.ranks)

@@ -12,12 +12,10 @@ from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import (
     SharedLinear,
     gathered_tap,
@@ -114,9 +112,10 @@ class LayerNormLinear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
-        accept_overlap_arguments(LayerNormLinear, others)
+        asked = overlap_arguments(LayerNormLinear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        ask(self.ranks, asked, self.parallel_mode, named=True)
         if self.parallel_mode == "row" and self.ranks.size > 1:
             raise NotImplementedError(
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "

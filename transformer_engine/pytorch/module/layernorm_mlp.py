@@ -15,12 +15,10 @@ from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, gathered_tap
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -122,8 +120,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         **others: Any,
     ) -> None:
         super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        accept_overlap_arguments(LayerNormMLP, others)
+        asked = overlap_arguments(LayerNormMLP, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
+        ask(self.ranks, asked, "column", "row")
         kind = activation_kind(activation)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size

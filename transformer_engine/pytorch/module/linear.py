@@ -10,11 +10,9 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages.base import Parameters
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -114,9 +112,10 @@ class Linear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
-        accept_overlap_arguments(Linear, others)
+        asked = overlap_arguments(Linear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
+        ask(self.ranks, asked, self.parallel_mode, named=True)
         self.delay_wgrad_compute = delay_wgrad_compute
         shared = SharedLinear(
             self.parallel_mode, self.ranks, delays=delay_wgrad_compute, joins=self._joins
