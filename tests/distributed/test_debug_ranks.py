@@ -83,6 +83,14 @@ def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str) -> 
             assert own[name] == pytest.approx(float(value), rel=1e-4)
 
 
+@pytest.mark.parametrize("layer", ["mlp", "row"])
+def test_compiled_layers_that_ranks_share_log_what_eager_ones_do(outcomes, layer: str) -> None:
+    for outcome in both(outcomes, "compiled_shared_layers"):
+        eager, compiled = outcome[layer]
+        assert len(eager) == 2 * 6 * (2 if layer == "mlp" else 1)
+        assert_alike(compiled, eager)
+
+
 def test_copies_of_a_tensor_count_once(outcomes) -> None:
     for found in both(outcomes, "copies"):
         assert_statistics(found[0, "layer", "activation"], reference(batch(0)[0]))

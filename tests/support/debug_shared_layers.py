@@ -60,3 +60,30 @@ def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
                 _train(layer, own_x.clone(), own_grad)
             found[name] = logged(folder / name, rank)
     return found
+
+
+def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
+    """Logged of an eager layer, and of a compiled one."""
+    options: dict[str, Any] = {"tp_group": dist.new_group([0, 1]), "name": "layer"}
+    options |= {"device": here(), "params_dtype": torch.bfloat16}
+    makes = {
+        "mlp": lambda: te.LayerNormMLP(
+            SIZE, SIZE, set_parallel_mode=True, sequence_parallel=True, **options
+        ),
+        "row": lambda: te.Linear(2 * SIZE, SIZE, parallel_mode="row", **options),
+    }
+    found: dict[str, list[Logged]] = {}
+    for name, make in makes.items():
+        for compiled in (False, True):
+            torch.manual_seed(7)
+            layer = make()
+            run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+            x = tensors()[1].bfloat16()
+            with debugging(folder / f"{name} {compiled}", LOOK):
+                for _ in range(2):
+                    with te.fp8_autocast(fp8_group=options["tp_group"]):
+                        y = run(x.requires_grad_())
+                    y.sum().backward()
+                    debug_api.step()
+            found.setdefault(name, []).append(logged(folder / f"{name} {compiled}", rank))
+    return found

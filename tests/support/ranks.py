@@ -27,6 +27,7 @@ SESSIONS = (
     *statistics_ranks.SESSIONS,
     *debug_rank_cases.SESSIONS,
     debug_shared_layers.shared_layers,
+    debug_shared_layers.compiled_shared_layers,
 )
 
 

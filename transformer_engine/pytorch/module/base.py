@@ -267,8 +267,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         quantizers = built.gemms
         if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.
-            layers = self.chain.gemm_names
-            quantizers = process_state().inspector.in_graph(layers, quantizers, x.device, dtype)
+            quantizers = process_state().inspector.in_graph(self, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
         plan.columns = built.columns

@@ -55,8 +55,8 @@ def overlap_arguments(
         return Asked()
 
     def asked(*names: str) -> bool:
-        given = [others[name] for name in names if name in others]
-        return any(given) if given else whole
+        flags = [others[name] for name in names if name in others]
+        return any(flags) if flags else whole
 
     grads = bool(others.get(_SCATTERS_GRADS, False))
     return Asked(asked(*_GATHERS), asked(*_SCATTERS), grads, others.get("ub_name"))
