@@ -114,6 +114,7 @@ def measure_context(report: Report | None, case: Case, nvidia: float, bar: float
 def layer_step(size: Size, name: str, shared: bool) -> Call:
     """One forward and backward of a layer, alone or on this rank."""
     ranks = {"tp_group": dist.group.WORLD, "tp_size": RANKS, "sequence_parallel": True}
+    ranks["ub_tp_comm_overlap"] = True
     layer = te.TransformerLayer(
         *(size.hidden, size.ffn, size.heads),
         hidden_dropout=0.0,
@@ -163,6 +164,7 @@ def run(rank: int, store: str) -> None:
         device_id=torch.device("cuda", rank),
     )
     report = Report("parallel") if rank == 0 else None
+    te.initialize_ub([max(s.sequence * s.batch for s in LAYERS), 8192], RANKS)
     for size in LAYERS:
         measure_layers(report, size)
         if report is not None:

@@ -21,7 +21,7 @@ WITHOUT_EXAMPLE = {
     "make_graphed_callables": "needs a GPU",
 }
 # Made by Python or by other functions.
-WITHOUT_ARGUMENTS = {"ConversionReport", "DType", "QuantizedTensor"}
+WITHOUT_ARGUMENTS = {"ConversionReport", "DType", "QuantizedTensor", "UserBufferQuantizationMode"}
 PUBLIC = {
     **{name: getattr(te, name) for name in te.__all__},
     **{name: getattr(recipe, name) for name in dir(recipe) if name.endswith("Scaling")},

@@ -65,7 +65,6 @@ _READ = (
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
     "TE_NCCL_PATH",
-    "TE_PEER_MEMORY",
 )
 _ATTENTION_KEYS = tuple(name.encode() for name in _ATTENTION)
 _DEFAULT = AttentionVariables()
@@ -104,11 +103,6 @@ def _number(value: str | None) -> int | None:
 def block_scaling_fp32_scales() -> bool:
     """NVTE_FP8_BLOCK_SCALING_FP32_SCALES: whether scales of blocks may be any fp32 numbers."""
     return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0").strip() == "1"
-
-
-def peer_memory() -> bool:
-    """TE_PEER_MEMORY: whether GPUs of one host write into each other's memory; 0 means NCCL."""
-    return os.environ.get("TE_PEER_MEMORY", "1").strip() != "0"
 
 
 def library_path(name: str) -> str:

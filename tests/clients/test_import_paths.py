@@ -171,7 +171,6 @@ def test_names_that_are_not_implemented_are_absent() -> None:
     for name in (
         "NVFP4Quantizer",
         "MXFP8Tensor",
-        "initialize_ub",
         "moe_permute_and_pad_with_probs",
     ):
         assert not hasattr(te.pytorch, name)

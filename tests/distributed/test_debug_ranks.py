@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from debug_rank_cases import TOKENS, batch, part_of
+from debug_shared_layers import tensors
 from statistics_reference import assert_statistics, reference
 
 
@@ -55,6 +56,39 @@ def test_shards_are_cast_by_the_amax_of_the_whole(outcomes) -> None:
     for found, expected in both(outcomes, "shards"):
         assert_alike(found, expected)
         assert found[0, "layer", "weight"]["fp8_current_scaling_underflows%"] > 0
+
+
+@pytest.mark.parametrize("way", ["column False", "column True", "row False", "row True"])
+def test_layers_that_ranks_share_are_logged_as_the_whole(outcomes, way: str) -> None:
+    """But for the parts of a sum, which a collective behind the GEMM completes."""
+    weight, x, grad = tensors()
+    columns = way.startswith("column")
+    pieces = zip(
+        *(t.chunk(2, 0 if columns and t is weight else 1) for t in (weight, x, grad)), strict=True
+    )
+    if columns:
+        summed, parts = "dgrad", [g @ w for w, _, g in pieces]
+    else:
+        summed, parts = "output", [a @ w.T for w, a, _ in pieces]
+    for found in both(outcomes, "shared_layers"):
+        logged, whole = found[way], found["whole"]
+        own = logged.pop((0, "layer", summed))
+        assert_alike(logged, {k: v for k, v in whole.items() if k[2] != summed}, rtol=1e-5)
+        expected = torch.stack(parts)
+        for name, value in (
+            ("l1_norm", expected.abs().sum()),
+            ("max", expected.max()),
+            ("min", expected.min()),
+        ):
+            assert own[name] == pytest.approx(float(value), rel=1e-4)
+
+
+@pytest.mark.parametrize("layer", ["mlp", "row"])
+def test_compiled_layers_that_ranks_share_log_what_eager_ones_do(outcomes, layer: str) -> None:
+    for outcome in both(outcomes, "compiled_shared_layers"):
+        eager, compiled = outcome[layer]
+        assert len(eager) == 2 * 6 * (2 if layer == "mlp" else 1)
+        assert_alike(compiled, eager)
 
 
 def test_copies_of_a_tensor_count_once(outcomes) -> None:

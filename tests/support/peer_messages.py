@@ -4,12 +4,17 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import tensor_parallel_ranks
 import torch
 import torch.distributed as dist
+from rank_device import here
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import segments
-from transformer_engine.pytorch.parallel import collectives
+from transformer_engine.pytorch.parallel import collectives, peer_memory
+from transformer_engine.pytorch.parallel.groups import SharedByRanks
+from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
 class PeerMessages:
@@ -52,12 +57,33 @@ class Transfer:
 
 
 def matrix_in_parts(rank: int, cases: Any) -> Any:
-    """`tensor_parallel_ranks.matrix`, and how many parts came; nothing is recorded."""
+    """`tensor_parallel_ranks.matrix` where layers ask for overlap, and how many parts came.
+
+    Nothing is recorded. On GPUs parts go through peer memory, however small they are.
+    """
     messages = PeerMessages(dist.group.WORLD)
-    before = segments.HOST_BOUND_BYTES, collectives.peer_memory
-    segments.HOST_BOUND_BYTES = -1
-    collectives.peer_memory = lambda group, device, count: messages  # type: ignore[assignment]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(segments, "HOST_BOUND_BYTES", -1)
+    patch.setattr(peer_memory, "LEAST_BYTES", 0)
+    if here().type == "cpu":
+        patch.setattr(collectives, "peer_memory", lambda group, device, count: messages)
+    patch.setattr(tensor_parallel_ranks, "pair", _asking(tensor_parallel_ranks.pair))
+    te.initialize_ub([1024, 1024], dist.get_world_size())
     try:
         return tensor_parallel_ranks.matrix(rank, cases), messages.received
     finally:
-        segments.HOST_BOUND_BYTES, collectives.peer_memory = before
+        te.destroy_ub()
+        patch.undo()
+
+
+def _asking(pair: Any) -> Any:
+    """`pair`, whose first module asks for overlap."""
+
+    def asking(*arguments: Any) -> Any:
+        parallel, alone = pair(*arguments)
+        for module in parallel.modules():
+            if isinstance(module, SharedByRanks):
+                module.ranks.overlap = Overlap(gather=True, scatter=True, grad_gather=True)
+        return parallel, alone
+
+    return asking

@@ -10,6 +10,7 @@ import amax_ranks
 import checkpoint_ranks
 import cross_entropy_ranks
 import debug_rank_cases
+import debug_shared_layers
 import statistics_ranks
 import torch
 import torch.distributed as dist
@@ -21,6 +22,12 @@ SCENARIOS = (
     cross_entropy_ranks.losses_and_gradients,
     cross_entropy_ranks.compiled_losses_and_gradients,
     *statistics_ranks.SCENARIOS,
+)
+SESSIONS = (
+    *statistics_ranks.SESSIONS,
+    *debug_rank_cases.SESSIONS,
+    debug_shared_layers.shared_layers,
+    debug_shared_layers.compiled_shared_layers,
 )
 
 
@@ -37,7 +44,7 @@ def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     )
     torch.set_num_threads(1)
     outcomes = {run.__name__: run(rank) for run in SCENARIOS}
-    for session in (*statistics_ranks.SESSIONS, *debug_rank_cases.SESSIONS):
+    for session in SESSIONS:
         outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
     torch.save(outcomes, f"{results}.{rank}")
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_ranks import difference, scope
+from tensor_parallel_ranks import BOUNDS, difference, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import segments
@@ -31,13 +31,25 @@ def _input(sequence: bool = True) -> torch.Tensor:
     return (x.chunk(2)[dist.get_rank()] if sequence else x).clone().requires_grad_()
 
 
+def _backward(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> torch.Tensor:
+    """The gradient of the input."""
+    with scope(precision):
+        y = layer(x, **more)
+    y.backward(torch.ones_like(y) * 0.01)
+    return x.grad
+
+
+def _gradients(layer: Any) -> list[torch.Tensor]:
+    grads = [p.grad if p.grad is not None else p.main_grad for p in layer.parameters()]
+    return [grad.clone() for grad in grads]
+
+
 def _step(layer: Any, x: torch.Tensor, precision: str, **more: Any) -> list[torch.Tensor]:
     """Output and gradients."""
     with scope(precision):
         y = layer(x, **more)
     y.backward(torch.ones_like(y) * 0.01)
-    grads = [p.grad if p.grad is not None else p.main_grad for p in layer.parameters()]
-    return [y.detach(), x.grad, *[grad.clone() for grad in grads]]
+    return [y.detach(), x.grad, *_gradients(layer)]
 
 
 def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -58,6 +70,82 @@ def weight_gradients_in_main_grad(rank: int) -> None:
                 assert _equal(_step(plain, _input(), precision), _step(fused, _input(), precision))
             finally:
                 segments.HOST_BOUND_BYTES = before
+
+
+def delayed_gradients(rank: int) -> None:
+    """Are those of a backward that waits for nothing, from recordings and stage by stage."""
+    shared: dict[str, Any] = {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16}
+    kinds: dict[str, Any] = {
+        "mlp": lambda **more: te.LayerNormMLP(64, 128, set_parallel_mode=True, **more),
+        "column": lambda **more: te.LayerNormLinear(64, 64, parallel_mode="column", **more),
+    }
+    for precision in PRECISIONS:
+        for bound in (segments.HOST_BOUND_BYTES, 0):
+            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, bound
+            try:
+                for name, make in kinds.items():
+                    for sequence in (False, True):
+                        options = {**shared, "sequence_parallel": sequence, "device": "cpu"}
+                        torch.manual_seed(11)
+                        plain = make(**options)
+                        late = make(**options, delay_wgrad_compute=True)
+                        late.load_state_dict(plain.state_dict())
+                        own = _backward(late, _input(sequence), precision)
+                        late.backward_dw()
+                        other = _backward(plain, _input(sequence), precision)
+                        own, other = [own, *_gradients(late)], [other, *_gradients(plain)]
+                        assert _equal(own, other), (name, precision, sequence)
+            finally:
+                segments.HOST_BOUND_BYTES = before
+
+
+def grouped_layers(rank: int) -> None:
+    """Have their parts of each weight, and leave sums and gathers to who calls them."""
+    splits, x = [32, 0, 16], torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
+    for precision in PRECISIONS:
+        for mode in ("column", "row"):
+            dim, bias = int(mode == "row"), mode == "column"
+            options: dict[str, Any] = {"params_dtype": torch.bfloat16, "parallel_mode": mode}
+            options |= {"device": "cpu", "bias": bias, "sequence_parallel": True}
+            torch.manual_seed(4)
+            whole = te.GroupedLinear(3, 64, 96, **options)
+            torch.manual_seed(4)
+            own = te.GroupedLinear(3, 64, 96, **options, tp_size=2, delay_wgrad_compute=True)
+            own.set_tensor_parallel_group(dist.group.WORLD)
+            with torch.no_grad():
+                for name, part in own.named_parameters():
+                    part.copy_(getattr(whole, name).chunk(2, dim)[rank])
+            first, second = x.bfloat16().requires_grad_(), x.bfloat16()
+            second = (second.chunk(2, 1)[rank] if dim else second).clone().requires_grad_()
+            te.parallel_report(reset=True)
+            with scope(precision):
+                y, part = whole(first, splits), own(second, splits)
+            part = part.float()  # a trainer's sum, or none
+            if dim:
+                dist.all_reduce(part)
+            y.float().square().sum().backward()
+            upstream = 2 * (y.detach().float() if dim else y.detach().float().chunk(2, 1)[rank])
+            part.backward(upstream)
+            own.backward_dw()
+            grad = second.grad.float()
+            if not dim:
+                dist.all_reduce(grad)
+            assert not te.parallel_report().bytes()
+            apart = BOUNDS[precision]
+            expected = y.detach() if dim else y.detach().chunk(2, 1)[rank]
+            assert difference(part, expected) < apart, (precision, mode)
+            of_input = first.grad.chunk(2, 1)[rank] if dim else first.grad
+            assert difference(grad, of_input) < apart, (precision, mode)
+            for name, parameter in own.named_parameters():
+                piece = getattr(whole, name).grad.chunk(2, dim)[rank]
+                assert difference(parameter.grad, piece) < apart, (precision, mode, name)
+    options = {"parallel_mode": "row", "tp_group": dist.group.WORLD, "name": "experts"}
+    try:
+        te.GroupedLinear(3, 64, 96, **options)
+    except ValueError as error:
+        assert "bias=False or return_bias=True" in str(error) and "(layer experts)" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def micro_batches(rank: int) -> None:
@@ -100,6 +188,22 @@ def recomputed_layers(rank: int) -> None:
             checkpointed.parameters = layer.parameters  # type: ignore[attr-defined]
             own = _step(checkpointed, _input(sequence), precision)
             assert _equal(_step(plain, _input(sequence), precision), own), (precision, sequence)
+
+
+def recomputed_mlps(rank: int) -> None:
+    """Give the same bits, with and without sequence parallelism."""
+    options: dict[str, Any] = {"set_parallel_mode": True, "tp_group": dist.group.WORLD}
+    options |= {"params_dtype": torch.bfloat16, "device": "cpu"}
+    for precision in PRECISIONS:
+        for sequence in (False, True):
+            found = []
+            for checkpoint in (False, True):
+                torch.manual_seed(11)
+                own = {"sequence_parallel": sequence, "checkpoint": checkpoint}
+                layer = te.LayerNormMLP(64, 128, **options, **own)
+                steps = [_step(layer, _input(sequence), precision) for _ in range(2)]
+                found.append([t for step in steps for t in step])
+            assert _equal(*found), (precision, sequence)
 
 
 def stage_by_stage_and_recorded(rank: int) -> None:
@@ -188,9 +292,12 @@ def report_of_what_was_sent(rank: int) -> None:
 OPTIONS = (
     report_of_what_was_sent,
     weight_gradients_in_main_grad,
+    delayed_gradients,
+    grouped_layers,
     micro_batches,
     weights_in_fp8,
     recomputed_layers,
+    recomputed_mlps,
     stage_by_stage_and_recorded,
     compiled_layers,
     copies,

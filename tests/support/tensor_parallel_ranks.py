@@ -239,3 +239,22 @@ def cases(ranks: int) -> list[Case]:
 def matrix(rank: int, which: list[Case]) -> dict[Case, Any]:
     """`compare` of these."""
     return {case: compare(*case) for case in which}
+
+
+CPU = {"device": "cpu"}
+
+
+def raised(error: type[Exception], call: Callable[[], Any]) -> str:
+    """What an error says."""
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    return "nothing was raised"
+
+
+def column_and_row(**more: Any) -> list[te.Linear]:
+    """A layer that ranks share by columns, and one by rows, with sequence parallelism."""
+    options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True, **CPU}
+    options |= {"params_dtype": torch.bfloat16, **more}
+    return [te.Linear(64, 64, parallel_mode=mode, **options) for mode in ("column", "row")]

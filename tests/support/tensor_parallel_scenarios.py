@@ -4,7 +4,7 @@ A scenario returns what it found wrong, or nothing.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,40 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensor_parallel_options import OPTIONS
-from tensor_parallel_ranks import difference, scope
+from tensor_parallel_overlap import overlap_on_request
+from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import agreement, gemm, segments
 from transformer_engine.pytorch.fp8.process_state import process_state
 
-CPU = {"device": "cpu"}
-
-
-def _raised(error: type[Exception], call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except error as raised:
-        return str(raised)
-    return "nothing was raised"
-
 
 def groups_that_do_not_fit(rank: int) -> None:
     """Are refused in words, and so are others after the first forward."""
     world, alone = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])][rank]
-    message = _raised(ValueError, lambda: te.Linear(32, 32, tp_group=world, tp_size=4, **CPU))
+    message = raised(ValueError, lambda: te.Linear(32, 32, tp_group=world, tp_size=4, **CPU))
     assert "expected tp_group of tp_size=4 ranks, got one of 2" in message, message
     layer = te.Linear(32, 32, tp_size=2, parallel_mode="row", name="fc", **CPU)
     x = torch.ones(16, 16)
-    message = _raised(RuntimeError, lambda: layer(x))
+    message = raised(RuntimeError, lambda: layer(x))
     assert "TP group not initialized" in message and "(layer fc)" in message, message
     other = te.Linear(32, 32, parallel_mode="row", name="fc", **CPU)
-    message = _raised(ValueError, lambda: other.set_tensor_parallel_group(world))
+    message = raised(ValueError, lambda: other.set_tensor_parallel_group(world))
     assert "expected a tp_group of tp_size=1 ranks, got one of 2 (layer fc)" in message, message
     layer.set_tensor_parallel_group(world)
     layer(x)
     layer.set_tensor_parallel_group(world)
-    message = _raised(ValueError, lambda: layer.set_tensor_parallel_group(alone))
+    message = raised(ValueError, lambda: layer.set_tensor_parallel_group(alone))
     assert "before the first forward" in message, message
 
 
@@ -54,7 +45,7 @@ def tokens_that_do_not_divide(rank: int) -> None:
     layer = te.Linear(
         32, 32, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, **CPU
     )
-    message = _raised(ValueError, lambda: layer(torch.ones(5, 16)))
+    message = raised(ValueError, lambda: layer(torch.ones(5, 16)))
     assert "first size can be divided by tp_size=2" in message, message
 
 
@@ -182,16 +173,10 @@ def _logged() -> Iterator[list[str]]:
             setattr(place, name, call)
 
 
-def _column_and_row(**more: Any) -> list[te.Linear]:
-    options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True, **CPU}
-    options |= {"params_dtype": torch.bfloat16, **more}
-    return [te.Linear(64, 64, parallel_mode=mode, **options) for mode in ("column", "row")]
-
-
 def bytes_that_move(rank: int) -> None:
     """Are those of FP8 where the GEMM takes FP8: activations, and gradients of row-parallel."""
     for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
-        column, row = _column_and_row()
+        column, row = column_and_row()
         x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
         with _logged() as events, scope(precision):
             y = row(column(x))
@@ -209,7 +194,7 @@ def weight_gradients_under_collectives(rank: int) -> None:
     """The collective of dgrad's result starts before wgrad, and the input's gather before dgrad."""
     bound, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
     try:
-        column, _ = _column_and_row()
+        column, _ = column_and_row()
         y = column(torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_())
         with _logged() as events:
             y.sum().backward()
@@ -252,7 +237,7 @@ def recordings_around_collectives(rank: int) -> None:
 
 def recipes_that_share_no_amaxes(rank: int) -> None:
     """Are refused with sequence parallelism."""
-    column, _ = _column_and_row(name="fc")
+    column, _ = column_and_row(name="fc")
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     for recipe, group, text in (
@@ -260,7 +245,7 @@ def recipes_that_share_no_amaxes(rank: int) -> None:
         (DelayedScaling(), alone, "an fp8_group with all ranks of tp_group"),
     ):
         with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
-            message = _raised(ValueError, lambda: column(x))
+            message = raised(ValueError, lambda: column(x))
         assert text in message and "(layer fc)" in message, message
 
 
@@ -269,26 +254,26 @@ def ranks_that_disagree(rank: int) -> None:
     other = 1 - rank
 
     def shapes() -> Any:
-        column, _ = _column_and_row(name="fc")
+        column, _ = column_and_row(name="fc")
         return column(torch.randn(16 * (rank + 1), 64, dtype=torch.bfloat16))
 
     def scopes() -> Any:
-        column, _ = _column_and_row(name="fc")
+        column, _ = column_and_row(name="fc")
         with scope("delayed" if rank else "bf16"):
             return column(torch.randn(16, 64, dtype=torch.bfloat16))
 
     def recipes() -> Any:
-        column, _ = _column_and_row(name="fc")
+        column, _ = column_and_row(name="fc")
         with scope("delayed" if rank else "current"):
             return column(torch.randn(16, 64, dtype=torch.bfloat16))
 
     def gradients() -> Any:
-        column, _ = _column_and_row(name="fc")
+        column, _ = column_and_row(name="fc")
         with torch.set_grad_enabled(bool(rank)):
             return column(torch.randn(16, 64, dtype=torch.bfloat16))
 
     def layers() -> Any:
-        column, row = _column_and_row()
+        column, row = column_and_row()
         column.name, row.name = "fc1", "fc2"
         x = torch.randn(16, 64, dtype=torch.bfloat16)
         return column(x) if rank else row(x[:, :32])
@@ -300,20 +285,20 @@ def ranks_that_disagree(rank: int) -> None:
         (gradients, "gradients [", "False" if rank else "True", "fc"),
         (layers, f"layer fc{2 - rank}", f"fc{2 - other}", f"fc{2 - rank}"),
     ):
-        message = _raised(RuntimeError, call)
+        message = raised(RuntimeError, call)
         for text in (mine, theirs, f"on rank {rank}", f"on rank {other}", f"(layer {layer})"):
             assert text in message, (call.__name__, text, message)
     first, second = te.Linear(16, 16, **CPU), None
     if rank:  # names that were made up differ
         second = te.Linear(16, 16, **CPU)
-    column, _ = _column_and_row()
+    column, _ = column_and_row()
     assert column(torch.randn(16, 64, dtype=torch.bfloat16)).shape == (32, 32), (first, second)
 
 
 def agreement_is_free_afterwards(rank: int) -> None:
     """Ranks compare once for each shape."""
     counts = process_state().agreements
-    column, _ = _column_and_row()
+    column, _ = column_and_row()
     before = sum(counts.values())
     for tokens in (16, 16, 32, 16, 32):
         column(torch.randn(tokens, 64, dtype=torch.bfloat16))
@@ -327,7 +312,7 @@ def rank_that_does_not_come(rank: int) -> None:
     agreement.default_store = lambda: store
     try:
         layer = te.Linear(16, 16, parallel_mode="row", tp_group=dist.group.WORLD, name="fc", **CPU)
-        message = _raised(RuntimeError, lambda: layer(torch.ones(16, 8)))
+        message = raised(RuntimeError, lambda: layer(torch.ones(16, 8)))
     finally:
         agreement.default_store = found
     text = f"expected rank {1 - rank} to run a layer with rank {rank} within 0:00:01, got none"
@@ -350,6 +335,7 @@ SCENARIOS = {
         ranks_that_disagree,
         agreement_is_free_afterwards,
         rank_that_does_not_come,
+        overlap_on_request,
         *OPTIONS,
     )
 }

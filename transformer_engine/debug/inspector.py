@@ -246,22 +246,24 @@ class Inspector:
 
     def in_graph(
         self,
-        layers: Sequence[str],
+        module: TransformerEngineBaseModule,
         quantizers: Sequence[GemmQuantizers],
         device: torch.device,
         dtype: torch.dtype,
     ) -> Sequence[GemmQuantizers]:
-        """The quantizers of these layers, for a graph that is being traced. This is traced too.
+        """The quantizers of a module, for a graph that is being traced. This is traced too.
 
         Raises:
             RuntimeError: a feature that needs Python is selected for one of them.
         """
         if not self.selects:  # names would be conditions of the graph
             return quantizers
-        return [
-            compiled.traced(name, own, device, dtype, self.name)
-            for name, own in zip(layers, quantizers, strict=True)
-        ]
+        found, ranks = [], (module.tp_group, module.tp_size)
+        for name, own in zip(module.chain.gemm_names, quantizers, strict=True):
+            replicated = replicated_tensors(module.chain.stages, name)
+            about = compiled.LayerInGraph(name, device, dtype, self.name, *ranks, replicated)
+            found.append(compiled.traced(about, own))
+        return found
 
     def enter_graph(self, layer: str, fp8: bool) -> None:
         """A layer is being compiled.
@@ -275,13 +277,20 @@ class Inspector:
             self._log(Planner(self.manager, layer, fp8, self.iteration, True).plan())
 
     def statistics_of(
-        self, layer: str, tensor: str, device: torch.device
+        self,
+        layer: str,
+        tensor: str,
+        device: torch.device,
+        tp_group: Any,
+        tp_size: int,
+        replicated: bool,
     ) -> tuple[Any, Sequence[Any]]:
         """The `TensorStatistics` of a tensor, None if none are ever due, and their features."""
         features = self.manager.route(NAMESPACE, layer, "inspect_tensor_enabled", tensor)
         if not features or self.statistics is None:
             return None, ()
-        return self.statistics.tensor(layer, tensor, device), features
+        ranks = (tp_group, tp_size, replicated)
+        return self.statistics.tensor(layer, tensor, device, *ranks), features
 
     def shown(
         self, feed: str, x: torch.Tensor | None, rowwise: compiled.Parts, columnwise: compiled.Parts

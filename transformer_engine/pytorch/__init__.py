@@ -30,6 +30,11 @@ from transformer_engine.pytorch.attention import (
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.chain.gemm import gemm_report
 from transformer_engine.pytorch.chain.parallel_report import ParallelReport, parallel_report
+from transformer_engine.pytorch.chain.user_buffers import (
+    UserBufferQuantizationMode,
+    destroy_ub,
+    initialize_ub,
+)
 from transformer_engine.pytorch.convert.convert import ConversionReport, convert
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.cuda_graphs.callables import make_graphed_callables
@@ -104,6 +109,7 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "UserBufferQuantizationMode",
     "all_reduce_sequence_parallel_grads",
     "attention_backends",
     "autocast",
@@ -111,6 +117,7 @@ __all__ = [
     "constants",
     "convert",
     "cpp_extensions",
+    "destroy_ub",
     "distributed",
     "fp8",
     "fp8_autocast",
@@ -120,6 +127,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "initialize_ub",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

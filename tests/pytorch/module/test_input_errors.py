@@ -183,9 +183,9 @@ CONSTRUCTORS = {
         " hidden_dropout?)",
     ),
     "what a newer version can": (
-        lambda: te.LayerNormMLP(32, 64, delay_wgrad_compute=True),
+        lambda: te.TransformerLayer(32, 64, 4, delay_wgrad_compute=True),
         NotImplementedError,
-        "[LayerNormMLP] delay_wgrad_compute=True is not implemented yet, only False is",
+        "[TransformerLayer] delay_wgrad_compute=True is not implemented yet, only False is",
     ),
     "a norm without parameters": (
         lambda: te.LayerNorm(32, elementwise_affine=False),

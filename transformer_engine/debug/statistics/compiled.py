@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -136,20 +136,39 @@ class TracedStatistics(WrappingQuantizer):
         return f"TracedStatistics({self.inner!r}, {self.feed})"
 
 
-def traced(
-    layer: str, quantizers: GemmQuantizers, device: torch.device, dtype: torch.dtype, session: str
-) -> GemmQuantizers:
+class LayerInGraph(NamedTuple):
+    """What a graph knows of a layer; all of it is constant there.
+
+    Attributes:
+        layer: its name.
+        device: of its parameters.
+        dtype: of activations.
+        session: for which the graph is traced.
+        tp_group: tensor parallel group of the layer.
+        tp_size: its size.
+        replicated: the tensors that all ranks of that group have alike.
+    """
+
+    layer: str
+    device: torch.device
+    dtype: torch.dtype
+    session: str
+    tp_group: Any
+    tp_size: int
+    replicated: Sequence[str]
+
+
+def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
     """The quantizers of a layer for a graph that is being traced.
 
     Raises:
         RuntimeError: a feature that needs Python is selected for the layer.
     """
-    _enter(layer, quantizers.fp8, session)
+    _enter(about.layer, quantizers.fp8, about.session)
     wrapped: dict[str, Quantizer] = {}
     for tensor in TENSORS:
         inner: Quantizer = getattr(quantizers, tensor.quantizer)
-        kind = (inner.scaling, inner.format)
-        feed = _feed(layer, tensor.name, device, dtype, *kind, session)
+        feed = _feed(tensor.name, inner.scaling, inner.format, *about)
         wrapped[tensor.quantizer] = TracedStatistics(inner, feed) if feed else inner
     return quantizers.replaced(wrapped)
 
@@ -160,18 +179,12 @@ def _enter(layer: str, fp8: bool, session: str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _feed(
-    layer: str,
-    tensor: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    scaling: str,
-    format: int,
-    session: str,
-) -> str:
-    """The name of a feed; empty where no statistic is ever due."""
+def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
+    """The name of a feed of a `LayerInGraph`; empty where no statistic is ever due."""
     inspector = process_state().inspector
-    statistics, features = inspector.statistics_of(layer, tensor, device)
+    layer, device, dtype, session, *ranks, replicated = about
+    ranks.append(tensor in replicated)
+    statistics, features = inspector.statistics_of(layer, tensor, device, *ranks)
     if statistics is None:
         return ""
     quantizer: Quantizer = IDENTITY

@@ -22,7 +22,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "float8_tensor": {"Float8Tensor": "tensor.float8_tensor"},
     "graph": {"make_graphed_callables": "cuda_graphs.callables"},
-    "module.base": {"get_workspace": "cpp_extensions.gemm"},
+    "module.base": {
+        "get_workspace": "cpp_extensions.gemm",
+        **dict.fromkeys(
+            ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub"), "chain.user_buffers"
+        ),
+    },
     "module.layernorm_linear": _GEMM,
     "module.linear": _GEMM,
     "permutation": dict.fromkeys(

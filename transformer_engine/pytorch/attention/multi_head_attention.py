@@ -13,15 +13,12 @@ from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Ro
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    check_sizes,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod, default_device
 
 
@@ -139,7 +136,7 @@ class MultiheadAttention(FlowModule):
         **others: Any,
     ) -> None:
         super().__init__()
-        accept_overlap_arguments(MultiheadAttention, others)
+        asked = overlap_arguments(MultiheadAttention, others)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "[MultiheadAttention] expected fuse_qkv_params=True with"
@@ -178,6 +175,7 @@ class MultiheadAttention(FlowModule):
         }
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         columns = {**linear, "init_method": init_method, "parallel_mode": column}
+        columns |= asked.arguments("qkv")
         self._add_projections(whole, fuse_qkv_params, norm, columns)
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -205,6 +203,7 @@ class MultiheadAttention(FlowModule):
             parallel_mode=row,
             name=f"{self.name}.proj",
             **linear,
+            **asked.arguments("proj"),
         )
         self._add_parts(qkv_format, rotary_pos_interleaved)
         self.q_norm, self.k_norm = (

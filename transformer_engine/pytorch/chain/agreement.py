@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import default_store
 from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.chain.user_buffers import note_layer
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 from transformer_engine.pytorch.parallel.groups import TensorParallel
@@ -33,11 +34,13 @@ def check_agreement(plan: CallPlan, inputs: Sequence[Any]) -> None:
         inputs: the values that come in, then all parameters.
 
     Raises:
-        RuntimeError: ranks differ, or one does not come; on every rank.
+        RuntimeError: ranks differ, or one does not come; on every rank. Overlap was asked for
+            without `initialize_ub`.
     """
     stages = [stage for stage in plan.chain.stages if stage.communicates]
     for ranks in {id(stage.ranks): stage.ranks for stage in stages}.values():
         ranks.check()
+        note_layer(ranks)
         _compare(ranks, {"layer": ranks.layer, **_facts(plan, inputs)})
 
 

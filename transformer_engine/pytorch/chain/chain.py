@@ -101,7 +101,7 @@ def _kind_of(chain: Chain) -> str:
 
     Empty where compiled code has to trace them stage by stage.
     """
-    if chain.communicates or any(matmul.fuse_wgrad for matmul in chain.matmuls):
+    if chain.communicates or any(m.fuse_wgrad or m.delayed is not None for m in chain.matmuls):
         return ""
     rows = [
         (type(step.stage).__name__, step.stage.settings(), step.inputs, step.outputs)

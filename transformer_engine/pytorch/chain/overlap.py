@@ -1,7 +1,7 @@
-"""The backward of a segment whose input a collective has made, in two recordings.
+"""The backward of a segment in two recordings.
 
-The first gives the gradient of the input, with which the collective's backward starts; the second,
-which runs meanwhile, the gradients of the first step's parameters.
+The first gives the gradient of the input; the second the gradients of the first step's parameters,
+while the collective that has made the input runs backward, or when they are asked for.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FirstParameters(Unfinished):
         self.buffers = buffers
         self.target = targets.get(segment.start)
 
-    def finish(self) -> None:
-        """Compute them, from a recording where that can be."""
+    def gradients(self) -> Sequence[Any]:
+        """Compute them now, from a recording where that can be."""
         like = [self.carry, Operands(None, waited(self.restored))]
         main = [] if self.target is None else [self.target.main_grad]
         inputs = (*flat(like), *self.buffers, *main)
@@ -63,18 +63,14 @@ class FirstParameters(Unfinished):
         found = backwards.get(key)
         if found is None:
             found = backwards[key] = self._record(inputs, like)
-        grads: Sequence[Any] | None = None
         if not isinstance(found, str):
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
                 count_group(recorded.gemms)
-                grads = results_of(memory)
-        if grads is None:
-            grads = self._by_stage(like, self._saved(self.buffers, self.target))
-        first = self.plan.chain.steps[self.number].parameters.start
-        for v, grad in enumerate(grads):
-            self.grads[first + v] = grad
+                grads: Sequence[Any] = results_of(memory)
+                return grads
+        return self._by_stage(like, self._saved(self.buffers, self.target))
 
     def _saved(self, buffers: Tensors, target: Any) -> Saved:
         return self.segment.views(buffers, {} if target is None else {self.number: target})[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.chain.user_buffers import UserBuffers
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
 class Sent(NamedTuple):
@@ -42,6 +44,7 @@ class ParallelReport:
 
     Attributes:
         counts: calls, and bytes that this rank brought to them, by kind.
+        asked: what shall overlap by the `ub_*` arguments of layers that have run, by layer.
 
     >>> sent = Sent("fc1", "all-gather", "forward", "fp8", overlapped=False)
     >>> ParallelReport({sent: (1, 4096)}).bytes("fp8")
@@ -49,6 +52,7 @@ class ParallelReport:
     """
 
     counts: dict[Sent, tuple[int, int]]
+    asked: dict[str, Overlap] = field(default_factory=dict)
 
     def bytes(self, kind: str | None = None) -> int:
         """How many moved as `fp8`, `bfloat16`, ..., or in all."""
@@ -64,6 +68,7 @@ class ParallelReport:
                 f"  {sent.layer}  {sent.direction:<8}  {sent.collective:<14}  {sent.kind:<8}"
                 f"  {calls:>6} calls  {size:>12} bytes{under}"
             )
+        lines += [f"  {layer}  asks for overlap: {over}" for layer, over in self.asked.items()]
         return "\n".join(lines)
 
 
@@ -80,4 +85,5 @@ def parallel_report(reset: bool = False) -> ParallelReport:
     counts = dict(process_state().sent)
     if reset:
         process_state().sent.clear()
-    return ParallelReport(counts)
+    buffers: UserBuffers | None = process_state().user_buffers
+    return ParallelReport(counts, {} if buffers is None else dict(buffers.layers))

@@ -37,7 +37,8 @@ class CallPlan:
         stage_plans: of each stage.
         differentiable: of each stage, whether anything in it needs a gradient.
         recordings: by shapes of the inputs; None where calls are not recorded.
-        recorded: the forward of this call ran from a recording.
+        recorded: the forward of this call ran from a recording, or from those of all segments that
+            can be recorded.
         inspect_at: the tick of the inspector from which it may want to look.
         inspection: what it decided last.
     """

@@ -70,8 +70,8 @@ class Segment:
         makes: the values that are read outside; what the chain returns, if it is all of it.
         parameters: the numbers of its parameters.
         last_reads: the values that no later segment reads.
-        overlaps: its first step reads what a collective has made, whose backward runs while the
-            parameters' gradients of that step are computed.
+        overlaps: the parameters' gradients of its first step are computed apart: while the backward
+            of the collective runs that has made its input, or later.
         read_inputs: takes out of all values what `forward` reads.
         refused: why there is no recording, and will be none; `""` where there may be one.
     """
@@ -94,6 +94,7 @@ class Segment:
         self.read_inputs = reader(numbers)
         first = steps[0].producer
         self.overlaps = first >= 0 and chain.steps[first].stage.communicates
+        self.overlaps |= steps[0].stage.delays(plan.stage_plans[start])
         position = {v: i for i, v in enumerate(numbers)}  # among the inputs of a call
         seeds = [(i, step.parameters.stop - 1) for i, step in enumerate(steps, start)]
         self._seeds = [(i, position[v]) for i, v in seeds if chain.steps[i].stage.draws]
@@ -193,9 +194,9 @@ class Segment:
         if plan.state is not None:
             known = [*ours, *plan.state]
             return recording.record([*inputs, *direct], known, (), [], python, apart=True)
-        own = range(self.start, self.stop)
-        if plan.chain.communicates:  # a norm may cast for a Matmul of another segment
-            own = range(len(steps))
+        # A norm may cast for a Matmul of another segment, if that is of the same part.
+        first = max([start for start, _ in plan.chain.parts if start <= self.start])
+        own = range(first, min([stop for _, stop in plan.chain.parts if stop >= self.stop]))
         persistent = [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
         recorded = recording.record(inputs, ours, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:

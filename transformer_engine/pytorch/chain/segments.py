@@ -71,7 +71,7 @@ def forward(
             values[v] = result
         traces.append(trace)
         tensors += saved
-    plan.recorded = False
+    plan.recorded = all([t.stages is None or not t.segment.recordable for t in traces])  # type: ignore[union-attr]
     return [waited(values[v]) for v in chain.outputs], tensors, traces
 
 
@@ -94,9 +94,9 @@ def backward(
         state: of the forward.
     """
     chain = plan.chain
-    if len(traces) == 1 and traces[0].stages is None:
-        assert traces[0].segment is not None
-        grads = traces[0].segment.backward(plan, grad_outputs, tensors, targets, state)
+    alone = traces[0].segment if len(traces) == 1 and traces[0].stages is None else None
+    if alone is not None and not alone.overlaps:
+        grads = alone.backward(plan, grad_outputs, tensors, targets, state)
     else:
         grads = [None] * len(chain.names)
         for v, grad in zip(chain.outputs, grad_outputs, strict=True):
@@ -108,7 +108,7 @@ def backward(
             last = _run_backward(plan, grads, own, traces[i], targets, restored, state)
             finish(waiting)  # the collective before its segment has started
             waiting = last
-        assert waiting is None  # a chain does not begin behind a collective
+        finish(waiting)
         grads = [waited(grad) for grad in grads[: len(plan.needs)]]
     if False not in plan.needs:
         return grads[: len(plan.needs)]
@@ -125,9 +125,11 @@ def _taken(tensors: list[Any], trace: Trace) -> list[Any]:
 def _restored(plan: CallPlan, tensors: list[Any], traces: Sequence[Trace], i: int) -> Any:
     """The first input of a trace, where the stage before it makes that again."""
     segment, before = traces[i].segment, traces[i - 1]
-    if segment is None or not segment.overlaps or before.stages is None or not before.stages[0][0]:
+    number = -1 if segment is None else segment.start - 1
+    if number < 0 or not plan.chain.steps[number].stage.restores:
         return None
-    number = segment.start - 1
+    if before.stages is None or not before.stages[0][0]:
+        return None
     saved = _record_of(tensors[len(tensors) - before.tensors :], before.stages, number, {})
     return plan.chain.steps[number].stage.restore(saved[0], plan.stage_plans[number])
 
@@ -198,12 +200,14 @@ def _segments(plan: CallPlan, recorded: bool) -> list[Segment]:
         return []
     steps, segments = _recordable_steps(plan), []
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
+    pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
+    delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
 
     def kind(piece: tuple[int, int]) -> tuple[bool, int]:
-        own = piece[0] if piece[0] in collective else -1
+        own = piece[0] if piece[0] in collective | delayed else -1
         return recorded and all(steps[slice(*piece)]), own
 
-    for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective), kind):
+    for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective, delayed), kind):
         bounds = list(pieces)
         segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible))
     if collective or any([segment.recordable for segment in segments]):
@@ -212,11 +216,11 @@ def _segments(plan: CallPlan, recorded: bool) -> list[Segment]:
 
 
 def _pieces(
-    parts: Sequence[tuple[int, int]], collective: Collection[int]
+    parts: Sequence[tuple[int, int]], collective: Collection[int], delayed: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """Parts, cut before and behind each collective."""
+    """Parts, cut before and behind each collective, and before what delays gradients."""
     for start, stop in parts:
-        cuts = {start, stop}
+        cuts = {start, stop} | {i for i in delayed if start <= i < stop}
         for i in collective:
             if start <= i < stop:
                 cuts |= {i, i + 1}

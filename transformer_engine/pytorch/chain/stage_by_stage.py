@@ -1,7 +1,7 @@
 """Runs of a chain stage by stage, forward and backward.
 
 Where ranks run a stage together, the backward starts it as soon as its gradients are there, and
-computes the parameters' gradients of the stage behind it meanwhile.
+computes the parameters' gradients of the stage behind it meanwhile. A stage may delay its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import ChainStep
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import Saved
+from transformer_engine.pytorch.chain.stages.base import Parameters, Saved
 from transformer_engine.pytorch.fp8.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.collectives import waited
@@ -63,7 +63,7 @@ def _requesting(steps: Sequence[ChainStep], consumer: int) -> int:
 
 
 class Unfinished:
-    """The parameters' gradients of a step, which are computed while a collective runs.
+    """The parameters' gradients of a step, which are computed while a collective runs, or later.
 
     Args:
         plan: of the call.
@@ -81,13 +81,22 @@ class Unfinished:
         self.carry, self.saved, self.restored = carry, saved, restored
 
     def finish(self) -> None:
-        """Compute them."""
-        step, plan = self.plan.chain.steps[self.number], self.plan.stage_plans[self.number]
+        """Compute them, unless the stage delays that."""
+        step = self.plan.chain.steps[self.number]
+        if step.stage.delays(self.plan.stage_plans[self.number]):
+            self.grads = []  # the others are not kept for it
+            step.stage.delayed.append(self)
+            return
+        for v, grad in enumerate(self.gradients()):
+            self.grads[step.parameters.start + v] = grad
+
+    def gradients(self) -> Parameters:
+        """Compute them now."""
+        stage, plan = self.plan.chain.steps[self.number].stage, self.plan.stage_plans[self.number]
         saved = self.saved
         if self.restored is not None:
             saved = saved._replace(restored=waited(self.restored))
-        for v, grad in enumerate(step.stage.backward_params(self.carry, saved, plan)):
-            self.grads[step.parameters.start + v] = grad
+        return stage.backward_params(self.carry, saved, plan)
 
 
 def run_backward(
@@ -111,7 +120,7 @@ def run_backward(
         restored: the input of the first step, see `Stage.restore`.
 
     Returns:
-        What is left to do for the first step once the collective before it has started, if any.
+        What is left to do for the first step: once the collective before it has started, or later.
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     waiting: Unfinished | None = None
@@ -142,7 +151,7 @@ def run_backward(
         finish(waiting)
         waiting = Unfinished(plan, grads, i, carry, saved, restored if overlaps else None)
         del carry, saved
-        if not overlaps:
+        if not (overlaps or step.stage.delays(plans[i])):
             waiting.finish()
             waiting = None
     return waiting

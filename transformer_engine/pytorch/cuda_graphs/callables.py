@@ -204,6 +204,12 @@ def _check_capturable(functions: list[Function], order: Sequence[int] | None) ->
                 f"[make_graphed_callables] expected callable {i} ({_name(function)}) without hooks,"
                 " got some: register them after the capture"
             )
+        for module in function.modules():
+            if getattr(module, "delay_wgrad_compute", False):
+                raise ValueError(
+                    f"[make_graphed_callables] expected delay_wgrad_compute=False in callable {i}, "
+                    f"got True: a replay leaves nothing for backward_dw (layer {module.name})"
+                )
         for name, buffer in function.named_buffers():
             if buffer.requires_grad:
                 raise ValueError(

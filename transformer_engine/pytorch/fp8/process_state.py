@@ -69,6 +69,7 @@ class ProcessState:
         self.gemm_groups: dict[GemmGroup, int] = {}
         self.sent: dict[Any, tuple[int, int]] = {}
         self.agreements: dict[str, int] = {}
+        self.user_buffers: Any = None  # see `chain.user_buffers`
         self.inspector: Any = None
 
     def intern(self, scope: Scope) -> Scope:
@@ -125,7 +126,7 @@ def process_state() -> ProcessState:
 
 
 def reset_process_state() -> None:
-    """Forget scopes, groups and counts; the debugger's session and what ranks count stay."""
-    inspector, agreements = _STATE.inspector, _STATE.agreements
+    """Forget scopes, groups and counts; the debugger's session and what ranks share stay."""
+    shared = {name: getattr(_STATE, name) for name in ("inspector", "agreements", "user_buffers")}
     _STATE.__init__()  # type: ignore[misc]
-    _STATE.inspector, _STATE.agreements = inspector, agreements
+    vars(_STATE).update(shared)

@@ -9,10 +9,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
-
-from transformer_engine.pytorch.parallel.groups import TensorParallel, check_group
+from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
@@ -41,9 +38,12 @@ def _where(layer: str | None) -> str:
     return f" (layer {layer})" if layer else ""
 
 
-def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
+def refuse_keywords(
+    module: Callable[..., Any], unknown: Iterable[str], further: Iterable[str] = ()
+) -> NoReturn:
     """Raise TypeError for unknown keywords of a constructor, with the nearest known one."""
     known = [name for name in inspect.signature(module).parameters if name != "others"]
+    known += further
     described = []
     for name in sorted(unknown):
         near = difflib.get_close_matches(name, known, 1)
@@ -51,32 +51,6 @@ def refuse_keywords(module: Callable[..., Any], unknown: Iterable[str]) -> NoRet
     raise TypeError(
         f"{module.__name__}() got unexpected keyword argument(s) {', '.join(described)}"
     )
-
-
-def refuse_parallelism(module: nn.Module, argument: str, group: Any) -> None:
-    """Raise unless a group has one rank: several are not implemented for this module."""
-    kind, layer = type(module).__name__, str(module.name)
-    check_group(kind, argument, group, layer)
-    if group is None:
-        return
-    size = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-    if size > 1:
-        raise NotImplementedError(
-            f"[{kind}] {argument} with {size} ranks is not implemented yet; a group of one rank "
-            f"is accepted (layer {layer})"
-        )
-
-
-def refuse_parallel_sizes(module: nn.Module, tp_group: Any = None, tp_size: int = 1) -> None:
-    """Tensor parallel arguments are accepted as long as they mean one rank."""
-    refuse_parallelism(module, "tp_group", tp_group)
-    kind = type(module).__name__
-    check_sizes(kind, str(module.name), 1, tp_size=tp_size)
-    if tp_size > 1:
-        raise NotImplementedError(
-            f"[{kind}] tp_size={tp_size}: tensor parallelism is not implemented yet (layer "
-            f"{module.name})"
-        )
 
 
 def tensor_parallel(
@@ -92,39 +66,3 @@ def tensor_parallel(
     check_sizes(kind, str(module.name), 1, tp_size=tp_size)
     ranks = TensorParallel(kind, module.name, tp_group, tp_size, sequence_parallel)
     return ranks if shared else TensorParallel(kind, module.name, None, 1)
-
-
-# Keywords of other versions that only tune communication between several ranks.
-_OVERLAP_ARGUMENTS = frozenset(
-    {
-        "ub_atomic_gemm_ag",
-        "ub_atomic_gemm_rs",
-        "ub_bulk_dgrad",
-        "ub_bulk_wgrad",
-        "ub_name",
-        "ub_overlap_ag",
-        "ub_overlap_rs",
-        "ub_overlap_rs_dgrad",
-        "ub_split_ag",
-        "ub_split_rs",
-        "ub_tp_comm_overlap",
-        "rng_tracker_name",
-        "symmetric_ar_type",
-    }
-)
-
-# Keywords of newer versions, and what they may be so far.
-_LATER = {"activation_params": None, "delay_wgrad_compute": False}
-
-
-def accept_overlap_arguments(module: type[nn.Module], others: dict[str, Any]) -> None:
-    """Ignore arguments that tune multi-rank overlap; refuse anything else by name."""
-    unknown = set(others) - _OVERLAP_ARGUMENTS - _LATER.keys()
-    if unknown:
-        refuse_keywords(module, unknown)
-    for name in others.keys() & _LATER.keys():
-        if others[name] != _LATER[name]:
-            raise NotImplementedError(
-                f"[{module.__name__}] {name}={others[name]!r} is not implemented yet, only "
-                f"{_LATER[name]!r} is"
-            )

@@ -33,6 +33,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
 )
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
+from transformer_engine.pytorch.module.delayed_gradients import DelaysGradients
 from transformer_engine.pytorch.module.inputs import (
     check_device,
     check_features,
@@ -57,7 +58,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
+class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
     """Base of Linear, LayerNormLinear and LayerNormMLP.
 
     Subclasses set `self.chain` and list the names of their GEMMs; everything that depends on the
@@ -163,6 +164,8 @@ class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
         check_features(self, x, features)
+        if self.delay_wgrad_compute and _is_compiling():
+            return _call_outside_of_graph(self, x, features, parameters, bias, first_microbatch)
         stack = autocast_stack()
         if not _is_compiling() and may_recompute(stack):
             plan, step = plan_in_region(self, x, parameters, first_microbatch)
@@ -264,8 +267,7 @@ class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
         quantizers = built.gemms
         if _is_compiling() and process_state().inspector is not None:
             # A session is a new object, so this is traced again.
-            layers = self.chain.gemm_names
-            quantizers = process_state().inspector.in_graph(layers, quantizers, x.device, dtype)
+            quantizers = process_state().inspector.in_graph(self, quantizers, x.device, dtype)
         needs = needs or (False,) * (1 + len(parameters))
         plan = CallPlan(dtype, needs, quantizers, first_microbatch)
         plan.columns = built.columns
@@ -383,3 +385,9 @@ class TransformerEngineBaseModule(SharedByRanks, ScaledModule):
         """Sizes, what else tells layers apart, and the layer's name."""
         shown = (*self._shown, "name")
         return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
+
+
+@torch.compiler.disable
+def _call_outside_of_graph(module: TransformerEngineBaseModule, *arguments: Any) -> Any:
+    """`_call` of a module whose backward leaves something behind, which a graph cannot do."""
+    return module._call(*arguments)

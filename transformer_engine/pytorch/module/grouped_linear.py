@@ -9,11 +9,18 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
-from transformer_engine.pytorch.module.arguments import check_sizes, refuse_parallel_sizes
+from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+class _Part(Linear):
+    """A Linear of which ranks have their parts, and which sends nothing."""
+
+    _joins = False
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -23,21 +30,31 @@ class GroupedLinear(TransformerEngineBaseModule):
     its own. Part i is a `Linear` in everything: FP8, its statistics in the debugger (under the name
     `<name>.gemm_<i>`), rows padded within.
 
+    Tensor parallel ranks have their parts of each weight, by `parallel_mode`, and send nothing:
+    what brings tokens to experts and takes them back gathers inputs and sums outputs of rows.
+
     Args:
         num_gemms: number of parts.
         in_features: size of each input sample.
         out_features: size of each output sample.
         bias: learn additive biases.
         return_bias: return `(y without biases, list of biases)`.
+        delay_wgrad_compute: see `Linear`.
+        sequence_parallel: see `Linear`; the input has the tokens of all ranks all the same.
+        tp_group: see `Linear`.
+        tp_size: see `Linear`.
+        parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
+            inputs, and its output is a part of a sum; None: the ranks do not share it.
         name: for messages, reports and the debugger.
-        arguments: further arguments of `Linear`, all but `parameters_split`.
+        arguments: further arguments of `Linear`, all but `parameters_split` and those of overlap.
 
     Attributes:
-        weight0, weight1, ...: `[out_features, in_features]`, one of each part.
-        bias0, bias1, ...: `[out_features]`.
+        weight0, weight1, ...: `[out_features, in_features]`, one of each part; or a rank's share.
+        bias0, bias1, ...: `[out_features]`, likewise.
 
     Raises:
-        ValueError: no parts, or what `Linear` refuses.
+        ValueError: no parts, or what `Linear` refuses; a bias that ranks which share rows would all
+            add; arguments that switch overlap of communication on.
         TypeError: unknown arguments.
 
     >>> import torch
@@ -55,6 +72,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         bias: bool = True,
         *,
         return_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
         name: str | None = None,
         **arguments: Any,
     ) -> None:
@@ -64,18 +86,38 @@ class GroupedLinear(TransformerEngineBaseModule):
         check_sizes("GroupedLinear", self.name, 1, num_gemms=num_gemms)
         if "parameters_split" in arguments:
             raise TypeError("GroupedLinear() got an unexpected keyword argument parameters_split")
-        refuse_parallel_sizes(self, arguments.get("tp_group"), arguments.get("tp_size", 1))
+        on = [key for key, flag in arguments.items() if key.startswith("ub_") and flag is True]
+        if on:
+            raise ValueError(
+                f"[GroupedLinear] expected no overlap of communication, which it does not do, got"
+                f" {', '.join(on)} (layer {self.name})"
+            )
+        self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode_of(parallel_mode, "GroupedLinear")
+        shared = SharedLinear(self.parallel_mode, self.ranks)
+        if self.parallel_mode == "row" and self.ranks.size > 1 and bias and not return_bias:
+            raise ValueError(
+                "[GroupedLinear] expected bias=False or return_bias=True with parallel_mode='row':"
+                f" the sum over {self.ranks.size} ranks would have each bias as often (layer"
+                f" {self.name})"
+            )
         self.num_gemms = num_gemms
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = shared.inputs("in_features", in_features)
+        self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias
         self.return_bias = return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
         self._parts = tuple(
-            Linear(
+            _Part(
                 in_features,
                 out_features,
                 bias,
                 return_bias=return_bias,
+                delay_wgrad_compute=delay_wgrad_compute,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                parallel_mode=parallel_mode,
                 name=f"{self.name}.gemm_{i}",
                 **arguments,
             )
@@ -169,9 +211,13 @@ class GroupedLinear(TransformerEngineBaseModule):
                 part.reset_parameters()
             self._adopt()
 
+    def _compute_delayed(self) -> None:
+        self._lend()
+        for part in reversed(self._parts):
+            part.backward_dw()
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor parallel group, of one rank so far."""
-        refuse_parallel_sizes(self, tp_group)
+        """Set the tensor parallel group; see `Linear`."""
         super().set_tensor_parallel_group(tp_group)
         for part in self._parts:
             part.set_tensor_parallel_group(tp_group)

@@ -12,12 +12,10 @@ from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages import Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import (
     SharedLinear,
     gathered_tap,
@@ -64,6 +62,8 @@ class LayerNormLinear(SingleGemmModule):
         parallel_mode: None or `"column"`: each rank has some of the outputs. A norm cannot be
             shared as `"row"` would ask.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return the bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -103,6 +103,7 @@ class LayerNormLinear(SingleGemmModule):
         tp_size: int = 1,
         parallel_mode: str | None = None,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -111,15 +112,17 @@ class LayerNormLinear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
-        accept_overlap_arguments(LayerNormLinear, others)
+        asked = overlap_arguments(LayerNormLinear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        ask(self.ranks, asked, self.parallel_mode, named=True)
         if self.parallel_mode == "row" and self.ranks.size > 1:
             raise NotImplementedError(
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
                 f"needs all features of a token on each rank (layer {self.name})"
             )
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        shared = SharedLinear(self.parallel_mode, self.ranks, delays=delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps

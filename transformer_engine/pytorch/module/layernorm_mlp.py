@@ -15,12 +15,10 @@ from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, gathered_tap
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -64,6 +62,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             first forward.
         tp_size: how many ranks that group has.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return FC2's bias instead of adding it.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -108,6 +108,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         tp_group: Any = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -119,8 +120,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         **others: Any,
     ) -> None:
         super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        accept_overlap_arguments(LayerNormMLP, others)
+        asked = overlap_arguments(LayerNormMLP, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
+        ask(self.ranks, asked, "column", "row")
         kind = activation_kind(activation)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
@@ -133,8 +135,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint, self.set_parallel_mode = checkpoint, set_parallel_mode
         halves = [ffn_hidden_size] * (2 if is_gated(kind) else 1)
-        self._fc1 = SharedLinear("column", self.ranks, halves)
-        self._fc2 = SharedLinear("row", self.ranks)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._fc1 = SharedLinear("column", self.ranks, halves, delay_wgrad_compute)
+        self._fc2 = SharedLinear("row", self.ranks, delays=delay_wgrad_compute)
         gathers = gathered_tap(self._fc1, return_layernorm_output_gathered, return_layernorm_output)
         tap = tap_of(return_layernorm_output and not gathers, return_input)
         self.fc2_features = self._fc2.inputs("ffn_hidden_size", ffn_hidden_size)
@@ -180,6 +183,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _weights(self) -> list[torch.Tensor]:
         return tensors_of(self, ("fc1_weight", "fc2_weight"))  # type: ignore[return-value]
+
+    def gemm_parameters(self) -> list[tuple[list[str], list[str]]]:
+        """See `DelaysGradients`."""
+        return [([f"fc{i}_weight"], [f"fc{i}_bias"] * self.use_bias) for i in (1, 2)]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalise, then apply the perceptron.

@@ -10,11 +10,9 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages.base import Parameters
-from transformer_engine.pytorch.module.arguments import (
-    accept_overlap_arguments,
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -40,6 +38,10 @@ class SingleGemmModule(TransformerEngineBaseModule):
     def _weights(self) -> list[torch.Tensor]:
         return [self._split.of(self)[0]]
 
+    def gemm_parameters(self) -> list[tuple[list[str], list[str]]]:
+        """See `DelaysGradients`."""
+        return [(self._split.weight_names, self._split.bias_names)]
+
 
 @joins_chains
 class Linear(SingleGemmModule):
@@ -62,6 +64,8 @@ class Linear(SingleGemmModule):
         parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some of the
             inputs, and outputs are summed over the ranks; None: the ranks do not share it.
         fuse_wgrad_accumulation: add weight gradients to `weight.main_grad`.
+        delay_wgrad_compute: the backward computes the gradient of the input alone; `backward_dw`
+            computes those of weights and of biases when it is called, once for each backward.
         return_bias: return `(y without bias, bias)`.
         params_dtype: of the parameters; None is torch's default dtype.
         dtype: torch's spelling of `params_dtype`.
@@ -82,6 +86,7 @@ class Linear(SingleGemmModule):
     """
 
     _shown = ("in_features", "out_features", "use_bias")
+    _joins = True  # see `SharedLinear`
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class Linear(SingleGemmModule):
         tp_size: int = 1,
         parallel_mode: str | None = None,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -106,10 +112,14 @@ class Linear(SingleGemmModule):
         **others: Any,
     ) -> None:
         super().__init__(1, name, in_features=in_features, out_features=out_features)
-        accept_overlap_arguments(Linear, others)
+        asked = overlap_arguments(Linear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        ask(self.ranks, asked, self.parallel_mode, named=True)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        shared = SharedLinear(
+            self.parallel_mode, self.ranks, delays=delay_wgrad_compute, joins=self._joins
+        )
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias

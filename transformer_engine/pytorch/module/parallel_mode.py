@@ -45,14 +45,24 @@ class SharedLinear:
         ranks: that share it.
         out_sections: sizes that lie one behind the other along the outputs of the whole weight, of
             each of which a rank has its part; () for one.
+        delays: `backward_dw` computes the gradients of its parameters.
+        joins: with collectives; else who calls it gathers inputs and sums outputs.
     """
 
     def __init__(
-        self, mode: str | None, ranks: TensorParallel, out_sections: Sequence[int] = ()
+        self,
+        mode: str | None,
+        ranks: TensorParallel,
+        out_sections: Sequence[int] = (),
+        delays: bool = False,
+        joins: bool = True,
     ) -> None:
         self.mode = mode
         self.ranks = ranks
         self.out_sections = out_sections
+        self.delays, self.joins = delays, joins
+        # Trainers whose hooks wait for gradients wait for `backward_dw` instead.
+        self._marks = {"skip_backward_post_hook": True} if delays else {}
 
     def outputs(self, what: str, count: int) -> int:
         """How many of these outputs a rank has. ValueError where they cannot be shared."""
@@ -67,7 +77,7 @@ class SharedLinear:
         shard = None
         if self.mode is not None and self.ranks.size > 1:
             shard = Shard(self.ranks, 1 if self.mode == "row" else 0, self.out_sections)
-        attributes = weight_attributes(self.mode)
+        attributes = {**weight_attributes(self.mode), **self._marks}
         return ParameterSpec(name, shape, init, attributes, True, True, shard)
 
     def bias(self, name: str, size: int, announced: bool = True) -> ParameterSpec:
@@ -83,7 +93,7 @@ class SharedLinear:
             attributes = weight_attributes("column")
         elif self.mode == "row" and announced:
             attributes = {"sequence_parallel": self.ranks.sequence}
-        return ParameterSpec(name, (size,), nn.init.zeros_, attributes)
+        return ParameterSpec(name, (size,), nn.init.zeros_, {**attributes, **self._marks})
 
     def stages(
         self,
@@ -104,12 +114,12 @@ class SharedLinear:
         """
         before: list[Stage] = []
         behind: list[Stage] = []
-        if self.mode == "column":
+        if self.mode == "column" and self.joins:
             before = before_columns(self.ranks, index, gathered_tap)
-        elif self.mode == "row":
+        elif self.mode == "row" and self.joins:
             behind = behind_rows(self.ranks)
         by_rows = bool(behind) and self.ranks.sequence
-        matmul = Matmul(index, layer, fuse_wgrad, part, biased=not behind, by_rows=by_rows)
+        matmul = Matmul(index, layer, fuse_wgrad, part, not behind, self.delays, by_rows)
         return [*before, matmul, *behind]
 
 

@@ -20,7 +20,6 @@ from transformer_engine.pytorch.attention.core.query_key import RotaryAngles
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
-from transformer_engine.pytorch.module.arguments import accept_overlap_arguments
 from transformer_engine.pytorch.module.drop_path import DropPath
 from transformer_engine.pytorch.module.dropout_add import Residual
 from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
@@ -33,6 +32,7 @@ from transformer_engine.pytorch.module.layer_checks import (
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments
 from transformer_engine.pytorch.module.parameters import InitMethod
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
@@ -160,7 +160,7 @@ class TransformerLayer(FlowModule):
         **others: Any,
     ) -> None:
         super().__init__()
-        accept_overlap_arguments(TransformerLayer, others)
+        overlap = overlap_arguments(TransformerLayer, others, whole=True).arguments("")
         self.hidden_size = hidden_size
         self.layer_number = layer_number
         self.layer_type = layer_type
@@ -192,6 +192,7 @@ class TransformerLayer(FlowModule):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "bias": bias,
+            **overlap,
         }
         heads: dict[str, Any] = {
             "num_attention_heads": num_attention_heads,

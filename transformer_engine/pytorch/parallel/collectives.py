@@ -1,7 +1,7 @@
 """Collectives that are started now and waited for later, along the first axis of tensors.
 
-In eager mode these are torch.distributed's own calls, or tensors that GPUs of one host put into each
-other's memory, part by part; in compiled code they are torch's functional collectives.
+In eager mode these are torch.distributed's own calls, or tensors that ranks put into each other's
+memory, part by part; in compiled code they are torch's functional collectives.
 """
 
 from __future__ import annotations
@@ -204,11 +204,17 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     return Pending(x, dist.all_reduce(x, kind, group, async_op=True))
 
 
-def all_gather(x: torch.Tensor, group: Any) -> Pending:
-    """The tensors of all ranks one behind the other, `[ranks * rows, ...]` of `[rows, ...]`."""
+def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
+    """The tensors of all ranks one behind the other, `[ranks * rows, ...]` of `[rows, ...]`.
+
+    Args:
+        x: contiguous, of equal shape on all ranks.
+        group: process group.
+        in_parts: through memory of peers, where there is such.
+    """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
-    memory = peer_memory(group, x.device, x.nbytes) if x.is_contiguous() else None
+    memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
     if memory is not None:
         return _Gathering(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
@@ -216,20 +222,23 @@ def all_gather(x: torch.Tensor, group: Any) -> Pending:
     return Pending(result, work, held=x)
 
 
-def reduce_scatter(x: torch.Tensor | Product, group: Any, add: Add | None = None) -> Pending:
+def reduce_scatter(
+    x: torch.Tensor | Product, group: Any, add: Add | None = None, in_parts: bool = False
+) -> Pending:
     """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
 
     Args:
         x: contiguous, or a product, whose rows are computed as they are sent.
         group: process group.
         add: adds two tensors, or None to one, in fp32 with one rounding, and perhaps a bias.
+        in_parts: see `all_gather`.
     """
     add = _plus if add is None else add
     if torch.compiler.is_compiling():
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
         return Pending(add(functional.wait_tensor(summed), None))
     ranks = dist.get_world_size(group)
-    memory = peer_memory(group, x.device, x.nbytes // ranks)
+    memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
     if memory is not None:
         return _Summing(x, memory, add)
     whole: torch.Tensor = waited(x)

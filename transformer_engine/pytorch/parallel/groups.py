@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from transformer_engine.pytorch.parallel.overlap import NO_OVERLAP
+
 
 def check_group(op: str, argument: str, group: Any, layer: str | None = None) -> None:
     """Raise TypeError unless this is a process group, None, or torch's mark of a non-member."""
@@ -39,6 +41,7 @@ class TensorParallel:
 
     Attributes:
         used: a forward has run, so the group stays what it is.
+        overlap: which collectives shall run in chunks; nothing without `sequence`.
 
     Raises:
         TypeError: no process group.
@@ -55,6 +58,7 @@ class TensorParallel:
         self.size = max(size, found)
         self.sequence = bool(sequence) and self.size > 1
         self.used = False
+        self.overlap = NO_OVERLAP
 
     def __deepcopy__(self, memo: object) -> TensorParallel:
         # A copied module works with the same ranks; groups themselves cannot be copied.

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from transformer_engine import _C, _env
+from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import symmetric_memory
 
 # Smaller tensors arrive sooner through NCCL: the host takes longer here than for one collective.
@@ -63,7 +63,7 @@ def _new_memory(
 
 def _share_host(group: Any, device: torch.device) -> bool:
     """Whether each rank has a GPU of its own of the same host."""
-    able = symmetric_memory is not None and _env.peer_memory() and _C.built_with_cuda()
+    able = symmetric_memory is not None and _C.built_with_cuda()
     own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), able)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group)

@@ -1,10 +1,10 @@
 """p2p: keys and values pass round a ring of ranks, and meet the queries of each.
 
-In step i of the forward rank r has the keys of rank r - i, while those of rank r - i - 1 are on their
-way to it. It keeps what it has in the last step: the backward begins with that, goes round the other
-way, and ends with the rank's own keys. The gradients of keys follow one step behind, and come home
-under that last step. They pass in fp32 from three ranks on; of two, each is a part's own and passes
-in the dtype that it has.
+In step i of the forward rank r has the keys of rank r - i, while those of rank r - i - 1 are on
+their way to it. It keeps what it has in the last step: the backward begins with that, goes round
+the other way, and ends with its own keys. The gradients of keys follow one step behind, and come
+home under that last step. They pass in fp32 from three ranks on; of two, each is a part's own and
+passes in the dtype that it has.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class _Ring:
             return pass_on([x.result() for x in sums], self.group, back=True)
         mine = [x.exact() for x in sums]
         if before is not None:
-            for total, other in zip(mine, before.wait(), strict=True):
-                total += other
+            mine = [x.add_(other) for x, other in zip(mine, before.wait(), strict=True)]
         return pass_on(mine, self.group, back=True)
 
 

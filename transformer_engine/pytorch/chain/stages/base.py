@@ -57,6 +57,8 @@ class Stage:
             may be `Pending`, and the parameters' gradients of its consumer are computed meanwhile.
         restores: it can make its first result again, see `restore`.
         passes_requests: its result is its input, so what its consumer requests is for its producer.
+        delayed: where the gradients of its parameters wait for somebody to compute them; None where
+            the backward does.
     """
 
     label = "stage"
@@ -70,6 +72,7 @@ class Stage:
     communicates = False
     restores = False
     passes_requests = False
+    delayed: Any = None
 
     def rename(self, layer: str) -> None:
         """The module that this stage is part of has another name now."""
@@ -159,6 +162,10 @@ class Stage:
 
         It may be pending; None where the consumer has kept what it needs.
         """
+
+    def delays(self, plan: Any) -> bool:
+        """Whether `backward_params` is left for later, with what `delayed` holds."""
+        return False
 
     def backward_params(self, carry: Any, saved: Saved, plan: Any) -> Parameters:
         """The gradients of the parameters."""

@@ -177,13 +177,14 @@ class Gather(Collective):
                 x = own.quantizer.operands(x, own)
         if isinstance(x, Operands):
             row: Any = x.rowwise
-            self._count("all-gather", row.codes)
+            self._count("all-gather", row.codes, overlapped=self.ranks.overlap.gather)
             saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
-            return (gather_rows(row, group).then(_row_wise, _row_wise),), saved
+            rows = gather_rows(row, group, in_parts=self.ranks.overlap.gather)
+            return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
-        self._count("all-gather", x)
-        gathered = all_gather(x, group)
+        self._count("all-gather", x, overlapped=self.ranks.overlap.gather and not self.tap)
+        gathered = all_gather(x, group, self.ranks.overlap.gather)
         if self.tap:
             return (gathered.wait(), gathered.result), Saved(())
         if not plan.saves or plan.quantizer is not None:
@@ -196,12 +197,13 @@ class Gather(Collective):
             return None
         tensors: Any = saved.tensors
         self._count("all-gather", tensors[0], backward=True, overlapped=True)
+        group, in_parts = self.ranks.group, self.ranks.overlap.gather
         if saved.facts < 0:
-            return all_gather(tensors[0], self.ranks.group)
+            return all_gather(tensors[0], group, in_parts)
         matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
         if matrix.layout.transposes:
-            return gather_rows(matrix, self.ranks.group, as_columns=True)
-        return gather_columns(matrix, self.ranks.group)
+            return gather_rows(matrix, group, as_columns=True, in_parts=in_parts)
+        return gather_columns(matrix, group)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _GatherPlan, request: OperandRequest | None
@@ -211,7 +213,9 @@ class Gather(Collective):
         if self.tap and grads[1] is not None:
             grad = grads[1] if grad is None else grad + grads[1]
         self._count("reduce-scatter", grad, backward=True, overlapped=True)
-        return (reduce_scatter(grad, self.ranks.check()),), None
+        overlap = self.ranks.overlap
+        in_parts = overlap.gather or overlap.grad_scatter
+        return (reduce_scatter(grad, self.ranks.check(), in_parts=in_parts),), None
 
 
 class _ReducePlan(NamedTuple):
@@ -268,8 +272,9 @@ class ReduceScatter(Reduce):
                 f"{self.ranks.size} with sequence_parallel=True, got {rows} (layer "
                 f"{self.ranks.layer})"
             )
-        self._count("reduce-scatter", x, overlapped=isinstance(x, Product))
-        return reduce_scatter(x, group, None if bias is None else _sum(bias))
+        in_parts = self.ranks.overlap.scatter
+        self._count("reduce-scatter", x, overlapped=in_parts and isinstance(x, Product))
+        return reduce_scatter(x, group, None if bias is None else _sum(bias), in_parts)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
@@ -278,15 +283,15 @@ class ReduceScatter(Reduce):
         grad, group = grads[0], self.ranks.check()
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
-            self._count("all-gather", grad, backward=True)
-            gathered = all_gather(grad, group)
+            self._count("all-gather", grad, True, self.ranks.overlap.grad_gather)
+            gathered = all_gather(grad, group, self.ranks.overlap.grad_gather)
             if request is not None and request.quantizer is IDENTITY:
                 gathered = gathered.then(_plain_sides, _plain_sides)
             return (gathered,), grad
         apart = request.columnwise and not quantizer.layout.transposes
         own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
-        rows = gather_rows(own.rowwise, group)
-        self._count("all-gather", own.rowwise.codes, backward=True)
+        rows = gather_rows(own.rowwise, group, in_parts=self.ranks.overlap.grad_gather)
+        self._count("all-gather", own.rowwise.codes, True, self.ranks.overlap.grad_gather)
         if not apart:
             whole = _both_sides if request.columnwise else _row_wise
             return (rows.then(whole, _row_wise),), grad

@@ -15,15 +15,19 @@ from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
 
-def gather_rows(matrix: Fp8Matrix, group: Any, as_columns: bool = False) -> Pending:
+def gather_rows(
+    matrix: Fp8Matrix, group: Any, as_columns: bool = False, in_parts: bool = False
+) -> Pending:
     """The rows of all ranks, as an `Fp8Matrix`, or its transpose `as_columns`.
 
     Args:
         matrix: codes `[..., k]`; blocks do not reach from one rank's rows into another's.
         group: process group.
         as_columns: of a layout that has transposes.
+        in_parts: see `all_gather`.
     """
-    codes, scales = all_gather(matrix.codes, group), _gather_scales(matrix, group)
+    codes = all_gather(matrix.codes, group, in_parts)
+    scales = _gather_scales(matrix, group)
 
     def finish(rows: torch.Tensor) -> Fp8Matrix:
         found = Fp8Matrix(rows, scales.wait(), matrix.format)

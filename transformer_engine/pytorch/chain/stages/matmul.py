@@ -10,9 +10,11 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
+from transformer_engine.pytorch.chain.delayed import Delayed
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.chain.stages.row_parts import product_of_parts, product_on_demand
+from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
+from transformer_engine.pytorch.chain.stages.row_parts import product_of_parts, product_by_rows
 from transformer_engine.pytorch.chain.stages.sides import (
     columnwise_of,
     detached,
@@ -23,7 +25,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for
@@ -52,58 +54,6 @@ class _Facts(NamedTuple):
 _NOTHING = Saved(())
 
 
-class _Plan:
-    """What a Matmul decides once for all calls of a plan."""
-
-    __slots__ = (
-        "compiling",
-        "dtype",
-        "fast_accumulation",
-        "first_microbatch",
-        "fp8",
-        "fp8_weight",
-        "grad_request",
-        "input_in_backward",
-        "is_first",
-        "is_recompute",
-        "needs_bias",
-        "needs_input",
-        "needs_weight",
-        "quantizers",
-        "request",
-        "requires_grad",
-        "weight_request",
-        "wrapped",
-    )
-
-    def __init__(
-        self, call: CallPlan, quantizers: GemmQuantizers, first: int, biased: bool
-    ) -> None:
-        needs = call.needs
-        self.dtype = call.dtype
-        self.compiling = call.compiling
-        self.requires_grad = call.requires_grad
-        self.is_recompute = call.is_recompute
-        self.is_first = first == call.chain.inputs
-        self.first_microbatch = call.first_microbatch
-        self.quantizers = quantizers
-        self.fp8 = quantizers.fp8
-        self.wrapped = quantizers.wrapped
-        self.fast_accumulation = quantizers.fast_accumulation
-        self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
-        self.needs_input = any(needs[:first])
-        self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
-        self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
-        self.request = OperandRequest(quantizers.input, True, self.needs_weight)
-        self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
-        bias_grad = call.dtype if self.needs_bias else None
-        self.grad_request: OperandRequest | None = None  # only the bias is trained
-        if self.needs_input or self.needs_weight:
-            self.grad_request = OperandRequest(
-                quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
-            )
-
-
 class Matmul(Stage):
     """Two parameters: weight `[out, in]` and bias `[out]` (or None); one without `biased`.
 
@@ -113,12 +63,13 @@ class Matmul(Stage):
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
         part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
         biased: it adds the bias; else the next stage does.
+        delays: the backward leaves its parameters' gradients in `delayed`.
         by_rows: the next stage asks for the rows of each rank.
     """
 
     label = "matmul"
     takes_pending = True
-    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors")
+    not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors", "delayed")
 
     def __init__(
         self,
@@ -127,6 +78,7 @@ class Matmul(Stage):
         fuse_wgrad: bool = False,
         part: str = "",
         biased: bool = True,
+        delays: bool = False,
         by_rows: bool = False,
     ) -> None:
         self.index = index
@@ -135,6 +87,7 @@ class Matmul(Stage):
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
+        self.delayed: Delayed | None = Delayed() if delays else None
         self.save_original_input = False  # save it for backward unquantised
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
@@ -144,9 +97,9 @@ class Matmul(Stage):
         """Follow the name of the module."""
         self.name = f"{layer}.{self.part}" if self.part else layer
 
-    def prepare(self, call: CallPlan, first: int) -> _Plan:
+    def prepare(self, call: CallPlan, first: int) -> MatmulPlan:
         """Which operands are wanted, and of which quantizers."""
-        plan = _Plan(call, call.quantizers[self.index], first, self.parameter_count == 2)
+        plan = MatmulPlan(call, call.quantizers[self.index], first, self.parameter_count == 2)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
             if not quantizer.recasts_alike:
@@ -158,51 +111,48 @@ class Matmul(Stage):
             plan.input_in_backward = OperandRequest(quantizer, False, True)
         return plan
 
-    def recordable(self, plan: _Plan) -> bool:
+    def recordable(self, plan: MatmulPlan) -> bool:
         """Where no quantizer looks at tensors in torch, and no state outlives the call."""
         makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.fp8_weight
         later = plan.input_in_backward is not None
         return plan.quantizers.native and not (makes_cache or later)
 
-    def persistent_tensors(self, plan: _Plan) -> Sequence[torch.Tensor]:
+    def persistent_tensors(self, plan: MatmulPlan) -> Sequence[torch.Tensor]:
         """Scales and amaxes."""
         return plan.quantizers.persistent_tensors()
 
-    def caches(self, plan: _Plan) -> bool:
+    def caches(self, plan: MatmulPlan) -> bool:
         """The FP8 weight, between micro-batches."""
         return plan.fp8 and plan.first_microbatch is not None and not plan.fp8_weight
 
-    def cached(self, plan: _Plan) -> tuple[torch.Tensor | None, ...] | None:
+    def cached(self, plan: MatmulPlan) -> tuple[torch.Tensor | None, ...] | None:
         """The FP8 weight of an earlier micro-batch."""
         return None if self._cached_operands(plan) is None else self._cached_tensors
 
-    def request(self, plan: _Plan, x: torch.Tensor) -> OperandRequest | None:
+    def request(self, plan: MatmulPlan, x: torch.Tensor) -> OperandRequest | None:
         """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
         return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.request
 
-    def grad_request(self, plan: _Plan, grad: torch.Tensor) -> OperandRequest | None:
+    def grad_request(self, plan: MatmulPlan, grad: torch.Tensor) -> OperandRequest | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
         return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_request
 
     def forward(
-        self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
+        self,
+        inputs: Values,
+        parameters: Parameters,
+        plan: MatmulPlan,
+        request: OperandRequest | None,
     ) -> tuple[Results, Saved]:
         """The product."""
         (x,) = inputs
         weight, bias = (*parameters, None)[:2]
         assert weight is not None
         parts = x.parts(keep=False) if isinstance(x, Pending) else None
+        operands, padding = Operands(None, None), 0
         if parts is None:
             x = waited(x)
-        if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
-            x = cast(x, plan.dtype)  # under torch.autocast
-        padding = 0
-        operands = Operands(None, None)
-        if isinstance(x, Operands):
-            operands = x
-        elif parts is None:
-            padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
-            operands = plan.quantizers.input.padded(x, padding, plan.request)
+            operands, padding = self._operands(x, plan)
         if plan.fp8_weight:
             own = own_matrix(weight)
             w = plan.quantizers.weight.from_fp8(own, plan.weight_request, plan.dtype)
@@ -217,19 +167,15 @@ class Matmul(Stage):
         if parts is not None:
             y = product_of_parts(parts, weight.shape[0], plan.dtype, multiply)
         elif self.by_rows and not (padding or plan.wrapped or plan.compiling):
-            y = product_on_demand(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
+            y = product_by_rows(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
         else:
             y = multiply(operands.rowwise, None)  # type: ignore[arg-type]
-        if padding:
-            assert isinstance(x, torch.Tensor)
-            y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
-            if plan.compiling and plan.requires_grad:  # functions in graphs save no views
-                y = y.clone()
+            y = _without_padding(y, x, plan) if padding else y
         if plan.wrapped:
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        restored = operands.columnwise is None and isinstance(x, (Operands, Pending))
+        restored = operands.columnwise is None and not isinstance(x, torch.Tensor)
         column = operands.columnwise
         if plan.input_in_backward is not None and not restored:
             column = x
@@ -243,7 +189,16 @@ class Matmul(Stage):
         facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, restored)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
-    def exported(self, inputs: Values, parameters: Parameters, plan: _Plan) -> Results:
+    def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
+        """The input as the product takes it, and with how many rows of zeros."""
+        if isinstance(x, Operands):
+            return x, 0
+        if not plan.fp8 and x.dtype is not plan.dtype:
+            x = cast(x, plan.dtype)  # under torch.autocast
+        padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
+        return plan.quantizers.input.padded(x, padding, plan.request), padding
+
+    def exported(self, inputs: Values, parameters: Parameters, plan: MatmulPlan) -> Results:
         """The product in the dtype of activations; FP8 operands multiply in fp32, as on the CPU."""
         (x,) = inputs
         weight, bias = (*parameters, None)[:2]
@@ -267,7 +222,7 @@ class Matmul(Stage):
         self.cached_weight = (key, operands)
         self._cached_tensors = tensors_of(operands)
 
-    def _weight_operands(self, weight: torch.Tensor, plan: _Plan) -> Operands:
+    def _weight_operands(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
         """The weight as operands: cached between micro-batches, else cast now."""
         quantizer = plan.quantizers.weight
         if not plan.fp8 and weight.dtype is not plan.dtype:
@@ -279,14 +234,14 @@ class Matmul(Stage):
             return self.renew(weight, plan)
         return cached
 
-    def renew(self, weight: torch.Tensor, plan: _Plan) -> Operands:
+    def renew(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
         """Cast the weight and keep it."""
         quantizer = plan.quantizers.weight
         cast = quantizer.refreshed(weight, plan.weight_request, self._cached_operands(plan))
         self._cache(quantizer.cache_key, cast)
         return cast
 
-    def _cached_operands(self, plan: _Plan) -> Operands | None:
+    def _cached_operands(self, plan: MatmulPlan) -> Operands | None:
         """The cached weight, where it serves this plan."""
         if self.cached_weight is None:
             return None
@@ -294,11 +249,15 @@ class Matmul(Stage):
         complete = operands.columnwise is not None or not plan.needs_input
         return operands if complete and key == plan.quantizers.weight.cache_key else None
 
-    def accumulates(self, plan: _Plan) -> bool:
+    def delays(self, plan: MatmulPlan) -> bool:
+        """Where the weight is trained."""
+        return self.delayed is not None and plan.needs_weight
+
+    def accumulates(self, plan: MatmulPlan) -> bool:
         """With `fuse_wgrad`."""
         return self.fuse_wgrad and plan.needs_weight
 
-    def wgrad_target(self, plan: _Plan, parameters: Parameters) -> gemm.WgradTarget | None:
+    def wgrad_target(self, plan: MatmulPlan, parameters: Parameters) -> gemm.WgradTarget | None:
         """`main_grad` of the weight."""
         if not self.accumulates(plan):
             return None
@@ -319,11 +278,12 @@ class Matmul(Stage):
         announced = False
         if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look
             announced = weight.grad_added_to_main_grad = True
+        announced = announced and self.delayed is None  # autograd has no gradient yet
         zeroed = getattr(weight, "zero_out_wgrad", False)
         return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
 
     def backward_data(
-        self, grads: Values, saved: Saved, plan: _Plan, request: OperandRequest | None
+        self, grads: Values, saved: Saved, plan: MatmulPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient of the input."""
         (grad,) = grads
@@ -364,7 +324,7 @@ class Matmul(Stage):
             dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
         return (plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx,), operands
 
-    def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
+    def backward_params(self, carry: Any, saved: Saved, plan: MatmulPlan) -> Parameters:
         """The weight gradient and the bias gradient."""
         grad: Operands = carry
         bias_grad = grad.bias_grad
@@ -400,7 +360,13 @@ class Matmul(Stage):
         return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
 
 
-def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
+def _without_padding(y: torch.Tensor, x: torch.Tensor, plan: MatmulPlan) -> torch.Tensor:
+    y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+    # Functions in graphs save no views.
+    return y.clone() if plan.compiling and plan.requires_grad else y
+
+
+def _sums_apart(grad: torch.Tensor, plan: MatmulPlan) -> bool:
     return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
 
 

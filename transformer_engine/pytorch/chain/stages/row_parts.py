@@ -35,10 +35,10 @@ def product_of_parts(
     return out
 
 
-def product_on_demand(
+def product_by_rows(
     side: Side, columns: int, dtype: torch.dtype, multiply: Multiply
 ) -> Product | torch.Tensor:
-    """The product, which is computed as its reader asks for rows; with scales of blocks at once."""
+    """A product that is computed as its reader asks for rows; with scales of blocks at once."""
     if isinstance(side, Fp8Matrix) and side.layout.in_blocks:
         return multiply(side, None)
     values = _values(side)

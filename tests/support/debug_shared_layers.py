@@ -1,0 +1,89 @@
+"""What the debugger sees of a Linear that two ranks share, beside one that is whole."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from debug_rank_cases import half, solo
+from debug_session import SIX, Logged, debugging, logged, section
+from rank_device import here
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+
+SIZE, TOKENS = 32, 16
+STATISTICS = ["l1_norm", "max", "min"]
+LOOK = section("LogTensorStats", tensors=SIX, stats=STATISTICS)
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, an input and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((SIZE, SIZE), (TOKENS, SIZE), (TOKENS, SIZE))
+    weight, x, grad = (torch.randn(shape, generator=generator).to(here()) for shape in shapes)
+    return weight, x, grad
+
+
+def _train(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> None:
+    layer(x.requires_grad_()).backward(grad)
+    debug_api.step()
+
+
+def shared_layers(rank: int, folder: Path) -> dict[str, Logged]:
+    """Logged of the whole layer, and of each way to share it."""
+    weight, x, grad = tensors()
+    group = dist.new_group([0, 1])
+    whole = te.Linear(SIZE, SIZE, bias=False, device=here(), name="layer")
+    with torch.no_grad():
+        whole.weight.copy_(weight)
+    with debugging(folder / "whole", LOOK):
+        debug_api.set_tensor_reduction_group(solo(rank))
+        _train(whole, x.clone(), grad)
+    found = {"whole": logged(folder / "whole", rank)}
+    for mode in ("column", "row"):
+        for sequence in (False, True):
+            options: dict[str, Any] = {"parallel_mode": mode, "sequence_parallel": sequence}
+            layer = te.Linear(
+                SIZE, SIZE, bias=False, device=here(), name="layer", tp_group=group, **options
+            )
+            by_column = mode == "column"
+            own_x, own_grad = (x, half(grad, rank, 1)) if by_column else (half(x, rank, 1), grad)
+            if sequence and by_column:
+                own_x = half(x, rank)
+            elif sequence:
+                own_grad = half(grad, rank)
+            with torch.no_grad():
+                layer.weight.copy_(half(weight, rank, 0 if by_column else 1))
+            name = f"{mode} {sequence}"
+            with debugging(folder / name, LOOK):
+                _train(layer, own_x.clone(), own_grad)
+            found[name] = logged(folder / name, rank)
+    return found
+
+
+def compiled_shared_layers(rank: int, folder: Path) -> dict[str, list[Logged]]:
+    """Logged of an eager layer, and of a compiled one."""
+    options: dict[str, Any] = {"tp_group": dist.new_group([0, 1]), "name": "layer"}
+    options |= {"device": here(), "params_dtype": torch.bfloat16}
+    makes = {
+        "mlp": lambda: te.LayerNormMLP(
+            SIZE, SIZE, set_parallel_mode=True, sequence_parallel=True, **options
+        ),
+        "row": lambda: te.Linear(2 * SIZE, SIZE, parallel_mode="row", **options),
+    }
+    found: dict[str, list[Logged]] = {}
+    for name, make in makes.items():
+        for compiled in (False, True):
+            torch.manual_seed(7)
+            layer = make()
+            run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+            x = tensors()[1].bfloat16()
+            with debugging(folder / f"{name} {compiled}", LOOK):
+                for _ in range(2):
+                    with te.fp8_autocast(fp8_group=options["tp_group"]):
+                        y = run(x.requires_grad_())
+                    y.sum().backward()
+                    debug_api.step()
+            found.setdefault(name, []).append(logged(folder / f"{name} {compiled}", rank))
+    return found

@@ -1,0 +1,59 @@
+"""What a Matmul decides once for all calls of a plan."""
+
+from __future__ import annotations
+
+from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+
+
+class MatmulPlan:
+    """See the top of this file."""
+
+    __slots__ = (
+        "compiling",
+        "dtype",
+        "fast_accumulation",
+        "first_microbatch",
+        "fp8",
+        "fp8_weight",
+        "grad_request",
+        "input_in_backward",
+        "is_first",
+        "is_recompute",
+        "needs_bias",
+        "needs_input",
+        "needs_weight",
+        "quantizers",
+        "request",
+        "requires_grad",
+        "weight_request",
+        "wrapped",
+    )
+
+    def __init__(
+        self, call: CallPlan, quantizers: GemmQuantizers, first: int, biased: bool
+    ) -> None:
+        needs = call.needs
+        self.dtype = call.dtype
+        self.compiling = call.compiling
+        self.requires_grad = call.requires_grad
+        self.is_recompute = call.is_recompute
+        self.is_first = first == call.chain.inputs
+        self.first_microbatch = call.first_microbatch
+        self.quantizers = quantizers
+        self.fp8 = quantizers.fp8
+        self.wrapped = quantizers.wrapped
+        self.fast_accumulation = quantizers.fast_accumulation
+        self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
+        self.needs_input = any(needs[:first])
+        self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
+        self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
+        self.request = OperandRequest(quantizers.input, True, self.needs_weight)
+        self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
+        bias_grad = call.dtype if self.needs_bias else None
+        self.grad_request: OperandRequest | None = None  # only the bias is trained
+        if self.needs_input or self.needs_weight:
+            self.grad_request = OperandRequest(
+                quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
+            )

@@ -1,0 +1,256 @@
+"""`initialize_ub`: layers whose `ub_*` arguments ask for overlap may run.
+
+The name is NVIDIA's, for buffers that its kernels share between ranks. Here it is the place that
+knows the ranks and sizes of what overlaps; see `parallel.overlap`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+from transformer_engine.pytorch.parallel.overlap import Overlap
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """What moves: values of activations, or their FP8 codes.
+
+    >>> [mode.name for mode in UserBufferQuantizationMode]
+    ['NONE', 'FP8']
+    """
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+@dataclass
+class UserBuffers:
+    """What `initialize_ub` was told, and which layers have run since.
+
+    Attributes:
+        shape: of the largest tensor that moves: tokens of all ranks, features.
+        tp_size: how many ranks share a layer.
+        dtype: of values that move.
+        modes: what else moves than values.
+        configs: of single collectives, by `<layer>_<gemm>`.
+        layers: what layers that have run ask for.
+    """
+
+    shape: tuple[int, int]
+    tp_size: int
+    dtype: torch.dtype
+    modes: tuple[UserBufferQuantizationMode, ...]
+    configs: dict[str, dict[str, Any]]
+    layers: dict[str, Overlap] = field(default_factory=dict)
+
+
+_GEMMS = [
+    f"{part}_{g}" for part in ("qkv", "proj", "fc1", "fc2") for g in ("fprop", "dgrad", "wgrad")
+]
+_SETTINGS: dict[str, type | tuple[str, ...]] = {
+    "method": ("ring_exchange", "pipeline", "bulk", "external"),
+    "is_reduce_scatter": bool,
+    "num_sm": int,
+    "cga_size": int,
+    "set_sm_margin": bool,
+    "num_splits": int,
+    "aggregate": bool,
+    "atomic_gemm": bool,
+    "use_ce": bool,
+    "fp8_buf": bool,
+    "comm_priority": int,
+    "gemm_priority": int,
+    "pipeline_rs_overlap_first_gemm": bool,
+}
+_BACKENDS = (None, "nccl", "gloo", "mpi")
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: Sequence[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: str | None = None,
+    with_cublasmp: bool = False,
+) -> None:
+    """Let layers whose `ub_*` arguments ask for overlap run, until `destroy_ub`.
+
+    Call it on all ranks, after `init_process_group` and before the first forward of such layers.
+
+    Args:
+        shape: of the largest tensor that moves: `[tokens of all ranks, features]`.
+        tp_size: how many ranks share a layer.
+        use_fp8: FP8 codes move, too; `quantization_modes` says the same.
+        quantization_modes: what moves, a list of `UserBufferQuantizationMode`.
+        dtype: fp32, fp16 or bf16, of what moves otherwise.
+        ub_cfgs: settings of single collectives, by `<part>_<gemm>` (`qkv`, `proj`, `fc1`, `fc2`;
+            `fprop`, `dgrad`, `wgrad`); or a list of such mappings, one for each mode. They are
+            checked, and tune nothing here.
+        bootstrap_backend: `nccl`, `gloo`, `mpi` or None: the group of the layers is used anyway.
+        with_cublasmp: without effect.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; buffers are there already.
+        ValueError: sizes, modes or settings that cannot be.
+        TypeError: arguments of other types.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> initialize_ub([4096, 1024], tp_size=1, dtype=torch.bfloat16)
+        >>> destroy_ub()
+        >>> dist.destroy_process_group()
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "[initialize_ub] expected torch.distributed.init_process_group before it, got none"
+        )
+    if process_state().user_buffers is not None:
+        raise RuntimeError("[initialize_ub] expected destroy_ub before a second call, got none")
+    modes = _modes(use_fp8, quantization_modes)
+    ranks = _size("tp_size", tp_size)
+    if dist.get_world_size() % ranks:
+        raise ValueError(
+            f"[initialize_ub] expected tp_size to divide the {dist.get_world_size()} ranks, got"
+            f" {ranks}"
+        )
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"[initialize_ub] expected dtype float32, float16 or bfloat16, got {dtype}"
+        )
+    if bootstrap_backend not in _BACKENDS:
+        raise ValueError(
+            f"[initialize_ub] expected bootstrap_backend in {_BACKENDS}, got {bootstrap_backend!r}"
+        )
+    _check_bool("with_cublasmp", with_cublasmp)
+    process_state().user_buffers = UserBuffers(
+        _shape(shape, ranks), ranks, dtype, modes, _configs(ub_cfgs, len(modes))
+    )
+
+
+def destroy_ub() -> None:
+    """Undo `initialize_ub`; does nothing where that was not called.
+
+    >>> destroy_ub()
+    """
+    process_state().user_buffers = None
+
+
+def note_layer(ranks: TensorParallel) -> None:
+    """A layer is about to run first; nothing is checked unless it asks for overlap.
+
+    Raises:
+        RuntimeError: `initialize_ub` was not called.
+        ValueError: it was called for another number of ranks.
+    """
+    if not any(ranks.overlap):
+        return
+    buffers = process_state().user_buffers
+    if buffers is None:
+        raise RuntimeError(
+            f"[{ranks.op}] expected initialize_ub before the first forward of a layer whose ub_* "
+            f"arguments ask for overlap ({ranks.overlap}), got none (layer {ranks.layer})"
+        )
+    if buffers.tp_size != ranks.size:
+        raise ValueError(
+            f"[{ranks.op}] expected initialize_ub with tp_size={ranks.size}, got"
+            f" {buffers.tp_size} (layer {ranks.layer})"
+        )
+    buffers.layers[ranks.layer] = ranks.overlap
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"[initialize_ub] expected {name} to be True or False, got {value!r}")
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"[initialize_ub] expected {name} to be an int, got {value!r}") from error
+    if size < 1:
+        raise ValueError(f"[initialize_ub] expected {name} >= 1, got {size}")
+    return size
+
+
+def _shape(shape: Any, ranks: int) -> tuple[int, int]:
+    sizes = list(shape) if isinstance(shape, Iterable) else []
+    if len(sizes) != 2:
+        raise ValueError(
+            f"[initialize_ub] expected shape [tokens of all ranks, features], got {shape!r}"
+        )
+    tokens, features = (_size("each size of shape", size) for size in sizes)
+    if tokens % ranks:
+        raise ValueError(
+            f"[initialize_ub] expected tokens that {ranks} ranks can share, got {tokens} in shape"
+        )
+    return tokens, features
+
+
+def _modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
+    _check_bool("use_fp8", use_fp8)
+    if modes is None:
+        return (UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE,)
+    found = list(modes) if isinstance(modes, Iterable) else [modes]
+    if not found or not all(isinstance(mode, UserBufferQuantizationMode) for mode in found):
+        raise TypeError(
+            "[initialize_ub] expected quantization_modes to be a list of UserBufferQuantizationMode"
+            f", got {modes!r}"
+        )
+    return tuple(found)
+
+
+def _configs(configs: Any, modes: int) -> dict[str, dict[str, Any]]:
+    """Of all modes together."""
+    listed = [{}] if configs is None else configs if isinstance(configs, list) else [configs]
+    if isinstance(configs, list) and len(listed) != modes:
+        raise ValueError(
+            f"[initialize_ub] expected one mapping in ub_cfgs for each of {modes} modes, got"
+            f" {len(listed)}"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for mapping in listed:
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"[initialize_ub] expected ub_cfgs to be a mapping, got {mapping!r}")
+        for name, settings in mapping.items():
+            _known(name, _GEMMS, "ub_cfgs to name collectives")
+            for key, value in settings.items():
+                _check_setting(name, key, value)
+            found[name] = {**found.get(name, {}), **settings}
+    return found
+
+
+def _known(name: Any, known: Iterable[str], what: str) -> None:
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(str(name), names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else f", one of {', '.join(names)}"
+        raise ValueError(f"[initialize_ub] expected {what}, got {name!r}{hint}")
+
+
+def _check_setting(collective: str, key: str, value: Any) -> None:
+    _known(key, _SETTINGS, f"known settings of {collective}")
+    kind = _SETTINGS[key]
+    if isinstance(kind, tuple):
+        _known(value, kind, f"{key} of {collective} to be known")
+    elif kind is bool and value not in (False, True):  # files say 0 and 1, too
+        raise ValueError(
+            f"[initialize_ub] expected {key} of {collective} to be True or False, got {value!r}"
+        )
+    elif kind is int and not isinstance(value, int):
+        raise ValueError(
+            f"[initialize_ub] expected {key} of {collective} to be an int, got {value!r}"
+        )

@@ -1,0 +1,83 @@
+"""The `ub_*` arguments of modules, old names and new, and others that tune communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from transformer_engine.pytorch.module.arguments import refuse_keywords
+from transformer_engine.pytorch.parallel.groups import TensorParallel
+from transformer_engine.pytorch.parallel.overlap import Asked
+
+_GATHERS = ("ub_overlap_ag", "ub_split_ag", "ub_atomic_gemm_ag")
+_SCATTERS = ("ub_overlap_rs", "ub_split_rs", "ub_atomic_gemm_rs")
+_SCATTERS_GRADS = "ub_overlap_rs_dgrad"
+_SWITCH = "ub_tp_comm_overlap"  # of a TransformerLayer
+# What they ask for happens in any case: dgrad's collective runs beside the GEMM of wgrad, and the
+# input is gathered again beside that of dgrad.
+_ALWAYS = ("ub_bulk_dgrad", "ub_bulk_wgrad")
+_FLAGS = frozenset({*_GATHERS, *_SCATTERS, _SCATTERS_GRADS, *_ALWAYS, _SWITCH})
+_NAMES = frozenset({"ub_name", "rng_tracker_name", "symmetric_ar_type"})
+
+# Keywords of newer versions, and what they may be so far.
+_LATER = {"activation_params": None, "delay_wgrad_compute": False}
+
+
+def overlap_arguments(
+    module: type[nn.Module], others: dict[str, Any], whole: bool = False
+) -> Asked:
+    """What further keywords of a constructor ask for.
+
+    Args:
+        module: whose constructor it is.
+        others: its keywords.
+        whole: it is a layer, whose switch `ub_tp_comm_overlap` turns on what is not named.
+
+    Raises:
+        TypeError: unknown keywords, or values of other types.
+        NotImplementedError: what only newer versions can.
+    """
+    kind = module.__name__
+    known = (_FLAGS if whole else _FLAGS - {_SWITCH}) | _NAMES | _LATER.keys()
+    if set(others) - known:
+        refuse_keywords(module, set(others) - known, known)
+    for name, value in others.items():
+        if name in _LATER and value != _LATER[name]:
+            raise NotImplementedError(
+                f"[{kind}] {name}={value!r} is not implemented yet, only {_LATER[name]!r} is"
+            )
+        if name in _FLAGS and not isinstance(value, bool):
+            raise TypeError(f"[{kind}] expected {name} to be True or False, got {value!r}")
+        if name in _NAMES and not (value is None or isinstance(value, str)):
+            raise TypeError(f"[{kind}] expected {name} to be a str or None, got {value!r}")
+    if whole and not others.get(_SWITCH, False):
+        return Asked()
+
+    def asked(*names: str) -> bool:
+        flags = [others[name] for name in names if name in others]
+        return any(flags) if flags else whole
+
+    grads = bool(others.get(_SCATTERS_GRADS, False))
+    return Asked(asked(*_GATHERS), asked(*_SCATTERS), grads, others.get("ub_name"))
+
+
+def ask(ranks: TensorParallel, asked: Asked, *modes: str | None, named: bool = False) -> None:
+    """Let ranks know which of their collectives shall overlap, where they are such that can.
+
+    Args:
+        ranks: of a module.
+        asked: by its arguments.
+        modes: how its GEMMs are shared.
+        named: the argument `ub_name` must say which collectives they are.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if ranks.sequence:
+        ranks.overlap = asked.of("column" in modes, "row" in modes)
+    if any(ranks.overlap) and named and not asked.name:
+        raise ValueError(
+            f"[{ranks.op}] expected ub_name ('qkv', 'proj', 'fc1' or 'fc2') with ub_* arguments"
+            f" that ask for overlap ({ranks.overlap}), got none (layer {ranks.layer})"
+        )
