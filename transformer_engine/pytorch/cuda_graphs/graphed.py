@@ -16,6 +16,7 @@ from transformer_engine.pytorch._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
@@ -166,18 +167,22 @@ class Graphed:
         self.fused = [p for p in self.subject.parameters if hasattr(p, "main_grad")]
         scope = self.settings.scope
         self.updates = any(module.updates(scope) for module in self.subject.scaled)
+        # Cached keys have no gradient: there is no backward to capture.
+        self.generates = any(isinstance(leaf, InferenceParams) for leaf in self.leaves)
 
     def run(self) -> list[Any]:
         """The callable itself, on the samples; flat outputs."""
         more = {"is_first_microbatch": False} if self.settings.caches_weights else {}
-        out = self.subject.forward(*self.args, **self.kwargs, **more)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.generates):
+            out = self.subject.forward(*self.args, **self.kwargs, **more)
         outputs, self.out_structure = tree_flatten(out)
         return outputs
 
     def warm_up(self) -> None:
         """Run forward and backward eagerly, so that nothing is made for the first time later."""
         for _ in range(self.settings.warmup):
-            with autocast_stack().resumed(self.settings.scope):
+            with autocast_stack().resumed(self.settings.scope) as stack:
+                stack.warms_up = True
                 outputs = tuple(t for t in self.run() if _has_gradient(t))
             if outputs and self.surface:
                 ones = tuple(torch.ones_like(t) for t in outputs)

@@ -123,8 +123,8 @@ class Rotation(Part):
             pair, starts, ends = inference_params.positions(
                 pair, query, self.qkv_format, self.layer_number
             )
-            query_ends = ends if query_ends is None else query_ends
-            key_ends = ends if key_ends is None else key_ends
+            if ends is not None:  # the cache knows better than the caller's cu_seqlens
+                query_ends = key_ends = ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
         ranks = self.rank.ranks
         check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends, ranks)
