@@ -50,7 +50,7 @@ def test_drop_path_drops_whole_samples(device, shape, dim):
 
 def test_drop_path_drops_all():
     assert not DropPath(1.0)(torch.ones(5, 3)).any()
-    with pytest.raises(ValueError, match="0 <= drop_prob <= 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"0 <= drop_prob <= 1, got 1.5"):
         DropPath(1.5)
 
 

@@ -129,8 +129,6 @@ def _product(
         fast_accumulation,
         bias,
         *_NO_EPILOGUE,
-        None,
-        True,
     )[0]
 
 
@@ -209,7 +207,6 @@ def wgrad(
         None,
         *_NO_EPILOGUE,
         bias_grad,
-        True,
     )
     return d, grad
 
