@@ -378,6 +378,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         """Whether a step of this module in this scope ends with an update of scales."""
         return super().updates(scope) and wants_fp8(scope.recipe)
 
+    former_extra_state = "fused_attention._extra_state"
+
     def get_extra_state(self) -> torch.Tensor:
         """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""
         process_state().flush()
