@@ -19,7 +19,7 @@ class CaptureTimeHooks:
     """The hooks of one callable; their arguments are those of torch's hooks of modules.
 
     Args:
-        given: `{kind: {key: hook}}`, kinds as in `make_graphed_callables`.
+        hooks: `{kind: {key: hook}}`, kinds as in `make_graphed_callables`.
         where: which callable, for errors.
 
     Raises:
@@ -27,14 +27,14 @@ class CaptureTimeHooks:
         ValueError: an unknown kind.
     """
 
-    def __init__(self, given: Mapping[str, Mapping[Any, Any]] | None, where: str) -> None:
+    def __init__(self, hooks: Mapping[str, Mapping[Any, Any]] | None, where: str) -> None:
         self.where = where
-        if not isinstance(given or {}, Mapping):
+        if not isinstance(hooks or {}, Mapping):
             raise TypeError(
                 "[make_graphed_callables] expected capture_time_hooks to be a mapping or None for"
-                f" each callable, got {type(given).__name__} for {where}"
+                f" each callable, got {type(hooks).__name__} for {where}"
             )
-        found: dict[str, Mapping[Any, Any]] = dict(given or {})
+        found: dict[str, Mapping[Any, Any]] = dict(hooks or {})
         for key in found:
             if key not in _KEYS:
                 raise ValueError(
@@ -81,14 +81,14 @@ class CaptureTimeHooks:
 
 
 def capture_time_hooks_of(
-    given: Sequence[Mapping[str, Mapping[Any, Any]] | None] | None, places: Sequence[str]
+    hooks: Sequence[Mapping[str, Mapping[Any, Any]] | None] | None, places: Sequence[str]
 ) -> list[CaptureTimeHooks]:
     """The hooks of each callable.
 
     Raises:
         ValueError: hooks for another number of callables.
     """
-    every = [None] * len(places) if given is None else list(given)
+    every = [None] * len(places) if hooks is None else list(hooks)
     if len(every) != len(places):
         raise ValueError(
             "[make_graphed_callables] expected capture_time_hooks for each of"
