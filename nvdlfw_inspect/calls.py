@@ -108,7 +108,7 @@ class Calls:
         gemm: str | None,
         iteration: int,
     ) -> tuple[bool, int | None]:
-        """Make a routing call; a plain bool holds for this iteration."""
+        """Make a routing call; a plain bool is asked for again in the next iteration."""
         target = {"tensor_name": tensor, "gemm": gemm}
         arguments: dict[str, Any] = {k: v for k, v in target.items() if v is not None}
         arguments |= {"layer_name": layer, "iteration": iteration}

@@ -137,8 +137,8 @@ class DebugManager:
         """Make a routing call (`*_enabled`).
 
         Returns:
-            The merged answer of all features, and the first iteration at which it may change (None:
-            never). Asked again before that, it comes from a cache.
+            The merged answer of all features, and the next iteration at which one is asked (None:
+            never). A yes is for this iteration; before the next one, answers come from a cache.
         """
         now = self.iteration if iteration is None else iteration
         return self._session.decide(now, namespace, api_name, layer_name, tensor_name, gemm)

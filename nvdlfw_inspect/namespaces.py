@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvdlfw_inspect.debug_manager import DebugManager
 from nvdlfw_inspect.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Answer(NamedTuple):
+    """What a routing call (`*_enabled`) gives; it is true where `yes` is.
+
+    Attributes:
+        yes: for the iteration of the call.
+        next_iteration: The next at which a feature is asked; None: never.
+
+    >>> bool(Answer(False, 3)), Answer(False, 3) == (False, 3)
+    (False, True)
+    """
+
+    yes: bool
+    next_iteration: int | None
+
+    def __bool__(self) -> bool:
+        return self.yes
 
 
 class Namespace:
@@ -27,8 +45,8 @@ class Namespace:
         """Call an api of a layer's features.
 
         Returns:
-            Of a routing call (`*_enabled`): the answer and the iteration at which it may change.
-            Else what the feature returned; without one, {} in the namespace `base`, None elsewhere.
+            Of a routing call (`*_enabled`): an `Answer`, a tuple `(yes, next_iteration)`. Else what
+            the feature returned; without one, {} in the namespace `base`, None elsewhere.
 
         Raises:
             RuntimeError: No session is running.
@@ -38,7 +56,7 @@ class Namespace:
             raise RuntimeError("[inspect] expected a session: call debug_api.initialize() first")
         if api_name.endswith("_enabled"):
             carried = {k: kwargs.get(k) for k in ("tensor_name", "gemm", "iteration")}
-            return manager.decide(self._name, api_name, layer_name=layer_name, **carried)
+            return Answer(*manager.decide(self._name, api_name, layer_name=layer_name, **carried))
         result = manager.call(self._name, api_name, layer_name=layer_name, **kwargs)
         return {} if result is None and self._name == "base" else result
 

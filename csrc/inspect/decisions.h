@@ -1,5 +1,6 @@
-// Routing calls: which features act at an iteration, cached until one of them may change its
-// mind.
+// Routing calls: which features act at an iteration, cached until one of them is to be asked again.
+// "Yes, next at n" is a yes for the iteration at hand, then no one is asked before n; only whether
+// a GEMM runs in FP8 stays as it was said until then.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ namespace te::inspect {
 // The answers of all features of a target, and what follows from them.
 struct Decision {
   bool yes = false;
-  std::optional<int64_t> next;  // the first iteration at which it may change; none: never
+  std::optional<int64_t> next;  // when a feature is asked again; none: never
+  bool once = false;            // the yes is for one iteration
   Route route;
   std::vector<bool> said;  // by every use of the route
 };

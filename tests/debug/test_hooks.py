@@ -168,3 +168,35 @@ def test_operands_of_two_kinds_name_layer_and_gemm() -> None:
         pytest.raises(TypeError, match=r"fprop.*torch.bfloat16 and FP8 .layer layer"),
     ):
         train(build("linear", "cpu"), RECIPES["current"], steps=1)
+
+
+def test_a_feature_that_says_when_next_is_left_alone_until_then() -> None:
+    """ "Yes, next at n" is a yes for now; a yes without a next is the last one."""
+
+    class Seldom(Modifier):
+        def inspect_tensor_enabled(self, config, tensor_name, iteration):
+            self.calls.append(("asked", iteration))
+            return tensor_name == "activation", iteration + 3
+
+        def inspect_tensor(self, config, tensor, iteration):
+            self.calls.append(("looked", iteration))
+
+        def modify_tensor_enabled(self, config, iteration):
+            return True, None
+
+        def fp8_gemm_enabled(self, config, iteration):
+            return False, 2
+
+    feature, fp8 = Seldom(), []
+    with session(("layer", feature, {"tensors": ["activation"], "gemms": ["fprop"]})) as s:
+        module = build("linear", "cpu")
+        for _ in range(5):
+            te.gemm_report(reset=True)
+            with te.fp8_autocast():
+                module(torch.ones(16, 32, dtype=torch.bfloat16))
+            fp8.append(te.gemm_report().total("fp8"))
+            s.step()
+    of_kind = {kind: [c[1] for c in feature.calls if c[0] == kind] for kind in ("asked", "looked")}
+    assert of_kind == {"asked": [0, 3], "looked": [0, 3]}
+    assert [c for c in feature.calls if c[0] == "activation"] == [("activation", "fprop", False)]
+    assert fp8 == [0, 0, 0, 0, 0], "what fp8_gemm_enabled says holds"

@@ -242,9 +242,10 @@ def test_calls_by_hand() -> None:
     start(selected(FC1, FakeQuant={"quant_format": "E4M3", "gemms": "fprop", "tensors": "weight"}))
     calls = debug_api.transformer_engine
     here = {"layer_name": "x.fc1", "tensor_name": "weight", "gemm": "fprop", "iteration": 0}
-    assert calls.modify_tensor_enabled(**here)[0]
-    assert not calls.modify_tensor_enabled(**{**here, "layer_name": "x.fc2"})[0]
-    assert not calls.fp8_gemm_enabled(layer_name="x.fc1", gemm="fprop", iteration=0)[0]
+    assert calls.modify_tensor_enabled(**here)
+    assert not calls.modify_tensor_enabled(**{**here, "layer_name": "x.fc2"})
+    assert not calls.fp8_gemm_enabled(layer_name="x.fc1", gemm="fprop", iteration=0)
+    assert calls.fp8_gemm_enabled(layer_name="x.fc2", gemm="fprop", iteration=0) == (True, None)
     x = torch.tensor([[1.0, 448.0]])
     assert torch.equal(calls.modify_tensor(tensor=x, default_quantizer=None, **here), x)
     with pytest.raises(ValueError, match="Cannot route API fp8_gemm_enabled: gemm is missing"):

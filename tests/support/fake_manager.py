@@ -30,7 +30,7 @@ class FakeManager:
         self.iteration = 0
         self.messages: list[str] = []
         self._once: set[Any] = set()
-        self._decided: dict[Any, tuple[int, Any]] = {}
+        self._decided: dict[Any, tuple[int, int, Any]] = {}
 
     def route(self, namespace, layer_name, api_name, tensor_name=None, gemm=None):
         return tuple(
@@ -45,9 +45,10 @@ class FakeManager:
     def decide(self, namespace, api_name, *, layer_name, iteration, **names):
         key = (api_name, layer_name, *sorted(names.items()))
         if key in self._decided:
-            until, answer = self._decided[key]
-            if iteration < until:
-                return answer
+            asked, until, answer = self._decided[key]
+            if iteration < until:  # a yes is for the iteration in which it was said
+                holds = iteration == asked or api_name == "fp8_gemm_enabled"
+                return answer if holds else (False, answer[1])
         routed = self.route(
             namespace, layer_name, api_name, names.get("tensor_name"), names.get("gemm")
         )
@@ -61,7 +62,7 @@ class FakeManager:
         merge = all if api_name == "fp8_gemm_enabled" else any
         following = [n for _, n in answers if n is not None]
         answer = merge(a for a, _ in answers), min(following, default=None)
-        self._decided[key] = (min(following, default=1 << 60), answer)
+        self._decided[key] = (iteration, min(following, default=1 << 60), answer)
         return answer
 
     def call(self, namespace, api_name, *, layer_name, **arguments):

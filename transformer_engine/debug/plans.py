@@ -128,6 +128,8 @@ class Planner:
         answer, following = self.manager.decide(
             NAMESPACE, call, layer_name=self.layer, iteration=self.iteration, **names
         )
+        if answer and call != "fp8_gemm_enabled":  # a yes is for this iteration
+            following = self.iteration + 1
         known = self.next_iteration
         if following is not None:
             self.next_iteration = following if known is None else min(known, following)

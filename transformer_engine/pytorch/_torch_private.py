@@ -51,6 +51,12 @@ def found(path: str, without: Any) -> Any:
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
+# Not before 2.9. Without: the setting that this one has replaced.
+_fp32_precision: Callable[[str, str], str] = found(
+    "torch:_C._get_fp32_precision_getter",
+    lambda backend, op: "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+)
+
 graph_task = torch._C._current_graph_task_id  # of the backward that is running; -1: none
 # Not in 2.4. Without: there may always be hooks, that nobody knows; layers run part by part, and
 # in FP8 refuse non-reentrant checkpoints of torch, as where their records are not found (below).
@@ -119,6 +125,15 @@ functional_collectives: Any = found("torch.distributed._functional_collectives",
 # Memory that GPUs of one host write into; torch documents it under this name. Without: NCCL moves
 # all tensors.
 symmetric_memory: Any = found("torch.distributed._symmetric_memory", None)
+
+
+def allows_tf32() -> bool:
+    """Whether fp32 products may run in TF32, as `torch.backends.cuda.matmul` says now.
+
+    torch's own attributes take five times as long, and refuse an answer where programs have used
+    both its old and its new settings.
+    """
+    return _fp32_precision("cuda", "matmul") == "tf32"
 
 
 def saved_tensors_hooks_active() -> bool:

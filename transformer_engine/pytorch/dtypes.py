@@ -57,3 +57,8 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
         return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, cast to the dtype of `torch.autocast` where that is on."""
+    return x.to(autocast_dtype(x) or x.dtype)

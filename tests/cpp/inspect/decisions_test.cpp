@@ -48,16 +48,34 @@ TEST_F(DecisionsTest, MergesAnswers) {
   }
 }
 
-TEST_F(DecisionsTest, AsksAFeatureWhenItsAnswerHasRunOut) {
-  answer("A", [](int64_t i) { return Answer{i % 2 == 0, i + 2}; });
+TEST_F(DecisionsTest, AYesIsForOneIterationAndNobodyIsAskedBeforeTheNext) {
+  answer("A", [](int64_t i) { return Answer{true, i + 2}; });
   answer("B", [](int64_t) { return Answer{false, std::nullopt}; });
   for (int64_t i = 0; i < 4; ++i) {
-    for (int repeat = 0; repeat < 3; ++repeat) EXPECT_TRUE(session->decide(inspect, i)->yes);
+    for (int repeat = 0; repeat < 3; ++repeat)
+      EXPECT_EQ(session->decide(inspect, i)->yes, i % 2 == 0);
     EXPECT_EQ(session->decide(inspect, i)->next, i - i % 2 + 2);
   }
   EXPECT_EQ(features->asked,
             (std::vector<std::string>{"A inspect_tensor_enabled 0", "B inspect_tensor_enabled 0",
                                       "A inspect_tensor_enabled 2"}));
+}
+
+TEST_F(DecisionsTest, AYesWithoutANextIsTheLastOne) {
+  answer("A", [](int64_t) { return Answer{true, std::nullopt}; });
+  answer("B", [](int64_t) { return Answer{true, std::nullopt}; });
+  for (int64_t i = 3; i < 6; ++i) EXPECT_EQ(session->decide(inspect, i)->yes, i == 3);
+  EXPECT_EQ(features->asked.size(), 2u);
+}
+
+TEST_F(DecisionsTest, WhetherAGemmRunsInFp8HoldsUntilTheNext) {
+  answer("A", [](int64_t i) { return Answer{i >= 4, 4}; });
+  answer("B", [](int64_t) { return Answer{true, std::nullopt}; });
+  for (int64_t i = 0; i < 4; ++i) EXPECT_FALSE(session->decide(fp8, i)->yes);
+  EXPECT_TRUE(session->decide(fp8, 4)->yes);
+  answer("A", [](int64_t) { return Answer{true, std::nullopt}; });
+  for (int64_t i = 5; i < 9; ++i) EXPECT_TRUE(session->decide(fp8, i)->yes);
+  EXPECT_EQ(features->asked.size(), 4u);
 }
 
 TEST_F(DecisionsTest, AnAnswerOfThePastHoldsForItsIteration) {

@@ -242,7 +242,7 @@ def test_state_survives_a_checkpoint():
     saved = core.state_dict()
     assert saved["_extra_state"].dtype is torch.uint8 and saved["_extra_state"].numel() > 0
     other = attention()
-    other.load_state_dict(saved)
+    other.load_state_dict({"fused_attention._extra_state": saved["_extra_state"]})  # as of 1.6
     clone = copy.deepcopy(core)
     results = []
     for module in (core, other, clone):

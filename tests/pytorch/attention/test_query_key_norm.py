@@ -171,6 +171,8 @@ def test_state_dict(kind):
         for norm in ("q_norm", "k_norm")
         for key in NORM_KEYS[kind]
     )
+    attention = layer.self_attention
+    assert (attention.q_norm is attention.k_norm) is (not NORM_KEYS[kind]), "one without parameters"
     layer.set_tensor_parallel_group(None)
     assert layer.self_attention.q_norm.eps == 1e-6
     if NORM_KEYS[kind]:

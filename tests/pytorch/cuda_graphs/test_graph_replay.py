@@ -12,7 +12,14 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cuda_graphs import graphed
 from transformer_engine.pytorch.cuda_graphs.callables import _Order, _replaced
-from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
+from transformer_engine.pytorch.cuda_graphs.graphed import (
+    Graphed,
+    Settings,
+    capture_weights,
+    untouched,
+)
+from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
+from transformer_engine.pytorch.cuda_graphs.subject import Subject
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 
@@ -26,6 +33,9 @@ class Graph:
 
     def replay(self) -> None:
         self.body()
+
+    def reset(self) -> None:
+        del self.body
 
 
 class Emulated(Graphed):
@@ -68,10 +78,14 @@ def _emulated(monkeypatch):
     monkeypatch.setattr(graphed, "capture_into", capture_into)
 
 
-def graphs(functions, samples, recipe=None, order=None, cached: bool = False) -> list[Graphed]:
+def graphs(
+    functions, samples, recipe=None, order=None, cached: bool = False, hooks=None
+) -> list[Graphed]:
     wanted = OUTSIDE if recipe is None else process_state().intern(Scope(True, False, recipe))
     settings = Settings(wanted, 2, False, None, None, cached, False, True)
-    subjects = [Subject(f, f"callable {i}") for i, f in enumerate(functions)]
+    places = [f"callable {i}" for i in range(len(functions))]
+    every = capture_time_hooks_of(hooks, places)
+    subjects = [Subject(*one) for one in zip(functions, places, every, strict=True)]
     plan = _Order(len(functions), order)
     made = [
         Emulated(subjects[plan.function(i)], settings, args, kwargs)
@@ -83,7 +97,7 @@ def graphs(functions, samples, recipe=None, order=None, cached: bool = False) ->
         for subject in subjects:
             subject.record_states()
             if cached:
-                subject.capture_weights(settings)
+                capture_weights(subject, settings)
                 subject.weights.body = lambda subject=subject: _cast(subject, wanted)
         for index, forward in plan.steps():
             (made[index].capture_forward if forward else made[index].capture_backward)()
@@ -203,3 +217,95 @@ def test_orders() -> None:
         *((i, False) for i in (3, 2, 1, 0)),
     ]
     assert [_Order(2, [1, 1, -1, -1]).function(i) for i in range(4)] == [0, 1, 0, 1]
+
+
+class Block(nn.Module):
+    """Takes no `is_first_microbatch`; a layer in it does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer, nn.ReLU()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: nn.Sequential(layer, nn.ReLU()), Block])
+def test_containers_hand_on_which_micro_batch_it_is(wrap) -> None:
+    eager = layers(2)
+    other = nn.ModuleList(wrap(layer) for layer in copy.deepcopy(eager))
+    samples = [((sample(),), {}) for _ in other]
+    replayed = [_replaced(part) for part in graphs(other, samples, DELAYED, cached=True)]
+    parts = [lambda x, layer=layer, **more: layer(x, **more).relu() for layer in eager]
+    assert_equal(train(other, replayed, True, cached=True), train(eager, parts, True, cached=True))
+    x = sample()
+    other.eval()
+    with torch.no_grad(), scope("delayed"):
+        expected = eager[0](x, is_first_microbatch=True).relu()
+        assert torch.equal(other[0](x, is_first_microbatch=True), expected)
+
+
+def test_reset() -> None:
+    """Modules are as before; functions and micro-batches of a pipeline run eagerly."""
+    (module,) = layers(1)
+    x = sample()
+    with scope("delayed"):
+        expected = module(x)
+    before = dict(vars(module))
+    (graph,) = graphs([module], [((sample(),), {})], DELAYED)
+    assert _replaced(graph) is module
+    assert vars(module) != before
+    module.reset()
+    assert "forward" not in vars(module) and "reset" not in vars(module)
+    module.load_state_dict(module.state_dict())
+    with scope("delayed"):
+        assert torch.equal(graph(x), module(x))
+    graph.reset()
+    assert graph.outputs == () and expected.shape == graph(x).shape
+
+    (function,) = graphs([torch.sin], [((sample(),), {})])
+    y = function(x)
+    function.reset()
+    assert torch.equal(function(x), y)
+
+
+def test_hooks_of_the_capture_run_around_it_alone() -> None:
+    """They may exchange parameters, as shards are, and are not replayed."""
+    module = nn.Linear(32, 8)
+    shard, whole = module.weight, nn.Parameter(torch.full_like(module.weight, 2.0))
+    calls = []
+
+    def install(weight, what):
+        def hook(*args):
+            calls.append((what, len(args)))
+            module.weight = weight
+
+        return hook
+
+    hooks = {
+        "forward_pre_hooks": {0: install(whole, "before forward")},
+        "forward_hooks": {"a": install(shard, "after forward")},
+        "forward_hooks_with_kwargs": {"a": True},
+        "backward_pre_hooks": {0: install(whole, "before backward")},
+        "backward_hooks": {0: install(shard, "after backward")},
+    }
+    (graph,) = graphs([module], [((sample(),), {})], hooks=[hooks])
+    names = [("before forward", 2), ("after forward", 4), ("before backward", 2)]
+    assert calls == [*names, ("after backward", 3)] * 3, "two warm-ups and the capture"
+    assert module.weight is shard
+    x = sample()
+    module.weight = whole  # what is replayed here reads it anew; a graph has its address
+    graph(x).sum().backward()
+    assert len(calls) == 12
+    assert shard.grad is None
+    assert torch.equal(whole.grad, x.detach().sum(0).expand(8, -1))
+    for wrong, error, message in (
+        ([hooks, None], ValueError, r"for each of 1 callable\(s\), got 2"),
+        ([[1]], TypeError, "a mapping or None for each callable, got list for callable 0"),
+        ([{"hooks": {}}], ValueError, "got 'hooks' for callable 0"),
+        ([{"forward_hooks": {0: lambda *a: 1}}], ValueError, "expected hooks of a capture"),
+    ):
+        with pytest.raises(error, match=message):
+            graphs([module], [((sample(),), {})], hooks=wrong)

@@ -267,6 +267,65 @@ def test_on_the_cpu_callables_stay_as_they_are() -> None:
     assert found == modules and modules[0].forward == forward and len(notices) == 1
     with pytest.warns(UserWarning):
         assert te.make_graphed_callables(modules[0], (torch.ones(16, 16),)) is modules[0]
+    modules[0].reset()
+    copy.deepcopy(modules[0])
+
+
+def test_on_the_cpu_containers_hand_on_which_micro_batch_it_is() -> None:
+    """A script that graphs a container with cached weights runs on a laptop, too."""
+    model, x = nn.Sequential(te.Linear(16, 16, device="cpu"), nn.ReLU()), torch.ones(16, 16)
+    with pytest.warns(UserWarning, match="CUDA graphs need samples"):
+        graphed = te.make_graphed_callables(model, (x,), fp8_enabled=True, fp8_weight_caching=True)
+    assert graphed is model
+    with te.fp8_autocast():
+        first = model(x, is_first_microbatch=True)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        assert torch.equal(model(x, is_first_microbatch=False), first), "the cached weight"
+    model.reset()
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        model(x, is_first_microbatch=True)
+
+
+@pytest.mark.gpu
+def test_containers_and_reset() -> None:
+    """A container with cached weights replays as it runs eagerly; `reset` frees the graphs."""
+    eager = nn.ModuleList(layer(i) for i in range(2))
+    wrapped = nn.ModuleList(nn.Sequential(one) for one in copy.deepcopy(eager))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    parts = te.make_graphed_callables(
+        tuple(wrapped),
+        tuple((batch().requires_grad_(),) for _ in wrapped),
+        fp8_enabled=True,
+        fp8_recipe=RECIPES["delayed"],
+        fp8_weight_caching=True,
+    )
+    expected = run_model(eager, "delayed", eager, cached=True)
+    assert_equal(run_model(wrapped, "delayed", parts, cached=True), expected)
+    held = torch.cuda.memory_allocated()
+    for part in parts:
+        part.reset()
+        assert "forward" not in vars(part)
+    assert torch.cuda.memory_allocated() < held, before
+    with torch.no_grad():
+        wrapped[0](batch())
+
+
+@pytest.mark.gpu
+def test_hooks_of_the_capture() -> None:
+    calls = []
+    hooks = {
+        kind: {0: lambda module, *rest, kind=kind: calls.append((kind, len(rest)))}
+        for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    }
+    module, x = layer(0), batch().requires_grad_()
+    graphed = te.make_graphed_callables(
+        module, (x,), num_warmup_iters=1, capture_time_hooks=[hooks]
+    )
+    assert calls == [(kind, n) for kind, n in zip(hooks, (1, 2, 1, 2), strict=True)] * 2
+    graphed(batch().requires_grad_()).sum().backward()
+    assert len(calls) == 8
 
 
 def test_arguments_that_contradict_each_other() -> None:

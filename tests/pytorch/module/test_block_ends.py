@@ -48,6 +48,12 @@ def test_drop_path_drops_whole_samples(device, shape, dim):
     assert torch.equal(module.eval()(x), x)
 
 
+def test_drop_path_drops_all():
+    assert not DropPath(1.0)(torch.ones(5, 3)).any()
+    with pytest.raises(ValueError, match=r"0 <= drop_prob <= 1, got 1.5"):
+        DropPath(1.5)
+
+
 def test_drop_path_of_packed_sequences(device):
     ends = torch.tensor([0, 2, 2, 5, 9], dtype=torch.int32, device=device)
     ratio = DropPath(0.5)(torch.ones(10, 3, device=device), ends)

@@ -181,14 +181,17 @@ def test_formats_agree(device):
     assert_near(packed.view(BATCH, LENGTH, HIDDEN), sbhd(x).transpose(0, 1), device)
 
 
-def test_residual_keeps_its_dtype_in_autocast(device):
-    layer = make(device)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_residual_has_the_dtype_of_autocast(device, training):
+    layer = make(device).train(training)
     x = torch.randn(LENGTH, BATCH, HIDDEN, device=device, requires_grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         out = layer(x)
-    assert out.dtype is torch.float32
+        assert torch.equal(out, layer(x.detach().bfloat16())), "cast once, at the beginning"
+    assert out.dtype is torch.bfloat16
     assert relative_error(out, layer(x)) < bound_of(torch.bfloat16, device)
     out.sum().backward()
+    assert x.grad.dtype is torch.float32
     assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 
 
@@ -225,6 +228,17 @@ def test_drop_path_in_the_layer(device, case):
     assert torch.equal(untouched.all(1), untouched.any(1))
 
 
+def test_every_path_is_dropped(device):
+    """The branches of a last layer at rate 1 are zero, and so are their gradients."""
+    layer = make(device, drop_path_rate=1.0)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, device=device, requires_grad=True)
+    out = layer(x)
+    assert torch.equal(out, x)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert not any(p.grad.any() for p in layer.parameters())
+
+
 def test_names_of_children():
     layer = make(name="decoder.7", layer_type="decoder")
     assert layer.self_attention.layernorm_qkv.name == "decoder.7.self_attention.layernorm_qkv"
@@ -258,7 +272,7 @@ def test_groups_of_one_rank_are_accepted():
         (ValueError, "enc_dec_attn_mask_type in", {"enc_dec_attn_mask_type": "upper"}),
         (ValueError, "attn_input_format in", {"attn_input_format": "bhsd"}),
         (ValueError, "0 <= hidden_dropout < 1, got 1", {"hidden_dropout": 1.0}),
-        (ValueError, "0 <= drop_path_rate < 1, got 2", {"drop_path_rate": 2.0}),
+        (ValueError, "0 <= drop_path_rate <= 1, got 2", {"drop_path_rate": 2.0}),
         (ValueError, "fuse_qkv_params=True with", {"fuse_wgrad_accumulation": True}),
         (
             ValueError,

@@ -94,6 +94,43 @@ def test_sums_are_in_fp32(device):
     assert x.grad.dtype is torch.bfloat16 and x.grad[0, 0] == 258
 
 
+@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_in_bf16_round_once(probs_dtype, device):
+    """Against fp64: of the merge, gradients of rows and of weights, and of the copies."""
+    hidden, ulp = 512, 2.0**-7
+    torch.manual_seed(2)
+    mask = torch.rand(TOKENS, EXPERTS, device=device) > 0.3
+    x = torch.randn(TOKENS, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.rand(TOKENS, EXPERTS, device=device).to(probs_dtype).requires_grad_()
+    upstream = torch.randn(TOKENS, hidden, device=device, dtype=torch.bfloat16)
+    rows, row_id_map = moe_permute(x, mask, int(mask.sum()))
+    experts = rows.detach() * torch.randn_like(rows).requires_grad_(False)
+    experts.requires_grad_()
+    merged = moe_unpermute(experts, row_id_map, probs, x.shape)
+    grads = torch.autograd.grad(merged, (experts, probs), upstream)
+    row_grads = torch.randn_like(rows)
+    (x_grad,) = torch.autograd.grad(rows, x, row_grads)
+
+    order = pairs(mask)
+    exact = experts.detach().double(), probs.detach().double()
+    sums = torch.zeros(TOKENS, hidden, device=device, dtype=torch.float64)
+    expected_merged, expected_x = sums.clone(), sums.clone()
+    expected = torch.zeros_like(exact[0]), torch.zeros_like(exact[1])
+    for row, (e, t) in enumerate(order):
+        expected_merged[t] += exact[0][row] * exact[1][t, e]
+        expected[0][row] = upstream[t].double() * exact[1][t, e]
+        expected[1][t, e] = upstream[t].double() @ exact[0][row]
+        expected_x[t] += row_grads[row].double()
+    for value, wanted in (
+        (merged, expected_merged),
+        (x_grad, expected_x),
+        *zip(grads, expected, strict=True),
+    ):
+        # Half a unit in the last place, and what sums in fp32 lose before that.
+        bound = wanted.abs() * ulp / 2 + 1e-4
+        assert ((value.double() - wanted).abs() <= bound).all(), (value, wanted)
+
+
 def test_no_tokens(device):
     x, mask = torch.ones(0, 4, device=device), torch.ones(0, 2, dtype=torch.bool, device=device)
     rows, row_id_map = moe_permute(x, mask, 0)

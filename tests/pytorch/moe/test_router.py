@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from transformer_engine.pytorch.moe.permutation import moe_permute
 from transformer_engine.pytorch.moe.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
@@ -125,6 +126,40 @@ def test_scores_and_balance(function: str, device: str) -> None:
     loss = fused_moe_aux_loss(scores, counts, TOKENS, EXPERTS, 2, 0.1)
     sums = scores.double().sum(0) * counts
     assert loss.item() == pytest.approx(0.1 * EXPERTS / (2 * TOKENS**2) * sums.sum().item())
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_indices_and_maps(kind: torch.dtype, device: str) -> None:
+    """Experts as indices, which `moe_permute` takes, and as bits."""
+    torch.manual_seed(0)
+    logits = torch.randn(TOKENS, 13, device=device, requires_grad=True)
+    case = (logits, 3, False, None, None, 2.0, "sigmoid")
+    weights, chosen = fused_topk_with_score_function(*case)
+    room = torch.empty(TOKENS, 3, device=device, dtype=kind)
+    again, indices = fused_topk_with_score_function(*case, topk_indices=room)
+    assert indices.data_ptr() == room.data_ptr()
+    assert torch.equal(again, weights)
+    assert torch.equal(torch.zeros_like(chosen).scatter(1, room.long(), True), chosen)
+    assert torch.autograd.grad(again.sum(), logits)[0].shape == logits.shape
+    x = torch.randn(TOKENS, 4, device=device)
+    rows = [
+        moe_permute(x, m, 3 * TOKENS, map_type=t)[0] for m, t in ((chosen, "mask"), (room, "index"))
+    ]
+    assert torch.equal(*rows)
+
+    bits = fused_topk_with_score_function(*case, routing_map_format="bitmap_u8")[1]
+    assert bits.dtype is torch.uint8 and bits.shape == (TOKENS, 2)
+    places = torch.arange(13, device=device)
+    assert torch.equal((bits[:, places // 8] >> (places % 8).byte() & 1).bool(), chosen)
+    of_scores = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", "bitmap_u8")[0]
+    assert torch.equal(of_scores, bits)
+    for wrong, error, message in (
+        ({"topk_indices": room.float()}, TypeError, "of int32 or int64, got torch.float32"),
+        ({"topk_indices": room[:, :2]}, ValueError, r"of shape \(12, 3\), got \(12, 2\)"),
+        ({"routing_map_format": "bits"}, ValueError, "'bytemap' or 'bitmap_u8', got 'bits'"),
+    ):
+        with pytest.raises(error, match=message):
+            fused_topk_with_score_function(*case, **wrong)
 
 
 def test_refusals() -> None:

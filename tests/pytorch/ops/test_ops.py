@@ -47,10 +47,11 @@ def test_activations(name: str, dtype: torch.dtype, device: str) -> None:
         assert_bitwise(copy.deepcopy(module)(leaf), out)
 
 
-def test_dtype_of_autocast(device: str) -> None:
+@pytest.mark.parametrize("make", [lambda device: ops.GELU(), lambda d: ops.Bias(16, device=d)])
+def test_dtype_of_autocast(device: str, make) -> None:
     x = torch.randn(4, 16, device=device, requires_grad=True)
     with torch.autocast(device, torch.bfloat16):
-        out = ops.GELU()(x)
+        out = make(device)(x)
     assert out.dtype is torch.bfloat16
     out.sum().backward()
     assert x.grad.dtype is torch.float32

@@ -67,7 +67,8 @@ class TEDefaultFeatures(Protocol):
     methods it has of these, marked with `api_method`, take any subset of the arguments.
 
     Routing calls, whose names end in `enabled`, return the answer for this iteration; or it and the
-    next iteration at which it may change (None: never).
+    next iteration at which to ask (None: never again), before which the feature is not called
+    either. The answer of `fp8_gemm_enabled` holds until then.
 
     Their arguments:
 

@@ -9,7 +9,6 @@ import torch
 from nvdlfw_inspect import api
 from nvdlfw_inspect._engine import schedule_of
 from nvdlfw_inspect.registry import api_method
-from transformer_engine.debug.schedules import end_of_run
 from transformer_engine.debug.shared_amax import groups_of
 from transformer_engine.pytorch.kernels.amax import amax
 
@@ -24,11 +23,9 @@ class Scheduled:
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether it is due, and the next iteration at which that may change."""
+        """Whether it is due, and the next iteration at which it is."""
         schedule = schedule_of(config)
-        if schedule.due(iteration):
-            return True, end_of_run(schedule, iteration)
-        return False, schedule.next(iteration)
+        return schedule.due(iteration), schedule.next(iteration)
 
 
 class Modifying:
@@ -37,9 +34,9 @@ class Modifying:
     @api_method
     def modify_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
+    ) -> bool:
         """Yes, in every iteration."""
-        return True, None
+        return True
 
     def amax(
         self, x: torch.Tensor, where: tuple[str, str, str], tp_group: Any, tp_size: int | None

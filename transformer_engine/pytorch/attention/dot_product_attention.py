@@ -284,14 +284,14 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         if fp8_output or exporting():
             refuse_rare(self, fp8_output, own.qkv_format, inference_params)
         casts = casts_of(self, (query, key, value), checkpoint_core_attention)
-        step = None
+        step, cache = None, ""
         if inference_params is not None:
             check_params(inference_params, self.layer_number, self.name)
             (query, key, value), own, step = with_cache(
                 (query, key, value), own, inference_params, self.layer_number
             )
+            cache = inference_params.kind if step is None else step.kind
         shapes = query.shape, key.shape, value.shape
-        cache = "" if inference_params is None else inference_params.kind
         call = self._call(shapes, query.device, own, cache, casts)
         out = self._core(query, key, value, call)
         if casts is not None and casts.columns is not None:
@@ -377,6 +377,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
         return super().updates(scope) and wants_fp8(scope.recipe)
+
+    former_extra_state = "fused_attention._extra_state"
 
     def get_extra_state(self) -> torch.Tensor:
         """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""

@@ -21,6 +21,13 @@ it has a cache manager (see `kv_cache.py`), and `pre_step` is called before each
     params = InferenceParams(8, 1024, num_heads_kv=16, head_dim_k=64, dtype=torch.bfloat16)
     params.pre_step(OrderedDict({sequence: new_tokens, ...}))
 
+A CUDA graph reads the lengths of named sequences on the device, where `pre_step` writes them
+before each replay; such a step has `max_batch_size` sequences, of which some may be padding:
+
+    layer = te.make_graphed_callables(layer, (x,), sample_kwargs={"inference_params": params})
+    params.pre_step({sequence: new_tokens, ...})
+    layer(x, inference_params=params)
+
 Queries see the keys up to their own: causal masks are aligned bottom right.
 """
 
@@ -35,11 +42,15 @@ import torch
 from transformer_engine.pytorch.attention.cache.fixed_steps import FixedStep, FixedSteps, Geometry
 from transformer_engine.pytorch.attention.cache.kv_cache import (
     KVCacheManager,
+    Step,
+    refuse_new_cache,
+)
+from transformer_engine.pytorch.attention.cache.managers import (
     NonPagedKVCacheManager,
     PagedKVCacheManager,
-    Step,
 )
 from transformer_engine.pytorch.attention.core.formats import check_format
+from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_sizes
 
 
@@ -152,8 +163,18 @@ class InferenceParams:
             key: `[sequence, batch, heads, size]`, or batch first in `bshd`.
             value: likewise.
             qkv_format: `sbhd` or `bshd`.
+
+        Raises:
+            ValueError: no room for them, or other sizes than those of the cache.
+            RuntimeError: a CUDA graph is being captured.
         """
         _refuse_packed(qkv_format)
+        if is_capturing():
+            raise RuntimeError(
+                "[InferenceParams] expected sequence_len_offset to be a tensor on the device within"
+                f" the capture of a CUDA graph, got the int {self.sequence_len_offset}, which"
+                f" replays would not see grow (layer number {layer_number})"
+            )
         key, value = _in_format(key, qkv_format), _in_format(value, qkv_format)
         tokens, batch = key.shape[:2]
         end, last = self.sequence_len_offset + tokens, self.batch_size_offset + batch
@@ -224,6 +245,7 @@ class InferenceParams:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         caches = self.key_value_memory_dict.get(layer_number)
         if caches is None:
+            refuse_new_cache(layer_number)
             sizes = (self.max_sequence_length, self.max_batch_size)
             caches = (
                 key.new_zeros(*sizes, *key.shape[2:]),
@@ -286,14 +308,7 @@ class InferenceParams:
             ValueError: fewer angles than positions, where the host knows these.
         """
         if self.cache_manager is not None:
-            longest = max(self.cache_manager.lengths.values(), default=0)
-            if min(one.shape[0] for one in angles) < longest:
-                raise ValueError(
-                    f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions,"
-                    f" the tokens of the longest sequence, got {[one.shape[0] for one in angles]}"
-                )
-            starts = self.cache_manager.lengths_before(query.device)
-            return angles, starts, self.cache_manager.new_ends(query.device)
+            return angles, *self.cache_manager.positions(angles, query, qkv_format)
         if self.kind == "fixed":
             step = self._fixed_step(("angles", layer_number), query, qkv_format)
             return angles, step.starts, None
@@ -322,6 +337,11 @@ class InferenceParams:
                 "[InferenceParams] expected step_dict to map each sequence to its number of new"
                 f" tokens, an int, got {step_dict!r}"
             ) from error
+        if self.max_ctx_len is not None and max(counts.values(), default=0) > self.max_ctx_len:
+            raise ValueError(
+                f"[InferenceParams] expected at most max_ctx_len={self.max_ctx_len} new tokens of a"
+                f" sequence, got {step_dict!r}"
+            )
         self._manager.pre_step(counts)
 
     def allocate_memory(self, layer_number: int) -> None:
@@ -339,7 +359,10 @@ class InferenceParams:
             self.cache_manager.reset()
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
-        """int32 `[batch]`, tokens of each sequence before this step: where its positions start."""
+        """int32 `[batch]`, tokens of each sequence before this step: where its positions start.
+
+        In a CUDA graph `[max_batch_size]`, in memory that `pre_step` writes.
+        """
         return self._manager.lengths_before()
 
     def step(

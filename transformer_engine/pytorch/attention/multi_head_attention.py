@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads
-from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norm
+from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
@@ -206,9 +206,8 @@ class MultiheadAttention(FlowModule):
             **asked.arguments("proj"),
         )
         self._add_parts(qkv_format, rotary_pos_interleaved)
-        self.q_norm, self.k_norm = (
-            head_norm(qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, name)
-            for name in (f"{self.name}.q_norm", f"{self.name}.k_norm")
+        self.q_norm, self.k_norm = head_norms(
+            qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, self.name
         )
 
     def _layout(

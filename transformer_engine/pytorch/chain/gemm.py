@@ -136,8 +136,6 @@ def _product(
         fast_accumulation,
         bias,
         *_NO_EPILOGUE,
-        None,
-        True,
     )[0]
 
 
@@ -216,7 +214,6 @@ def wgrad(
         None,
         *_NO_EPILOGUE,
         bias_grad,
-        True,
     )
     return d, grad
 

@@ -58,7 +58,8 @@ class FirstParameters(Unfinished):
         like = [self.carry, Operands(None, waited(self.restored))]
         main = [] if self.target is None else [self.target.main_grad]
         inputs = (*flat(like), *self.buffers, *main)
-        key = ("parameters", None if self.target is None else self.target.how)
+        how = None if self.target is None else self.target.how
+        key = ("parameters", how, self.plan.in_tf32)
         backwards = self.segment.backwards
         found = backwards.get(key)
         if found is None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from transformer_engine.pytorch._torch_private import allows_tf32
+
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 
@@ -103,6 +105,11 @@ class CallPlan:
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""
+
+    @property
+    def in_tf32(self) -> bool:
+        """Whether products of fp32 operands run in TF32 now, which a recording cannot change."""
+        return self.dtype is torch.float32 and allows_tf32()
 
     def bound(self, state: Any) -> CallPlan:
         """The plan with these tensors in place of its stand-ins."""

@@ -263,6 +263,8 @@ class Segment:
         """
         inputs: tuple[Any, ...] = (*made, *buffers)
         key: tuple[Any, ...] = tuple([grad is None for grad in made])
+        if plan.in_tf32:
+            key = (*key, "tf32")
         if Operands in [type(grad) for grad in made]:
             inputs = (*flat(made), *buffers)
         inputs = (*inputs, *state)

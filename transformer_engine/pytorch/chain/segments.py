@@ -184,6 +184,8 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     first = inputs[0]
     values = plan.chain.inputs
     key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
+    if plan.in_tf32:
+        key = (key, "tf32")
     found: list[Segment] | None = recordings.get(key)
     if found is None:
         if plan.chain.communicates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,14 @@ from torch import nn
 
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._torch_private import tree_leaves
-from transformer_engine.pytorch.cuda_graphs.graphed import Graphed, Settings, Subject, untouched
+from transformer_engine.pytorch.cuda_graphs.graphed import (
+    Graphed,
+    Settings,
+    capture_weights,
+    untouched,
+)
+from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
+from transformer_engine.pytorch.cuda_graphs.subject import Subject, not_graphed, replace_forward
 from transformer_engine.pytorch.fp8.autocast import one_of, scope_of
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 
@@ -44,6 +51,7 @@ def make_graphed_callables(
     clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Any]] | None] | None = None,
 ) -> Any:
     """Capture the forward and the backward of each callable as a CUDA graph.
 
@@ -74,7 +82,8 @@ def make_graphed_callables(
         recipe: see `autocast`.
         amax_reduction_group: see `autocast`.
         cache_quantized_params: weights are cast only by calls with `is_first_microbatch=True`;
-            every call must then say so or not.
+            every call must then say so or not. Containers that do not take this keyword hand it to
+            those of their modules that do.
         _order: for pipelines: chunks of callables in the order in which micro-batches run, `c`
             for the forward of chunk `c` (from 1) and `-c` for its backward. `sample_args` then has
             an entry for each callable and micro-batch (by chunk, micro-batch, layer), and functions
@@ -85,9 +94,15 @@ def make_graphed_callables(
             graph's own memory, which the next backward overwrites.
         pre_warmup_hook: called before the eager runs.
         post_warmup_hook: called after them.
+        capture_time_hooks: for each callable None, or a mapping of `forward_pre_hooks`,
+            `forward_hooks`, `backward_pre_hooks` and `backward_hooks` to `{key: hook}`, with the
+            arguments of torch's hooks of modules. They run in each warm-up and capture, around the
+            graphs; no graph holds them. `forward_pre_hooks_with_kwargs` and
+            `forward_hooks_with_kwargs` name the keys of hooks that take keyword arguments, too.
 
     Returns:
-        What takes the place of the callables: one, or a tuple.
+        What takes the place of the callables: one, or a tuple. Each has `reset()`, which frees its
+        graphs; calls then run eagerly.
 
     Raises:
         ValueError: arguments that contradict each other; inputs or parameters without a gradient.
@@ -109,8 +124,8 @@ def make_graphed_callables(
         _given(fp8_recipe=fp8_recipe, recipe=recipe),
         _given(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group),
     )
-    caches = _given(
-        fp8_weight_caching=fp8_weight_caching, cache_quantized_params=cache_quantized_params
+    caches = scope.enabled and bool(
+        _given(fp8_weight_caching=fp8_weight_caching, cache_quantized_params=cache_quantized_params)
     )
     alone = callable(modules)
     functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
@@ -122,6 +137,7 @@ def make_graphed_callables(
             " as they are",
             stacklevel=2,
         )
+        functions = [not_graphed(function, caches) for function in functions]
         return modules if alone else tuple(functions)
     _check_capturable(functions, _order)
     settings = Settings(
@@ -130,11 +146,11 @@ def make_graphed_callables(
         allow_unused_input,
         torch.cuda.graph_pool_handle() if pool is None else pool,
         torch.cuda.Stream(),
-        bool(caches) and scope.enabled,
+        caches,
         retain_graph_in_backward,
         clone_param_grads_on_return,
     )
-    subjects = [Subject(f, f"callable {i} ({_name(f)})") for i, f in enumerate(functions)]
+    subjects = _subjects(functions, capture_time_hooks)
     graphs = [
         Graphed(subjects[order.function(i)], settings, *sample) for i, sample in enumerate(samples)
     ]
@@ -202,7 +218,7 @@ def _check_capturable(functions: list[Function], order: Sequence[int] | None) ->
         if any(getattr(function, name) for name in hooks):
             raise ValueError(
                 f"[make_graphed_callables] expected callable {i} ({_name(function)}) without hooks,"
-                " got some: register them after the capture"
+                " got some: register them after the capture, or hand them to capture_time_hooks"
             )
         for module in function.modules():
             if getattr(module, "delay_wgrad_compute", False):
@@ -216,6 +232,12 @@ def _check_capturable(functions: list[Function], order: Sequence[int] | None) ->
                     f"[make_graphed_callables] expected buffers without gradients, got {name} of "
                     f"callable {i} ({_name(function)})"
                 )
+
+
+def _subjects(functions: list[Function], hooks: Any) -> list[Subject]:
+    places = [f"callable {i} ({_name(f)})" for i, f in enumerate(functions)]
+    every = capture_time_hooks_of(hooks, places)
+    return [Subject(*one) for one in zip(functions, places, every, strict=True)]
 
 
 def _check_inspected(subjects: list[Subject]) -> None:
@@ -255,7 +277,7 @@ def _capture(
         for subject in subjects:
             subject.record_states()
             if settings.caches_weights:
-                subject.capture_weights(settings)
+                capture_weights(subject, settings)
         for graph, forward in order.steps():
             if forward:
                 graphs[graph].capture_forward()
@@ -325,14 +347,14 @@ class _Order:
 
 def _replaced(graph: Graphed) -> Function:
     """A module whose forward replays, or the graph in the function's place."""
-    module, eager, training = graph.subject.module, graph.subject.forward, graph.subject.training
+    module, training = graph.subject.module, graph.subject.training
     if module is None:
         return graph
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (graph if module.training == training else eager)(*args, **kwargs)
+        return (graph if module.training == training else graph.eager)(*args, **kwargs)
 
-    module.forward = forward
+    replace_forward(module, forward, graph.reset)
     return module
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from transformer_engine.pytorch._torch_private import (
     TreeSpec,
@@ -16,11 +15,10 @@ from transformer_engine.pytorch._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from transformer_engine.pytorch.attention.inference import InferenceParams
+from transformer_engine.pytorch.cuda_graphs.subject import Subject
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
-from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.fp8.scaling_state import ScalingState
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 Tensors = tuple[torch.Tensor, ...]
 Maybe = tuple[torch.Tensor | None, ...]
@@ -38,64 +36,6 @@ class Settings:
     caches_weights: bool
     retain_graph: bool
     clones_gradients: bool
-
-
-class Subject:
-    """What is captured: a module or a function, and the modules of ours in it."""
-
-    def __init__(self, function: Callable[..., Any], where: str) -> None:
-        self.function = function
-        self.where = where
-        self.module = function if isinstance(function, nn.Module) else None
-        modules = () if self.module is None else tuple(self.module.modules())
-        ours = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
-        self.ours = tuple(part for module in ours for part in module.parts())
-        others = [m for m in modules if isinstance(m, ScaledModule) and m not in ours]
-        self.scaled: tuple[ScaledModule, ...] = (*self.ours, *others)
-        parameters = () if self.module is None else tuple(self.module.parameters())
-        self.parameters = tuple(p for p in parameters if p.requires_grad)
-        self.training = self.module is not None and self.module.training
-        self.forward = function if self.module is None else self.module.forward
-        self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
-        self.cached_weights: list[Any] = []
-        self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
-
-    def record_states(self) -> None:
-        """Record the FP8 state whose addresses graphs hold."""
-        self.states = [
-            (module, direction, state, state.version)
-            for module in self.scaled
-            for direction, state in module.scaling.items()
-        ]
-
-    def check_states(self) -> None:
-        """Raise RuntimeError where a module has another state than the one that was captured."""
-        for module, direction, state, version in self.states:
-            if module.scaling.get(direction) is not state or state.version != version:
-                raise RuntimeError(
-                    f"[make_graphed_callables] expected the FP8 state of layer {module.name} that "
-                    f"{self.where} was captured with, got another one (a loaded state dict, another"
-                    " amax_history_len): capture again"
-                )
-
-    def capture_weights(self, settings: Settings) -> None:
-        """A graph that casts what forwards with `is_first_microbatch=False` read.
-
-        It replays between the forward and the backward of others, whose memory it must not share.
-        """
-        self.weights = torch.cuda.CUDAGraph()
-        own = replace(settings, pool=torch.cuda.graph_pool_handle())
-        with capture_into(own, self, "cast of weights", self.weights):
-            for module in self.ours:
-                module.renew_weights()
-        self.cached_weights = [stage.cached_weight for m in self.ours for stage in m.chain.matmuls]
-
-    def trackers(self) -> list[Any]:
-        """RNG state trackers of its modules, each once."""
-        parts = () if self.module is None else self.module.modules()
-        found = [getattr(part, "get_rng_state_tracker", None) for part in parts]
-        made = [get() for get in dict.fromkeys(found) if get is not None]
-        return [t for t in {id(t): t for t in made}.values() if hasattr(t, "register_with")]
 
 
 @contextmanager
@@ -141,6 +81,21 @@ def _end_failed_capture(subject: Subject) -> None:
         x.add_(1)
 
 
+def capture_weights(subject: Subject, settings: Settings) -> None:
+    """A graph that casts what forwards with `is_first_microbatch=False` read.
+
+    It replays between the forward and the backward of others, whose memory it must not share.
+    """
+    subject.weights = torch.cuda.CUDAGraph()
+    own = replace(settings, pool=torch.cuda.graph_pool_handle())
+    with capture_into(own, subject, "cast of weights", subject.weights):
+        for module in subject.ours:
+            module.renew_weights()
+    subject.cached_weights = [
+        stage.cached_weight for m in subject.ours for stage in m.chain.matmuls
+    ]
+
+
 @dataclass
 class Graphed:
     """One captured callable; the tensors among its samples become the memory that graphs read."""
@@ -156,32 +111,65 @@ class Graphed:
     def __post_init__(self) -> None:
         self.leaves, self.structure = tree_flatten((self.args, self.kwargs))
         self.inputs: Tensors = tuple(t for t in self.leaves if isinstance(t, torch.Tensor))
-        self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.subject.parameters
+        self.parameters: Tensors = ()
+        self.surface: Tensors = ()
+        self.fused: list[Any] = []
+        self._find_parameters()
         self.forward_graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.outputs: tuple[Any, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
         self.grad_outputs: Tensors = ()
         self.gradients: Maybe = ()  # of inputs, then of parameters
-        self.fused = [p for p in self.subject.parameters if hasattr(p, "main_grad")]
         scope = self.settings.scope
         self.updates = any(module.updates(scope) for module in self.subject.scaled)
+        # Cached keys have no gradient: there is no backward to capture.
+        self.generates = any(isinstance(leaf, InferenceParams) for leaf in self.leaves)
+        self.was_reset = False
+        self.subject.graphs += 1
+
+    def _find_parameters(self) -> None:
+        """Whose gradients graphs compute; hooks of the capture may have replaced some."""
+        self.parameters = self.subject.parameters
+        self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.parameters
+        self.fused = [p for p in self.parameters if hasattr(p, "main_grad")]
 
     def run(self) -> list[Any]:
         """The callable itself, on the samples; flat outputs."""
-        more = {"is_first_microbatch": False} if self.settings.caches_weights else {}
-        out = self.subject.forward(*self.args, **self.kwargs, **more)
+        first = False if self.settings.caches_weights else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.generates):
+            out = self.subject.call(self.args, self.kwargs, first)
         outputs, self.out_structure = tree_flatten(out)
         return outputs
 
     def warm_up(self) -> None:
         """Run forward and backward eagerly, so that nothing is made for the first time later."""
         for _ in range(self.settings.warmup):
-            with autocast_stack().resumed(self.settings.scope):
-                outputs = tuple(t for t in self.run() if _has_gradient(t))
+            self._before_forward()
+            with autocast_stack().resumed(self.settings.scope) as stack:
+                stack.warms_up = True
+                every = self.run()
+            self._after_forward(every)
+            outputs = tuple(t for t in every if _has_gradient(t))
             if outputs and self.surface:
                 ones = tuple(torch.ones_like(t) for t in outputs)
-                self._gradients(outputs, ones)
+                self._before_backward(ones)
+                self._after_backward(self._gradients(outputs, ones), ones)
+
+    def _before_forward(self) -> None:
+        self.subject.hooks.before_forward(self.subject.function, self.args, self.kwargs)
+        self._find_parameters()
+
+    def _after_forward(self, outputs: Any) -> None:
+        out = tree_unflatten(list(outputs), self.out_structure)
+        self.subject.hooks.after_forward(self.subject.function, self.args, self.kwargs, out)
+
+    def _before_backward(self, grad_outputs: Tensors) -> None:
+        self.subject.hooks.before_backward(self.subject.function, grad_outputs)
+
+    def _after_backward(self, found: Maybe, grad_outputs: Tensors) -> None:
+        inputs = found[: len(self.surface) - len(self.parameters)]
+        self.subject.hooks.after_backward(self.subject.function, inputs, grad_outputs)
 
     def _gradients(self, outputs: Tensors, grad_outputs: Tensors) -> Maybe:
         found: Maybe = torch.autograd.grad(
@@ -211,8 +199,10 @@ class Graphed:
 
     def capture_forward(self) -> None:
         """The first graph."""
+        self._before_forward()
         with capture_into(self.settings, self.subject, "forward", self.forward_graph):
             self.outputs = tuple(self.run())
+        self._after_forward(self.outputs)
         self.differentiable = tuple(_has_gradient(t) for t in self.outputs)
 
     def capture_backward(self) -> None:
@@ -223,15 +213,32 @@ class Graphed:
             return
         self.grad_outputs = tuple(torch.empty_like(t) for t in outputs)
         self.backward_graph = torch.cuda.CUDAGraph()
+        self._before_backward(self.grad_outputs)
         with capture_into(self.settings, self.subject, "backward", self.backward_graph):
-            found = iter(self._gradients(outputs, self.grad_outputs))
+            every = self._gradients(outputs, self.grad_outputs)
+        self._after_backward(every, self.grad_outputs)
+        found = iter(every)
         inputs = [next(found) if t.requires_grad else None for t in self.inputs]
         self.gradients = (*inputs, *found)
 
+    def reset(self) -> None:
+        """Free the graphs and their memory; from now on the callable runs eagerly."""
+        if self.was_reset:
+            return
+        self.was_reset = True
+        for graph in (self.forward_graph, self.backward_graph):
+            if graph is not None:
+                graph.reset()
+        self.outputs, self.grad_outputs, self.gradients = (), (), ()
+        self.subject.graphs -= 1
+        if self.subject.graphs == 0 and self.subject.weights is not None:
+            self.subject.weights.reset()
+            self.subject.weights, self.subject.cached_weights = None, []
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay; without autograd, where eager mode leaves no amax, run eagerly."""
-        if self.backward_graph is not None and not torch.is_grad_enabled():
-            return self.subject.forward(*args, **kwargs)
+        """Replay; run eagerly after `reset`, and without autograd, where that leaves no amax."""
+        if self.was_reset or (self.backward_graph is not None and not torch.is_grad_enabled()):
+            return self.eager(*args, **kwargs)
         if self.updates and graph_task() != -1:
             raise RuntimeError(
                 f"[make_graphed_callables] expected {self.subject.where} outside of checkpoints, "
@@ -253,10 +260,15 @@ class Graphed:
                     stack.step.join(scope, module.scaling)
                 if self.backward_graph is not None and stack.step.first_pending:
                     step = stack.take_backward_end()
-            out = _Replay.apply(self, step, *inputs, *subject.parameters)
+            out = _Replay.apply(self, step, *inputs, *self.parameters)
         finally:
             leave()
         return tree_unflatten(list(out), self.out_structure)
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The callable itself."""
+        first = kwargs.pop("is_first_microbatch", None) if self.settings.caches_weights else None
+        return self.subject.call(args, kwargs, first)
 
     def _first_microbatch(self, kwargs: dict[str, Any]) -> bool:
         if not self.settings.caches_weights:

@@ -156,11 +156,13 @@ def dequantized_weight(
     return _quantize_dequantize(values, inverse, matrix.element) if fp8 else values.to(dtype)
 
 
-def _symbolic(operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _symbolic(
+    operator: str, inputs: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """An operator of ONNX whose result has the shape of its first input."""
     ops: Any = import_module("torch.onnx.ops")
     result: torch.Tensor = ops.symbolic(operator, inputs, dtype=dtype, shape=inputs[0].shape)
-    return result
+    return result.to(device) if result.device != device else result  # torch makes it on the CPU
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
@@ -170,11 +172,12 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
     then refuses its own graph, because Transpose takes no float8 before opset 21. The sum of one
     tensor is in the way.
     """
-    return _symbolic("Sum", (x,), x.dtype)
+    return _symbolic("Sum", (x,), x.dtype, x.device)
 
 
 def _quantize_dequantize(x: torch.Tensor, inverse: torch.Tensor, format: int) -> torch.Tensor:
     dtype = TORCH_FP8[format]
     zero = torch.zeros((), dtype=dtype)  # says which float8
-    codes = _symbolic("QuantizeLinear", (x, inverse, zero), dtype)
-    return _symbolic("DequantizeLinear", (codes, inverse), torch.float32)
+    cpu = torch.device("cpu")  # codes are read by the second operator alone
+    codes = _symbolic("QuantizeLinear", (x, inverse, zero), dtype, cpu)
+    return _symbolic("DequantizeLinear", (codes, inverse), torch.float32, x.device)

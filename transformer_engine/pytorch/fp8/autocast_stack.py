@@ -102,6 +102,7 @@ class AutocastStack:
         recomputed: the region whose forward is computed again.
         model_inits: scopes of `quantized_model_init`.
         exporting: within an enabled `onnx_export`.
+        warms_up: what runs now runs so that a CUDA graph can be captured of it.
         before: the stack that leaving the scope restores; None is the one outside of all scopes.
     """
 
@@ -116,6 +117,7 @@ class AutocastStack:
         self.recomputed: RecomputeRegion | None = None
         self.model_inits: tuple[Any, ...] = ()
         self.exporting = False
+        self.warms_up = False
         self.before: AutocastStack | None = None
 
     def push(self, scope: Scope) -> None:

@@ -205,9 +205,11 @@ def _announce(raw: torch.Tensor, layer: str) -> None:
 class OptionalExtraState:
     """A module whose `_extra_state` a checkpoint may lack, as those of plain torch layers do.
 
-    Older versions have the key elsewhere; that is no error either. Where the module has scaling
-    state, one warning says that it stays as it is.
+    Older versions have the key elsewhere (`former_extra_state`); that is no error either. Where the
+    module has scaling state, one warning says that it stays as it is.
     """
+
+    former_extra_state = ""  # behind the module's prefix
 
     def _load_from_state_dict(
         self,
@@ -219,13 +221,15 @@ class OptionalExtraState:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        key, former = prefix + "_extra_state", prefix + self.former_extra_state
+        if self.former_extra_state and key not in state_dict and former in state_dict:
+            state_dict = {**state_dict, key: state_dict[former]}
         known = len(missing_keys), len(unexpected_keys)
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         for keys, first in zip((missing_keys, unexpected_keys), known, strict=True):
-            keys[first:] = [key for key in keys[first:] if not key.endswith("_extra_state")]
-        key = prefix + "_extra_state"
+            keys[first:] = [name for name in keys[first:] if not name.endswith("_extra_state")]
         if getattr(self, "scaling", None) and key not in state_dict:
             warn_once(
                 f"[load_state_dict] expected FP8 scaling state under {key!r}, which is missing: "

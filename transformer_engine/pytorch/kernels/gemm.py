@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from transformer_engine import _C
+from transformer_engine.pytorch._torch_private import allows_tf32
 from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.library import library_op
@@ -52,7 +53,7 @@ def gemm(
     activation: int = NO_ACTIVATION,
     aux: torch.Tensor | None = None,
     bias_grad: torch.dtype | None = None,
-    allow_tf32: bool = True,
+    allow_tf32: bool | None = None,
     *,
     launch: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -76,7 +77,8 @@ def gemm(
         bias_grad: dtype of the bias gradient to return: `[m]`, the sum of `a` over k; with
             `GELU_BACKWARD` `[n]`, the sum of the rows of `d`. The product makes it in the dtype
             of `d`. Plain operands only.
-        allow_tf32: multiply fp32 operands on the tensor cores.
+        allow_tf32: multiply fp32 operands on the tensor cores, in TF32; None is what
+            `torch.backends.cuda.matmul` says.
         launch: False gives the shapes alone.
 
     Returns:
@@ -97,6 +99,8 @@ def gemm(
     if bias_grad is not None:
         grad = a.new_empty(_bias_grad_size(a, a_transposed, n, activation), dtype=dtype)
     if launch:
+        if allow_tf32 is None:
+            allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
         arguments = (
             d,
             a,
@@ -136,7 +140,7 @@ def gemm_into(
     accumulate: bool = True,
     fast_accumulation: bool = False,
     bias_grad: torch.Tensor | None = None,
-    allow_tf32: bool = True,
+    allow_tf32: bool | None = None,
     bias: torch.Tensor | None = None,
     *,
     launch: bool = True,
@@ -151,6 +155,8 @@ def gemm_into(
     if bias_grad is not None and bias_grad.dtype is not d.dtype:
         grad = torch.empty_like(bias_grad, dtype=d.dtype)
     if launch:
+        if allow_tf32 is None:
+            allow_tf32 = a.dtype is not torch.float32 or allows_tf32()
         arguments = (
             d,
             a,

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.module.arguments import check_numbers
 
 
 class DropSamples(Stage):
-    """Multiplies every sample by 0, or by `1 / (1 - p)`, by chance.
+    """Multiplies every sample by 0, or by `1 / (1 - p)`, by chance; where `p` is 1, all by 0.
 
     The parameter is `cu_seqlens` of packed tokens, or None. `options` of the call are the
     probability `p` of 0, and the dimension of samples.
@@ -33,7 +33,7 @@ class DropSamples(Stage):
         """Draw by torch's generator, and multiply."""
         (x,), (cu_seqlens,), (p, batch_dim) = inputs, parameters, plan.options
         samples = x.shape[batch_dim] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        factor = x.new_empty(samples).bernoulli_(1.0 - p).div_(1.0 - p)
+        factor = x.new_empty(samples).bernoulli_(1.0 - p).div_(1.0 - p if p < 1.0 else 1.0)
         if cu_seqlens is not None:
             token = torch.arange(x.shape[0], device=x.device)
             sequence = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
@@ -69,7 +69,7 @@ class DropPath(nn.Module):
     """Zero a sample's branch with probability `drop_prob`; scale the others by `1/(1-drop_prob)`.
 
     Args:
-        drop_prob: in [0, 1).
+        drop_prob: in [0, 1].
         batch_dim: the dimension of samples.
     """
 
@@ -78,8 +78,8 @@ class DropPath(nn.Module):
     def __init__(self, drop_prob: float = 0.0, batch_dim: int = 0) -> None:
         super().__init__()
         check_numbers("DropPath", None, drop_prob=drop_prob)
-        if not 0.0 <= drop_prob < 1.0:
-            raise ValueError(f"[DropPath] expected 0 <= drop_prob < 1, got {drop_prob}")
+        if not 0.0 <= drop_prob <= 1.0:
+            raise ValueError(f"[DropPath] expected 0 <= drop_prob <= 1, got {drop_prob}")
         self.drop_prob = drop_prob
         self.batch_dim = batch_dim
 

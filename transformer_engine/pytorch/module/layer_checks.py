@@ -38,8 +38,9 @@ def check_layer(layer: TransformerLayer, ffn_hidden_size: int, fuses_only_wgrad:
             f" got {layer.attn_input_format!r}"
         )
     for rate, value in rates.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"[TransformerLayer] expected 0 <= {rate} < 1, got {value}")
+        if not 0.0 <= value <= 1.0 or (value == 1.0 and rate == "hidden_dropout"):
+            below = "<" if rate == "hidden_dropout" else "<="
+            raise ValueError(f"[TransformerLayer] expected 0 <= {rate} {below} 1, got {value}")
     if fuses_only_wgrad:
         raise ValueError(
             "[TransformerLayer] expected fuse_qkv_params=True with fuse_wgrad_accumulation=True,"

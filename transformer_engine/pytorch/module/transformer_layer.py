@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.core.query_key import RotaryAngles
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
+from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.module.drop_path import DropPath
 from transformer_engine.pytorch.module.dropout_add import Residual
 from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
@@ -312,14 +313,16 @@ class TransformerLayer(FlowModule):
                 `DotProductAttention.forward`.
 
         Returns:
-            The shape and dtype of `hidden_states`.
+            The shape and dtype of `hidden_states`; the dtype of `torch.autocast` where that is
+            active.
 
         Raises:
             ValueError: another size of `hidden_states`; see `DotProductAttention.forward`.
             TypeError: see `DotProductAttention.forward`.
         """
         check_inputs(self, hidden_states, encoder_output, attention_mask, self_attn_mask_type)
-        hidden_states = hidden_states.contiguous()
+        # The residual stream has the dtype of torch.autocast, too.
+        hidden_states = in_autocast_dtype(hidden_states.contiguous())
         core = explicit_arguments(
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,

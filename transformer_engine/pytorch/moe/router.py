@@ -32,6 +32,8 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: torch.Tensor | None = None,
+    routing_map_format: str = "bytemap",
+    topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token, and their weights.
 
@@ -46,20 +48,26 @@ def fused_topk_with_score_function(
         score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; the weights of the latter two
             are divided by their sum where there are several.
         expert_bias: `[experts]`, added for the choice alone; not with `"softmax"`.
+        routing_map_format: of `chosen`: `"bytemap"`, booleans `[tokens, experts]`, or
+            `"bitmap_u8"`, eight of them in a byte of uint8 `[tokens, ceil(experts / 8)]`, the first
+            in its lowest bit.
+        topk_indices: int32 or int64 `[tokens, topk]`, to be filled with the experts of each token,
+            as `moe_permute` takes them with `map_type="index"`.
 
     Returns:
         `(weights, chosen)`: `[tokens, experts]` in the dtype of `logits`, zero where not chosen,
-        and the same as booleans.
+        and which are chosen; `topk_indices` in place of the latter, where that is there.
 
     Raises:
-        ValueError: fp64, an unknown score function, or numbers that do not fit.
+        ValueError: fp64, an unknown score function or format, or numbers that do not fit.
+        TypeError: `topk_indices` that are not of integers.
 
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
     >>> fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax")[1]
     tensor([[False,  True,  True]])
     """
     softmax = score_function == "softmax"
-    _check(logits, topk, score_function)
+    _check(logits, topk, score_function, routing_map_format)
     if softmax and expert_bias is not None:
         raise ValueError("[router] expected no expert_bias with score_function 'softmax'")
     values = logits.float()
@@ -76,11 +84,15 @@ def fused_topk_with_score_function(
     if scaling_factor is not None:
         weights = weights * scaling_factor
     spread = torch.zeros_like(values).scatter(-1, indices, weights)
-    return spread.to(logits.dtype), _chosen(values, indices)
+    probs = spread.to(logits.dtype)
+    if topk_indices is not None:
+        _check_indices(topk_indices, indices)
+        return probs, topk_indices.copy_(indices)
+    return probs, _chosen(values, indices, routing_map_format)
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str
+    logits: torch.Tensor, topk: int, score_function: str, routing_map_format: str = "bytemap"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores that the balancing loss looks at.
 
@@ -89,18 +101,19 @@ def fused_compute_score_for_moe_aux_loss(
         topk: experts of each token.
         score_function: `"softmax"`, `"sigmoid"` or `"sqrtsoftplus"`; scores of the latter two are
             divided by their sum over the experts.
+        routing_map_format: of `chosen`, see `fused_topk_with_score_function`.
 
     Returns:
-        `(chosen, scores)`: booleans and fp32, `[tokens, experts]`.
+        `(chosen, scores)`: which are chosen, and fp32 `[tokens, experts]`.
 
     Raises:
-        ValueError: fp64, an unknown score function, or `topk` that does not fit.
+        ValueError: fp64, an unknown score function or format, or `topk` that does not fit.
     """
-    _check(logits, topk, score_function)
+    _check(logits, topk, score_function, routing_map_format)
     scores = _SCORES[score_function](logits.float())
     if score_function != "softmax":
         scores = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SUM)
-    return _chosen(scores, scores.topk(topk, dim=-1).indices), scores
+    return _chosen(scores, scores.topk(topk, dim=-1).indices, routing_map_format), scores
 
 
 def fused_moe_aux_loss(
@@ -130,7 +143,11 @@ def fused_moe_aux_loss(
     return (sums.sum() * factor).to(probs.dtype)
 
 
-def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+def _check(logits: torch.Tensor, topk: int, score_function: str, map_format: str) -> None:
+    if map_format not in ("bytemap", "bitmap_u8"):
+        raise ValueError(
+            f"[router] expected routing_map_format 'bytemap' or 'bitmap_u8', got {map_format!r}"
+        )
     if score_function not in _SCORES:
         raise ValueError(
             f"[router] expected score_function to be one of {', '.join(_SCORES)}, got "
@@ -156,5 +173,20 @@ def _within_groups(choice: torch.Tensor, topk: int, groups: int, group_topk: int
     return grouped.masked_fill(~chosen_groups.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _chosen(like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like, dtype=torch.bool).scatter(-1, indices, True)
+def _check_indices(room: torch.Tensor, indices: torch.Tensor) -> None:
+    if room.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"[router] expected topk_indices of int32 or int64, got {room.dtype}")
+    if room.shape != indices.shape:
+        raise ValueError(
+            f"[router] expected topk_indices of shape {tuple(indices.shape)}, got"
+            f" {tuple(room.shape)}"
+        )
+
+
+def _chosen(like: torch.Tensor, indices: torch.Tensor, map_format: str = "bytemap") -> torch.Tensor:
+    chosen = torch.zeros_like(like, dtype=torch.bool).scatter(-1, indices, True)
+    if map_format == "bytemap":
+        return chosen
+    padded = torch.nn.functional.pad(chosen.byte(), (0, -chosen.shape[-1] % 8))
+    bits = padded.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device=like.device)
+    return bits.sum(-1, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from transformer_engine.pytorch.chain.stages import Activation
-from transformer_engine.pytorch.dtypes import autocast_dtype
+from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
@@ -48,7 +48,7 @@ class _Activation(SingleStageModule, FusibleOperation):
             raise ValueError(
                 f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
             )
-        return self.run(x.to(autocast_dtype(x) or x.dtype))
+        return self.run(in_autocast_dtype(x))
 
 
 class GELU(_Activation):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.linear import Linear
@@ -107,7 +108,7 @@ class Bias(FusibleOperation):
         self._parameter_set.reset(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the bias, in the dtype of `x`.
+        """Add the bias, in the dtype of `x`, or of `torch.autocast` where that is active.
 
         Args:
             x: `(..., size)`.
@@ -117,6 +118,7 @@ class Bias(FusibleOperation):
         if x.ndim == 0 or x.shape[-1] != self.size:
             raise ValueError(f"[Bias] expected x of shape (..., {self.size}), got {tuple(x.shape)}")
         bias: torch.Tensor = self.bias  # type: ignore[assignment]
+        x = in_autocast_dtype(x)
         return x + bias.to(x.dtype)
 
     def extra_repr(self) -> str:

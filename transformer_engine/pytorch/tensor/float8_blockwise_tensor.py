@@ -13,8 +13,10 @@ from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, O
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
+from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.scale_layout import block_layout
-from transformer_engine.pytorch.tensor.quantized_tensor import Parts, TensorMaking
+from transformer_engine.pytorch.tensor.making import TensorMaking
+from transformer_engine.pytorch.tensor.quantized_tensor import Parts
 from transformer_engine.pytorch.tensor.shards import ShardableTensor
 from transformer_engine.pytorch.tensor.writing import ranks_of
 
@@ -170,6 +172,52 @@ class Float8BlockwiseQTensor(ShardableTensor):
         rowwise, *others = self.parts
         parts = [None if rowwise is None else rowwise.view(size), *others]
         return self.with_parts(parts, size)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are there."""
+        return {
+            "rowwise": self._rowwise_data is not None,
+            "columnwise": self._columnwise_data is not None,
+        }
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Drop sides that are not wanted. Square blocks can be transposed; others are lost."""
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        left = {n: own if wanted[n] is None else wanted[n] for n, own in self.get_usages().items()}
+        if not any(left.values()):
+            raise RuntimeError(
+                "[update_usage] expected row-wise or column-wise codes to stay, got neither"
+                f" ({self.label})"
+            )
+        for columnwise, name in enumerate(left):
+            if left[name] and self.side(bool(columnwise)) is None:
+                self._transpose_side(bool(columnwise))
+        for name, stays in left.items():
+            if not stays:
+                setattr(self, f"_{name}_data", None)
+                setattr(self, f"_{name}_scale_inv", None)
+
+    def _transpose_side(self, columnwise: bool) -> None:
+        """Make a side of the other one."""
+        if not self._is_2D_scaled:
+            name = "column-wise" if columnwise else "row-wise"
+            raise RuntimeError(
+                f"[update_usage] expected {name} codes at hand, got none: blocks of 1 x 128 are"
+                f" scaled for each side; quantise the values again ({self.label})"
+            )
+        other = self.side(not columnwise)
+        assert other is not None
+        rows, cols = other.codes.reshape(-1, other.codes.shape[-1]).shape
+        grid = block_layout(2).scale_shape(cols, rows)
+        scales = other.scales.new_zeros(grid)
+        used = other.scales[:, : -(-cols // 128)].t()
+        scales[: used.shape[0], : used.shape[1]] = used[:, : grid[1]]
+        codes = transpose(other.codes)
+        name = "columnwise" if columnwise else "rowwise"
+        setattr(self, f"_{name}_data", codes if columnwise else codes.view(self.shape))
+        setattr(self, f"_{name}_scale_inv", scales)
 
     def description(self) -> str:
         """What `repr` says beside the values."""

@@ -14,7 +14,8 @@ from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose
-from transformer_engine.pytorch.tensor.quantized_tensor import Parts, TensorMaking
+from transformer_engine.pytorch.tensor.making import TensorMaking
+from transformer_engine.pytorch.tensor.quantized_tensor import Parts
 from transformer_engine.pytorch.tensor.shards import ShardableTensor
 
 
@@ -155,6 +156,19 @@ class Float8Tensor(ShardableTensor):
         other, known = super().mapped(function), self.known_transpose
         other._transpose = None if known is None else function(known)
         return other
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are at hand; codes always are."""
+        return {"rowwise": True, "columnwise": self.known_transpose is not None}
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make or drop the transposed codes; the codes themselves always stay."""
+        if columnwise_usage:
+            self.transposed_codes()
+        elif columnwise_usage is not None:
+            self._transpose = None
 
     def description(self) -> str:
         """What `repr` says beside the values."""

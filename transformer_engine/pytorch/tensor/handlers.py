@@ -25,19 +25,19 @@ def _to_copy(
     """To another device as codes, to another dtype as values."""
     to = device or x.device
     if dtype not in (None, x.dtype):
-        return x.dequantize(dtype=dtype).to(to, non_blocking=non_blocking)
+        return x.plain_values(dtype).to(to, non_blocking=non_blocking)
     return x.mapped(lambda part: part.to(to, non_blocking=non_blocking, copy=True))
 
 
 def _copy_into(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(dtype=target.dtype), *args, **kwargs)
+        return target.copy_(source.plain_values(target.dtype), *args, **kwargs)
     if target.like(source):
         ranks, others = ranks_of(target), ranks_of(source)
         if ranks is not None and others is not None:
             ranks.initial = others.initial
         return target.overwrite(source.parts)
-    values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+    values = source.plain_values() if isinstance(source, QuantizedTensor) else source
     return target.quantize_(values.expand(target.shape))
 
 

@@ -21,7 +21,8 @@ from transformer_engine.pytorch.fp8.operands import Fp8Matrix
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
-from transformer_engine.pytorch.tensor.writing import write
+from transformer_engine.pytorch.tensor.transparent import Dequantize
+from transformer_engine.pytorch.tensor.writing import write, write_unless
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
@@ -140,21 +141,56 @@ class QuantizedTensor(torch.Tensor):
             self.quantize_(value)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `dtype` (the nominal one where None)."""
+        """The values as a plain tensor of `dtype` (the nominal one where None).
+
+        To autograd it is the identity.
+        """
+        if self.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            found: torch.Tensor = Dequantize.apply(self, dtype)
+            return found
+        return self.plain_values(dtype)
+
+    def plain_values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dequantize`, unseen by autograd."""
         to = dtype or self.dtype
         if self.is_meta:
             return torch.empty(self.shape, dtype=to, device=self.device)
         return self.decoded(to if to in HIGH_PRECISION else torch.float32).to(to)
 
-    def quantize_(self, tensor: torch.Tensor) -> Any:
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantise other values into this tensor.
+
+        Args:
+            tensor: of the same shape.
+            noop_flag: of one element, on the device: where it is not 0, all stays as it was.
 
         Raises:
             RuntimeError: the tensor was made without a quantizer.
             ValueError: the values have another shape.
         """
-        write([self], [tensor])
+        if noop_flag is None:
+            write([self], [tensor])
+        else:
+            write_unless(noop_flag, self, tensor)
         return self
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are at hand: `{"rowwise": ..., "columnwise": ...}`."""
+        raise NotImplementedError
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make sides that are wanted and drop those that are not; None leaves one as it is.
+
+        Raises:
+            RuntimeError: a side that the others cannot give, or none would be left.
+        """
+        raise NotImplementedError
+
+    def get_data_tensors(self) -> Parts:
+        """Codes and scales."""
+        return self.parts
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Other values as the quantizer takes them; raises what `quantize_` does."""
@@ -168,7 +204,7 @@ class QuantizedTensor(torch.Tensor):
                 f"[{name}] expected values of shape {tuple(self.shape)}, got "
                 f"{tuple(tensor.shape)} ({self.label})"
             )
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
+        plain = tensor.plain_values() if isinstance(tensor, QuantizedTensor) else tensor.detach()
         to = plain.dtype if plain.dtype in HIGH_PRECISION else self.dtype
         return plain.to(self.device, to).contiguous().resolve_neg()
 
@@ -312,36 +348,6 @@ def rowwise_of(x: QuantizedTensor) -> Fp8Matrix | None:
     return None if codes is None else Fp8Matrix(codes, scales, x._format)
 
 
-class TensorMaking:
-    """What public quantizers have in common: calling one gives a quantised tensor."""
-
-    rowwise_usage = True
-    columnwise_usage = True
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose whether codes and transposed codes are made."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
-
-    def quantize(self, tensor: torch.Tensor, *, out: Any = None) -> Any:
-        """Quantise.
-
-        Args:
-            tensor: fp32, fp16 or bf16.
-            out: tensor to write into instead of a new one.
-        """
-        if out is not None:
-            return out.quantize_(tensor)
-        return self._made(tensor.detach().contiguous().resolve_neg())
-
-    def _made(self, plain: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        """`quantize`."""
-        return self.quantize(tensor)
-
-
 def _refuse_communication(func: Any, args: tuple[Any, ...]) -> None:
     for leaf in tree_leaves(args):
         if isinstance(leaf, QuantizedTensor):
@@ -358,7 +364,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(leaf, QuantizedTensor):
             return leaf
         if id(leaf) not in plain:
-            plain[id(leaf)] = found = leaf.dequantize()
+            plain[id(leaf)] = found = leaf.plain_values()
             originals[id(found)] = leaf
         return plain[id(leaf)]
 

@@ -45,8 +45,10 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
 
 
 def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
-    if dim != 0 or not x.shape[0] or not getattr(x._quantizer, "writes_weights", False):
+    if dim != 0 or not x.ndim or not x.shape[0]:
         return NotImplemented
+    if not getattr(x._quantizer, "writes_weights", False):
+        return _split_codes(x, rows)
     if not _cuts(x, rows):
         warn_once(
             f"[{type(x).__name__}] expected pieces of whole blocks, of 128 rows, got {rows} of "
@@ -57,6 +59,16 @@ def _split(x: QuantizedTensor, rows: int, dim: int = 0) -> Any:
     others = range(rows, x.shape[0], rows)
     x._room = first  # type: ignore[attr-defined]
     return [first, *(_rows(x, start, min(start + rows, x.shape[0])) for start in others)]
+
+
+def _split_codes(x: QuantizedTensor, rows: int) -> Any:
+    """Pieces that can be read alone: writing one would change the scale of the others."""
+    if layout_of(x._format).in_blocks:
+        return NotImplemented
+    codes, scales = x.parts
+    assert codes is not None and scales is not None
+    facts = {**x.facts, "quantizer": None}
+    return [x.assembled(part.shape, [part, scales], facts) for part in codes.split(rows)]
 
 
 def _slice(

@@ -54,6 +54,24 @@ def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
     return getattr(tensor._quantizer, "ranks", None)
 
 
+def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tensor) -> None:
+    """`write`, without effect where a flag on the device is not 0; the host does not wait for it.
+
+    Args:
+        noop: of one element.
+        tensor: is written.
+        values: of its shape.
+    """
+    quantizer: Any = tensor._quantizer
+    recorded = () if quantizer is None else quantizer.persistent_tensors()  # amaxes among them
+    written = [part for part in (*tensor.parts, *recorded) if part is not None]
+    before = [part.clone() for part in written]
+    write([tensor], [values])
+    skip = (noop != 0).reshape(())
+    for part, old in zip(written, before, strict=True):
+        part.copy_(torch.where(skip, old, part))
+
+
 def write(tensors: Sequence[QuantizedTensor], values: Sequence[torch.Tensor]) -> None:
     """Quantise values into tensors.
 

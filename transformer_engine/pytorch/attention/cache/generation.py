@@ -33,6 +33,7 @@ def with_cache(
     """
     query, key, value = tensors
     mask_type, new = bottom_right(own.mask_type), (layer_number, key, value)
+    any_window = own.window not in (None, NO_WINDOW)
     if params.kind == "appended":
         key, value = params.append(*new, own.qkv_format)
         return (query, key, value), own._replace(mask_type=mask_type), None
@@ -44,8 +45,8 @@ def with_cache(
                 f" is a tensor, got {own.mask_type!r}"
             )
         key, value, step = params.append_there(*new, own.qkv_format)
-        one_query = step.query_sequences.longest == 1 and own.window in (None, NO_WINDOW)
-        causal = hides.causal and not one_query  # one query is the last: it sees all there is
+        # One query is the last: it sees all there is.
+        causal = hides.causal and (any_window or step.query_sequences.longest != 1)
         mask_type = "padding_causal_bottom_right" if causal else "padding"
         own = own._replace(
             mask_type=mask_type,
@@ -54,6 +55,8 @@ def with_cache(
         )
         return (query, key, value), own, None
     named = CachedStep(params, *new, own.qkv_format)
+    if named.kind == "fixed" and named.query_sequences.longest == 1 and not any_window:
+        mask_type = "padding" if known_mask_type(mask_type).padding else mask_type
     own = own._replace(
         qkv_format="bshd",
         mask_type=mask_type,
@@ -67,6 +70,7 @@ class CachedStep:
     """Keeps the new keys and values, and brings queries and the result to the cache's format.
 
     `qkv_format` is that of queries, keys, values and the result; `pre_step` was called before.
+    `kind` is `named`, or `fixed` where the lengths are on the device.
     """
 
     def __init__(
@@ -77,13 +81,19 @@ class CachedStep:
         value: torch.Tensor,
         qkv_format: str,
     ) -> None:
-        assert params.cache_manager is not None
-        if not params.cache_manager.new:
+        manager = params.cache_manager
+        assert manager is not None
+        if not manager.new:
             raise ValueError(
                 "[InferenceParams] expected pre_step({sequence: new tokens, ...}) before each step"
                 " of the model, got no sequences"
             )
-        longest = max(params.cache_manager.new, default=0)  # known on the host
+        self.kind = "fixed" if manager.is_fixed(key, qkv_format) else "named"
+        longest = max(manager.new)  # known on the host
+        if self.kind == "fixed":
+            longest = key.shape[1 if qkv_format == "bshd" else 0]
+            if qkv_format == "thd" and params.max_ctx_len is not None:
+                longest = min(longest, params.max_ctx_len)
         step = params.step(layer_number or 1, key, value, qkv_format)
         batch = step.keys.shape[0]
         self.keys, self.values = step.keys, step.values

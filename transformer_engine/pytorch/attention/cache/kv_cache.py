@@ -1,7 +1,8 @@
-"""Cache managers: where keys and values of named sequences are kept.
+"""What cache managers share: the lengths of named sequences, and the keys and values of a step.
 
 A manager knows the sequences of the step at hand and their lengths, on the host; a layer's cache is
-rows of `[heads, size]`, one per token. Managers differ only in which row a token has.
+rows of `[heads, size]`, one per token. Managers differ only in which row a token has. A step that a
+CUDA graph holds finds the lengths on the device, see `device_lengths.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.attention.cache.device_lengths import DeviceLengths
 from transformer_engine.pytorch.attention.core.formats import check_format
+from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.module.parameters import default_device
 
 
@@ -63,10 +67,18 @@ class KVCacheManager:
         self.num_heads = num_heads
         self.sizes = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
         self.dtype = dtype
+        self.pages: list[list[int]] = []  # of each place of the batch, if there are pages
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.lengths: dict[Any, int] = {}  # of each sequence after this step, in batch order
         self.new: list[int] = []  # tokens of this step, likewise
         self._of_step: dict[Any, torch.Tensor] = {}  # made once a step, shared by all layers
+        self._lengths: DeviceLengths | None = None
+        self._with_spare_row: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def pages_of_sequence(self) -> int:
+        """Pages that a sequence may have; 0 for a cache without pages."""
+        return 0
 
     def rows_of_layer(self) -> int:
         """Rows of a layer's cache."""
@@ -76,21 +88,37 @@ class KVCacheManager:
         """The row of a token of the sequence at this place of the batch."""
         raise NotImplementedError
 
+    def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """`row` of many tokens, from tensors that a CUDA graph may read."""
+        raise NotImplementedError(
+            f"[InferenceParams] expected {type(self).__name__} to have rows_of(slot, token), which"
+            " CUDA graphs and padded batches need"
+        )
+
     def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
         """The batch now consists of the old slots `kept_slots`, then new sequences."""
         raise NotImplementedError
 
     def allocate_memory(self, layer_number: int, device: torch.device | None = None) -> None:
-        """Allocate a layer's cache, once."""
-        if layer_number not in self.cache:
-            device = default_device(None) if device is None else device
-            keys, values = (
-                torch.zeros(
-                    self.rows_of_layer(), self.num_heads, size, dtype=self.dtype, device=device
-                )
-                for size in self.sizes
+        """Allocate a layer's cache, once.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, whose replays would empty it.
+        """
+        if layer_number in self.cache:
+            return
+        refuse_new_cache(layer_number)
+        device = default_device(None) if device is None else device
+        # One row more than there are: padding of captured steps is written there.
+        keys, values = (
+            torch.zeros(
+                self.rows_of_layer() + 1, self.num_heads, size, dtype=self.dtype, device=device
             )
-            self.cache[layer_number] = (keys, values)
+            for size in self.sizes
+        )
+        self._with_spare_row[layer_number] = (keys, values)
+        self.cache[layer_number] = (keys[:-1], values[:-1])
+        self.device_lengths(device)
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -98,6 +126,11 @@ class KVCacheManager:
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """See `InferenceParams.pre_step`; on an error nothing has changed."""
+        if is_capturing():
+            raise RuntimeError(
+                "[InferenceParams] expected pre_step before a replay, got it within the capture of"
+                " a CUDA graph, which would keep the lengths of now"
+            )
         old = list(self.lengths)
         kept_slots = [slot for slot, name in enumerate(old) if name in step_dict]
         lengths = {old[slot]: self.lengths[old[slot]] + step_dict[old[slot]] for slot in kept_slots}
@@ -118,6 +151,7 @@ class KVCacheManager:
         self.lengths = lengths
         self.new = [step_dict[name] for name in lengths]
         self._of_step.clear()
+        self._write_lengths()
 
     def _once(self, what: Any, device: torch.device, make: Callable[[], list[int]]) -> torch.Tensor:
         """A list of this step as an int64 tensor."""
@@ -128,11 +162,34 @@ class KVCacheManager:
 
     def lengths_before(self, device: torch.device | None = None) -> torch.Tensor:
         """int32 `[batch]`, tokens of each sequence before this step."""
+        if _in_graph():
+            return self.device_lengths(device or self._device()).starts
 
         def make() -> list[int]:
             return [n - new for n, new in zip(self.lengths.values(), self.new, strict=True)]
 
         return self._once("before", device or self._device(), make).to(torch.int32)
+
+    def positions(
+        self, angles: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the new tokens of each sequence start in it, and where they end in a packed step.
+
+        Raises:
+            ValueError: fewer rotary angles than positions.
+        """
+        fixed = self.is_fixed(query, qkv_format)
+        longest = self.max_seqlen if fixed else max(self.lengths.values(), default=0)
+        if min(one.shape[0] for one in angles) < longest:
+            which = "max_sequence_length" if fixed else "the tokens of the longest sequence"
+            raise ValueError(
+                f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions,"
+                f" {which}, got {[one.shape[0] for one in angles]}"
+            )
+        if fixed:
+            lengths = self.device_lengths(query.device)
+            return lengths.starts, lengths.new_ends
+        return self.lengths_before(query.device), self.new_ends(query.device)
 
     def _device(self) -> torch.device:
         for keys, _ in self.cache.values():
@@ -149,23 +206,90 @@ class KVCacheManager:
             new_k: of each sequence's new tokens, in `qkv_format`; padded to the longest unless thd.
             new_v: likewise.
             qkv_format: `sbhd`, `bshd` or `thd`.
+
+        Raises:
+            ValueError: keys or values of another shape.
         """
         check_format(qkv_format)
         self.allocate_memory(layer_number, new_k.device)
+        if self.is_fixed(new_k, qkv_format):
+            return self._fixed_step(layer_number, (new_k, new_v), qkv_format)
         rows = self._rows(new_k.device)
         for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
             packed = self._packed(new.detach(), qkv_format)
-            if packed.shape[0] != rows.shape[0] or packed.shape[1:] != cache.shape[1:]:
-                raise ValueError(
-                    f"[InferenceParams] expected keys and values of {rows.shape[0]} new tokens of"
-                    f" {tuple(cache.shape[1:])}, got {tuple(new.shape)} in {qkv_format}"
-                )
-            cache.index_copy_(0, rows, packed.to(cache.dtype))
+            _write(cache, rows, packed, f"{tuple(new.shape)} in {qkv_format}")
         longest = max(self.lengths.values(), default=0)
         keys, values = self.gathered(layer_number, longest)
         ends_q = self._ends("new", self.new, new_k.device)
         ends_kv = self._ends("all", list(self.lengths.values()), new_k.device)
         return Step(keys, values, ends_q, ends_kv, longest, f"{qkv_format}_2bshd")
+
+    # ---- Steps of fixed shapes, whose lengths are on the device ----
+
+    def is_fixed(self, x: torch.Tensor, qkv_format: str) -> bool:
+        """Whether the lengths of a step with these new tokens are read from `device_lengths`.
+
+        That is in a CUDA graph and in what warms it up, and where absent sequences are padding.
+
+        Raises:
+            ValueError: another number of sequences than that of the step, or the most there are.
+        """
+        sequences = len(self.new)
+        if qkv_format != "thd":
+            sequences = x.shape[1 if qkv_format == "sbhd" else 0]
+        fixed = _in_graph() or sequences != len(self.new)
+        if fixed and qkv_format != "thd" and sequences != self.max_batch_size:
+            raise ValueError(
+                f"[InferenceParams] expected keys and values of {len(self.new)} sequences, those of"
+                f" pre_step, or of max_batch_size={self.max_batch_size} in a batch with padding or"
+                f" a CUDA graph, got {sequences}"
+            )
+        return fixed
+
+    def device_lengths(self, device: torch.device) -> DeviceLengths:
+        """The lengths of this step where a CUDA graph reads them; made once."""
+        if self._lengths is None:
+            if is_capturing():
+                raise RuntimeError(
+                    "[InferenceParams] expected a step of the model (a warm-up) before the capture"
+                    " of a CUDA graph, got none: lengths have no place that replays find"
+                )
+            self._lengths = DeviceLengths(self.max_batch_size, self.pages_of_sequence, device)
+            self._write_lengths()
+        return self._lengths
+
+    def _write_lengths(self) -> None:
+        if self._lengths is not None:
+            self._lengths.write(list(self.lengths.values()), self.new, self.pages)
+
+    def _fixed_step(
+        self, layer_number: int, new: tuple[torch.Tensor, torch.Tensor], qkv_format: str
+    ) -> Step:
+        """See `step`; padding is written to the spare row."""
+        packed = qkv_format == "thd"
+        new_k, new_v = (x.transpose(0, 1) if qkv_format == "sbhd" else x for x in new)
+        lengths = self.device_lengths(new_k.device)
+        slot, place, is_real = lengths.places(new_k.shape[0 if packed else 1], packed)
+        rows = torch.where(is_real, self.rows_of(slot, place), self.rows_of_layer())
+        for cache, x in zip(self._with_spare_row[layer_number], (new_k, new_v), strict=True):
+            flat = x.detach() if packed else x.detach().flatten(0, 1)
+            _write(cache, rows.flatten().long(), flat, f"{tuple(x.shape)} in {qkv_format}")
+        keys, values = self.whole(layer_number)
+        ends = lengths.new_ends, lengths.all_ends
+        return Step(keys, values, *ends, self.max_seqlen, f"{qkv_format}_2bshd")
+
+    def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values as `[max_batch_size, max_seqlen, heads, size]`."""
+        keys, values = self.cache[layer_number]
+        slot = torch.arange(self.max_batch_size, device=keys.device)[:, None]
+        index = self.rows_of(slot, torch.arange(self.max_seqlen, device=keys.device)).flatten()
+        sizes = (self.max_batch_size, self.max_seqlen)
+        return (
+            keys.index_select(0, index).unflatten(0, sizes),
+            values.index_select(0, index).unflatten(0, sizes),
+        )
+
+    # ---- Steps whose lengths the host knows ----
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as `[batch, longest, heads, size]`."""
@@ -212,85 +336,25 @@ class KVCacheManager:
         return ends.to(torch.int32)
 
 
-class NonPagedKVCacheManager(KVCacheManager):
-    """Every place of the batch has `max_seqlen` rows; when sequences end, later ones move up."""
-
-    def rows_of_layer(self) -> int:
-        """All tokens of all places."""
-        return self.max_batch_size * self.max_seqlen
-
-    def row(self, slot: int, token: int) -> int:
-        """Places follow one another."""
-        return slot * self.max_seqlen + token
-
-    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
-        """Move the sequences that go on together."""
-        if kept_slots == list(range(len(kept_slots))):
-            return
-        for caches in self.cache.values():
-            for cache in caches:
-                slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
-                slots[: len(kept_slots)] = slots[kept_slots]
-
-    def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: the rows of a sequence lie together."""
-        keys, values = (
-            cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
-            for cache in self.cache[layer_number]
+def refuse_new_cache(layer_number: int | None) -> None:
+    """RuntimeError where a CUDA graph is captured: its replays would empty a cache made in it."""
+    if is_capturing():
+        raise RuntimeError(
+            "[InferenceParams] expected a cache of layer number"
+            f" {layer_number} before the capture of a CUDA graph, got none: run a step of the model"
+            " (a warm-up) before, or allocate_memory"
         )
-        batch = len(self.lengths)
-        return keys[:batch, :longest], values[:batch, :longest]
 
 
-class PagedKVCacheManager(KVCacheManager):
-    """Sequences take pages of `page_size` rows as they grow, and give them back when they end.
+def _in_graph() -> bool:
+    """Whether a CUDA graph is captured, or warmed up."""
+    return is_capturing() or autocast_stack().warms_up
 
-    Args:
-        sizes: see `KVCacheManager`.
-        page_size: rows of a page; divides `max_seqlen`.
-        total_num_pages: pages of a layer; None for enough for every sequence.
-    """
 
-    def __init__(
-        self, *sizes: Any, page_size: int | None = None, total_num_pages: int | None = None
-    ) -> None:
-        super().__init__(*sizes)
-        if page_size is None or page_size < 1 or self.max_seqlen % page_size:
-            raise ValueError(
-                "[InferenceParams] expected max_sequence_length divisible by page_size, got"
-                f" {self.max_seqlen} and {page_size}"
-            )
-        self.page_size = page_size
-        enough = self.max_batch_size * self.max_seqlen // page_size
-        self.total_num_pages = enough if total_num_pages is None else total_num_pages
-        self.pages: list[list[int]] = []  # of each place of the batch
-        self.free = list(range(self.total_num_pages))[::-1]
-
-    def rows_of_layer(self) -> int:
-        """All pages."""
-        return self.total_num_pages * self.page_size
-
-    def row(self, slot: int, token: int) -> int:
-        """Tokens past a sequence's last page have the first row: they are masked."""
-        page = token // self.page_size
-        pages = self.pages[slot]
-        return pages[page] * self.page_size + token % self.page_size if page < len(pages) else 0
-
-    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
-        """Take back the pages of ended sequences, then hand out what the others need."""
-        pages = [self.pages[slot] for slot in kept_slots]
-        pages += [[] for _ in range(len(lengths) - len(kept_slots))]
-        ended = [self.pages[slot] for slot in range(len(self.pages)) if slot not in set(kept_slots)]
-        free = self.free + [page for own in ended for page in own]
-        wanted = [-(-n // self.page_size) for n in lengths.values()]
-        missing = sum(n - len(own) for n, own in zip(wanted, pages, strict=True))
-        if missing > len(free):
-            raise RuntimeError(
-                f"[InferenceParams] KV cache is full! expected at most {len(free)} more pages of"
-                f" {self.page_size} tokens, got {missing}"
-            )
-        self.pages = [
-            own + [free.pop() for _ in range(n - len(own))]
-            for n, own in zip(wanted, pages, strict=True)
-        ]
-        self.free = free
+def _write(cache: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, what: str) -> None:
+    if new.shape[0] != rows.shape[0] or new.shape[1:] != cache.shape[1:]:
+        raise ValueError(
+            f"[InferenceParams] expected keys and values of {rows.shape[0]} new tokens of"
+            f" {tuple(cache.shape[1:])}, got {what}"
+        )
+    cache.index_copy_(0, rows, new.to(cache.dtype))

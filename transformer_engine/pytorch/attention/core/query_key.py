@@ -28,26 +28,34 @@ RotaryAngles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Normalization}
 
 
-def head_norm(
+def head_norms(
     kind: str | None,
     size: int,
     eps: float,
     params_dtype: torch.dtype | None,
     device: torch.device | str | None,
-    name: str,
-) -> nn.Module | None:
-    """A norm of queries or keys over the `size` elements of each head; None for no kind."""
+    layer: str,
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Norms of queries and of keys over the `size` elements of each head; None for no kind.
+
+    They are one module where it has no parameters.
+    """
     if kind is None:
-        return None
+        return None, None
     norm = _NORMS.get(kind)
     if norm is None:
         raise ValueError(
             f"[MultiheadAttention] expected qk_norm_type None or in {{{', '.join(_NORMS)}}},"
-            f" got {kind!r} (layer {name})"
+            f" got {kind!r} (layer {layer})"
         )
     if norm is L2Normalization:
-        return L2Normalization(size, eps)
-    return norm(size, eps, params_dtype=params_dtype, device=device, name=name)
+        shared = L2Normalization(size, eps)
+        return shared, shared
+    query, key = (
+        norm(size, eps, params_dtype=params_dtype, device=device, name=f"{layer}.{name}")
+        for name in ("q_norm", "k_norm")
+    )
+    return query, key
 
 
 class Rank(NamedTuple):
@@ -123,8 +131,8 @@ class Rotation(Part):
             pair, starts, ends = inference_params.positions(
                 pair, query, self.qkv_format, self.layer_number
             )
-            query_ends = ends if query_ends is None else query_ends
-            key_ends = ends if key_ends is None else key_ends
+            if ends is not None:  # the cache knows better than the caller's cu_seqlens
+                query_ends = key_ends = ends
         leads = [like.shape[: 1 if self.qkv_format == "thd" else 2] for like in (query, key)]
         ranks = self.rank.ranks
         check_freqs((*leads[0], heads, size), pair[0], self.qkv_format, query_ends, ranks)

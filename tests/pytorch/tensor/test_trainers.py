@@ -1,0 +1,234 @@
+"""Quantised tensors as trainers use them: usages, flags, pieces, gradients, pieces of masters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.dtypes import DType
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+from transformer_engine.pytorch.tensor.utils import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    replace_raw_data,
+)
+
+E4M3 = DType.kFloat8E4M3
+
+
+def blocks(dimensions):
+    return Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+
+
+KINDS = {
+    "delayed": lambda d: Float8Quantizer(
+        torch.full((1,), 4.0, device=d), torch.zeros(1, device=d), E4M3
+    ),
+    "current": lambda d: Float8CurrentScalingQuantizer(E4M3),
+    "rows": lambda d: blocks(1),
+    "squares": lambda d: blocks(2),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def values(device, *shape, dtype=torch.float32):
+    torch.manual_seed(4)
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+@every_kind
+def test_room_to_write_into(kind, device):
+    quantizer, x = KINDS[kind](device), values(device, 256, 128)
+    room = quantizer.make_empty((256, 128), dtype=torch.bfloat16, device=device, requires_grad=True)
+    made = quantizer(x.bfloat16())
+    assert (room.shape, room.dtype, room.device) == (made.shape, made.dtype, made.device)
+    assert room.requires_grad and not room.dequantize().any()
+    with torch.no_grad():
+        quantizer.update_quantized(x, room)
+    assert_bitwise(room.dequantize(), quantizer(x, dtype=torch.bfloat16).dequantize())
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
+    other = quantizer.copy()
+    other.set_usage(columnwise=False)
+    assert quantizer.columnwise_usage and not other.columnwise_usage
+    for one, two in zip(quantizer.multi_quantize([x, 2 * x]), (x, 2 * x), strict=True):
+        assert_bitwise(one.dequantize(), quantizer(two).dequantize())
+
+
+@every_kind
+def test_a_flag_keeps_what_was_there(kind, device):
+    quantizer, x = KINDS[kind](device), values(device, 128, 128)
+    tensor = quantizer(x)
+    noted = [t.clone() for t in quantizer.persistent_tensors()]
+    before = [part.clone() for part in tensor.parts if part is not None]
+    flag = torch.ones(1, dtype=torch.float32, device=device)
+    tensor.quantize_(3 * x, noop_flag=flag)
+    for part, old in zip([p for p in tensor.parts if p is not None], before, strict=True):
+        assert_bitwise(part, old)
+    for now, old in zip(quantizer.persistent_tensors(), noted, strict=True):
+        assert torch.equal(now, old), "no amax of values that were not written"
+    tensor.quantize_(3 * x, noop_flag=flag.zero_())
+    assert_bitwise(tensor.dequantize(), quantizer(3 * x).dequantize())
+
+
+@every_kind
+def test_gradients_pass(kind, device):
+    quantizer, x = KINDS[kind](device), values(device, 128, 128).requires_grad_()
+    tensor = quantizer(x)
+    assert tensor.requires_grad
+    out = tensor.dequantize()
+    assert_bitwise(out, quantizer(x.detach()).dequantize())
+    upstream = values(device, 128, 128)
+    (out * 2).backward(upstream)
+    assert torch.equal(x.grad, 2 * upstream)
+    with torch.no_grad():
+        assert not quantizer(x).requires_grad
+    parameter = torch.nn.Parameter(quantizer(x.detach()))
+    (parameter.dequantize(dtype=torch.float16) * 2).sum().backward()
+    assert torch.equal(parameter.grad, torch.full_like(x, 2.0))
+
+
+@every_kind
+def test_vectors(kind, device):
+    quantizer, x = KINDS[kind](device), values(device, 200)
+    tensor = quantizer(x)
+    matrix = quantizer(x[None])
+    assert tensor.shape == x.shape
+    assert_bitwise(tensor.dequantize(), matrix.dequantize()[0])
+    tensor.quantize_(2 * x)
+    assert_bitwise(tensor.dequantize(), quantizer(2 * x).dequantize())
+
+
+def test_usages_of_one_scale(device):
+    tensor = Float8CurrentScalingQuantizer(E4M3, columnwise=False)(values(device, 32, 48))
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": False}
+    tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    assert torch.equal(tensor._transpose, tensor._data.t())
+    tensor.update_usage(columnwise_usage=False)
+    assert tensor._transpose is None
+    assert tensor.get_data_tensors() == tensor.parts
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 200)], ids=str)
+def test_usages_of_blocks(shape, device):
+    x = values(device, *shape)
+    both = blocks(2)(x)
+    one = blocks(2)(x)
+    one.update_usage(columnwise_usage=False)
+    assert one.get_usages() == {"rowwise": True, "columnwise": False}
+    one.update_usage(columnwise_usage=True)
+    assert_bitwise(one._columnwise_data, both._columnwise_data)
+    assert_bitwise(one.side(True).scales, both.side(True).scales)
+    one.update_usage(rowwise_usage=False)
+    one.update_usage(rowwise_usage=True)
+    assert_bitwise(one.dequantize(), both.dequantize())
+    rows = blocks(1)(x)
+    rows.update_usage(columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="expected column-wise codes at hand, got none"):
+        rows.update_usage(columnwise_usage=True)
+    with pytest.raises(RuntimeError, match="to stay, got neither"):
+        rows.update_usage(rowwise_usage=False)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_pieces_along_rows(kind, device):
+    """They share the codes, and can be read alone."""
+    quantizer, x = KINDS[kind](device), values(device, 48, 32)
+    tensor = quantizer(x)
+    for pieces in (tensor.chunk(3), tensor.split(16)):
+        assert [type(piece) for piece in pieces] == [Float8Tensor] * 3
+        assert_bitwise(torch.cat([p.dequantize() for p in pieces]), tensor.dequantize())
+        assert pieces[1]._data.data_ptr() == tensor._data.data_ptr() + 16 * 32
+        with pytest.raises(RuntimeError, match="expected a quantizer to write with"):
+            pieces[0].quantize_(x[:16])
+    assert type(tensor.split(16, 1)[0]) is torch.Tensor
+
+
+@every_kind
+def test_data_of_a_parameter(kind, device):
+    quantizer, x = KINDS[kind](device), values(device, 128, 128)
+    parameter = torch.nn.Parameter(quantizer(x))
+    parameter.data = quantizer(2 * x)
+    assert_bitwise(parameter.dequantize(), quantizer(2 * x).dequantize())
+    parameter.data = 3 * x
+    assert_bitwise(parameter.dequantize(), quantizer(3 * x).dequantize())
+    assert isinstance(parameter.data, Float8Tensor | Float8BlockwiseQTensor)
+
+
+# ---- Pieces of masters ----
+
+
+def test_codes_move_into_a_buffer(device):
+    x, buffer = values(device, 16, 32), torch.empty(600, dtype=torch.uint8, device=device)
+    tensor = Float8CurrentScalingQuantizer(E4M3)(x)
+    before, transposed = tensor.dequantize(), tensor.transposed_codes().clone()
+    replace_raw_data(tensor, buffer[40 : 40 + 512].view(16, 32))
+    assert_bitwise(tensor.dequantize(), before)
+    assert tensor._data.data_ptr() == buffer.data_ptr() + 40
+    assert torch.equal(tensor.transposed_codes(), transposed)
+    buffer[40] = 0  # as a gather writes
+    post_all_gather_processing([tensor])
+    assert tensor.transposed_codes()[0, 0] == 0
+    for wrong in (buffer[:512], torch.empty(16, 32, device=device)):
+        with pytest.raises(ValueError, match=r"expected uint8 \(16, 32\)"):
+            replace_raw_data(tensor, wrong)
+    with pytest.raises(TypeError, match="a quantised tensor, got Tensor"):
+        replace_raw_data(x, buffer)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current", "weights"])
+def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
+    """Two ranks with uneven pieces, one without any of the second weight: as one cast of all."""
+    shapes = [(16, 48), (32, 32)]
+    masters = [values(device, *shape) * (i + 1) for i, shape in enumerate(shapes)]
+    cuts = [(0, 301, 768), (0, 1024, 1024)]
+
+    def weights():
+        if kind != "weights":
+            return [KINDS[kind](device)(torch.zeros_like(m)) for m in masters]
+        with te.quantized_model_init():
+            layers = [te.Linear(s[1], s[0], device=device, bias=False) for s in shapes]
+        return [layer.weight for layer in layers]
+
+    expected = weights()
+    with torch.no_grad():
+        for weight, master in zip(expected, masters, strict=True):
+            weight.quantize_(master)
+    whole = torch.stack([m.abs().max() for m in masters])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda t, op, group: t.copy_(torch.maximum(t, whole)))
+    ranks = [weights(), weights()]
+    with torch.no_grad():
+        for rank, own in enumerate(ranks):
+            pieces = [
+                m.flatten()[c[rank] : c[rank + 1]] for m, c in zip(masters, cuts, strict=True)
+            ]
+            pieces = [p if p.numel() else None for p in pieces]
+            cast_master_weights_to_fp8(own, pieces, [c[rank] for c in cuts], None)
+    for i, weight in enumerate(expected):
+        codes = [own[i]._data.flatten() for own in ranks]
+        cut = cuts[i][1]
+        assert_bitwise(torch.cat([codes[0][:cut], codes[1][cut:]]), weight._data.flatten())
+        for own in ranks:
+            assert_bitwise(own[i]._scale_inv, weight._scale_inv)
+            if kind == "delayed":
+                assert own[i]._quantizer.amax == whole[i]
+
+
+def test_refused_masters(device):
+    weight = Float8CurrentScalingQuantizer(E4M3)(values(device, 16, 16))
+    piece = torch.zeros(200, device=device)
+    with pytest.raises(ValueError, match=r"a piece of 256 values .* got 200 from 100 on"):
+        cast_master_weights_to_fp8([weight], [piece], [100], None)
+    with pytest.raises(TypeError, match="got Float8BlockwiseQTensor"):
+        cast_master_weights_to_fp8([blocks(2)(values(device, 16, 16))], [piece], [0], None)
+    with pytest.raises(NotImplementedError, match="fully_shard keeps pieces"):
+        cast_master_weights_to_fp8([weight], [piece], [0], None, [weight])
+    cast_master_weights_to_fp8([], [], [], None)

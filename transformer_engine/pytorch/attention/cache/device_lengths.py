@@ -1,0 +1,74 @@
+"""Lengths of named sequences where a CUDA graph reads them: `pre_step` writes them before a replay.
+
+A captured step has fixed shapes: `max_batch_size` sequences, of which some may be absent, with as
+many new tokens as the captured tensors have room for, and keys of the whole cache. What of it is
+real follows from these tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+
+class DeviceLengths:
+    """Tensors of one step, in one piece of memory that stays where it is.
+
+    Args:
+        max_batch: sequences at a time.
+        max_pages: pages of a sequence; 0 for a cache without pages.
+        device: of the cache.
+
+    Attributes:
+        starts: int32 `[max_batch]`, tokens of each sequence before this step; 0 of absent ones.
+        new_ends: int32 `[max_batch + 1]`, ends of the new tokens of each sequence.
+        all_ends: int32 `[max_batch + 1]`, likewise of all tokens.
+        pages: int32 `[max_batch, max_pages]`, the pages of each sequence in their order, then 0.
+    """
+
+    def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
+        self.max_batch, self.max_pages = max_batch, max_pages
+        sizes = (max_batch, max_batch + 1, max_batch + 1, max_batch * max_pages)
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.starts, self.new_ends, self.all_ends, pages = self._memory.split(sizes)
+        self.pages = pages.view(max_batch, max_pages)
+
+    def write(
+        self, lengths: Sequence[int], new: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Say what the next step is.
+
+        Args:
+            lengths: tokens of each sequence after it.
+            new: new ones among them.
+            pages: of each sequence; empty for a cache without pages.
+        """
+        absent = [0] * (self.max_batch - len(new))
+        values = [length - count for length, count in zip(lengths, new, strict=True)] + absent
+        values += accumulate([*new, *absent], initial=0)
+        values += accumulate([*lengths, *absent], initial=0)
+        for own in pages:
+            values += [*own, *[0] * (self.max_pages - len(own))]
+        values += [0] * (self._memory.numel() - len(values))
+        self._memory.copy_(torch.tensor(values, dtype=torch.int32))
+
+    def places(self, tokens: int, packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequence of each token of a step, its place in it, and whether the token is real.
+
+        Args:
+            tokens: of each sequence, or of all where they are packed.
+            packed: sequences follow one another without padding.
+
+        Returns:
+            Three tensors that broadcast to `[max_batch, tokens]`, or `[tokens]`.
+        """
+        token = torch.arange(tokens, dtype=torch.int32, device=self.starts.device)
+        if not packed:
+            slot = torch.arange(self.max_batch, device=token.device)[:, None]
+            return slot, self.starts[:, None] + token, token < self.new_ends.diff()[:, None]
+        slot = torch.searchsorted(self.new_ends[1:], token, right=True)
+        slot = slot.clamp_(max=self.max_batch - 1)
+        place = self.starts[slot] + token - self.new_ends[slot]
+        return slot, place, token < self.new_ends[-1]

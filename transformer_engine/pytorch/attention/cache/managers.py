@@ -1,0 +1,111 @@
+"""Cache managers: they differ in the rows that the tokens of a sequence have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.cache.kv_cache import KVCacheManager
+
+
+class NonPagedKVCacheManager(KVCacheManager):
+    """Every place of the batch has `max_seqlen` rows; when sequences end, later ones move up."""
+
+    def rows_of_layer(self) -> int:
+        """All tokens of all places."""
+        return self.max_batch_size * self.max_seqlen
+
+    def row(self, slot: int, token: int) -> int:
+        """Places follow one another."""
+        return slot * self.max_seqlen + token
+
+    def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Likewise."""
+        return slot * self.max_seqlen + token
+
+    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
+        """Move the sequences that go on together."""
+        if kept_slots == list(range(len(kept_slots))):
+            return
+        for caches in self.cache.values():
+            for cache in caches:
+                slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
+                slots[: len(kept_slots)] = slots[kept_slots]
+
+    def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views: the rows of a sequence lie together."""
+        batch = len(self.lengths)
+        keys, values = self.whole(layer_number)
+        return keys[:batch, :longest], values[:batch, :longest]
+
+    def whole(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Likewise."""
+        keys, values = self.cache[layer_number]
+        sizes = (self.max_batch_size, self.max_seqlen)
+        return keys.unflatten(0, sizes), values.unflatten(0, sizes)
+
+
+class PagedKVCacheManager(KVCacheManager):
+    """Sequences take pages of `page_size` rows as they grow, and give them back when they end.
+
+    Args:
+        sizes: see `KVCacheManager`.
+        page_size: rows of a page; divides `max_seqlen`.
+        total_num_pages: pages of a layer; None for enough for every sequence.
+    """
+
+    def __init__(
+        self, *sizes: Any, page_size: int | None = None, total_num_pages: int | None = None
+    ) -> None:
+        super().__init__(*sizes)
+        if page_size is None or page_size < 1 or self.max_seqlen % page_size:
+            raise ValueError(
+                "[InferenceParams] expected max_sequence_length divisible by page_size, got"
+                f" {self.max_seqlen} and {page_size}"
+            )
+        self.page_size = page_size
+        enough = self.max_batch_size * self.max_seqlen // page_size
+        self.total_num_pages = enough if total_num_pages is None else total_num_pages
+        self.free = list(range(self.total_num_pages))[::-1]
+
+    @property
+    def pages_of_sequence(self) -> int:
+        """As many as the longest sequence fills."""
+        return self.max_seqlen // self.page_size
+
+    def rows_of_layer(self) -> int:
+        """All pages."""
+        return self.total_num_pages * self.page_size
+
+    def row(self, slot: int, token: int) -> int:
+        """Tokens past a sequence's last page have the first row: they are masked."""
+        page = token // self.page_size
+        pages = self.pages[slot]
+        return pages[page] * self.page_size + token % self.page_size if page < len(pages) else 0
+
+    def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Likewise, but tokens past the last page have some row of the first page."""
+        pages = self.device_lengths(token.device).pages
+        page = (token // self.page_size).clamp(max=pages.shape[1] - 1)
+        return pages[slot, page] * self.page_size + token % self.page_size
+
+    def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
+        """Take back the pages of ended sequences, then hand out what the others need."""
+        pages = [self.pages[slot] for slot in kept_slots]
+        pages += [[] for _ in range(len(lengths) - len(kept_slots))]
+        ended = [self.pages[slot] for slot in range(len(self.pages)) if slot not in set(kept_slots)]
+        free = self.free + [page for own in ended for page in own]
+        wanted = [-(-n // self.page_size) for n in lengths.values()]
+        missing = sum(n - len(own) for n, own in zip(wanted, pages, strict=True))
+        if missing > len(free):
+            raise RuntimeError(
+                f"[InferenceParams] KV cache is full! expected at most {len(free)} more pages of"
+                f" {self.page_size} tokens, got {missing}"
+            )
+        self.pages = [
+            own + [free.pop() for _ in range(n - len(own))]
+            for n, own in zip(wanted, pages, strict=True)
+        ]
+        self.free = free

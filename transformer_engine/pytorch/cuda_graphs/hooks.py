@@ -1,0 +1,97 @@
+"""Hooks that run when a callable is warmed up and captured, around its graphs, never in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_WITH_KWARGS = "_with_kwargs"
+_KEYS = (*_KINDS, *[kind + _WITH_KWARGS for kind in _KINDS[:2]])
+
+
+class _Hook(NamedTuple):
+    function: Callable[..., Any]
+    takes_kwargs: bool
+
+
+class CaptureTimeHooks:
+    """The hooks of one callable; their arguments are those of torch's hooks of modules.
+
+    Args:
+        hooks: `{kind: {key: hook}}`, kinds as in `make_graphed_callables`.
+        where: which callable, for errors.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: an unknown kind.
+    """
+
+    def __init__(self, hooks: Mapping[str, Mapping[Any, Any]] | None, where: str) -> None:
+        self.where = where
+        if not isinstance(hooks or {}, Mapping):
+            raise TypeError(
+                "[make_graphed_callables] expected capture_time_hooks to be a mapping or None for"
+                f" each callable, got {type(hooks).__name__} for {where}"
+            )
+        found: dict[str, Mapping[Any, Any]] = dict(hooks or {})
+        for key in found:
+            if key not in _KEYS:
+                raise ValueError(
+                    f"[make_graphed_callables] expected capture_time_hooks of {', '.join(_KEYS)},"
+                    f" got {key!r} for {where}"
+                )
+        self._hooks = {
+            kind: [
+                _Hook(hook, bool(found.get(kind + _WITH_KWARGS, {}).get(key)))
+                for key, hook in found.get(kind, {}).items()
+            ]
+            for kind in _KINDS
+        }
+
+    def before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """`hook(module, args)`, or `hook(module, args, kwargs)`."""
+        for hook in self._hooks["forward_pre_hooks"]:
+            self._call(hook, (module, args), kwargs, ())
+
+    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """`hook(module, args, output)`, or `hook(module, args, kwargs, output)`."""
+        for hook in self._hooks["forward_hooks"]:
+            self._call(hook, (module, args), kwargs, (output,))
+
+    def before_backward(self, module: Any, grad_output: Sequence[Any]) -> None:
+        """`hook(module, grad_output)`."""
+        for hook in self._hooks["backward_pre_hooks"]:
+            self._call(hook, (module, grad_output), {}, ())
+
+    def after_backward(
+        self, module: Any, grad_input: Sequence[Any], grad_output: Sequence[Any]
+    ) -> None:
+        """`hook(module, grad_input, grad_output)`."""
+        for hook in self._hooks["backward_hooks"]:
+            self._call(hook, (module, grad_input, grad_output), {}, ())
+
+    def _call(self, hook: _Hook, first: tuple[Any, ...], kwargs: Any, last: Any) -> None:
+        named = (kwargs,) if hook.takes_kwargs else ()
+        if hook.function(*first, *named, *last) is not None:
+            raise ValueError(
+                "[make_graphed_callables] expected hooks of a capture to return None, as replays do"
+                f" not run them, got a value from {hook.function} ({self.where})"
+            )
+
+
+def capture_time_hooks_of(
+    hooks: Sequence[Mapping[str, Mapping[Any, Any]] | None] | None, places: Sequence[str]
+) -> list[CaptureTimeHooks]:
+    """The hooks of each callable.
+
+    Raises:
+        ValueError: hooks for another number of callables.
+    """
+    every = [None] * len(places) if hooks is None else list(hooks)
+    if len(every) != len(places):
+        raise ValueError(
+            "[make_graphed_callables] expected capture_time_hooks for each of"
+            f" {len(places)} callable(s), got {len(every)}"
+        )
+    return [CaptureTimeHooks(*one) for one in zip(every, places, strict=True)]

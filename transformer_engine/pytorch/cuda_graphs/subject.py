@@ -1,0 +1,153 @@
+"""What is captured: a callable, the modules of ours in it, and their FP8 state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.cuda_graphs.hooks import CaptureTimeHooks
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.fp8.scaling_state import ScalingState
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+_FIRST = "is_first_microbatch"
+
+
+class Subject:
+    """What is captured: a module or a function, and the modules of ours in it."""
+
+    def __init__(
+        self, function: Callable[..., Any], where: str, hooks: CaptureTimeHooks | None = None
+    ) -> None:
+        self.function = function
+        self.where = where
+        self.hooks = hooks or CaptureTimeHooks(None, where)
+        self.graphs = 0  # that are captured and were not reset
+        self.module = function if isinstance(function, nn.Module) else None
+        modules = () if self.module is None else tuple(self.module.modules())
+        ours = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
+        self.ours = tuple(part for module in ours for part in module.parts())
+        others = [m for m in modules if isinstance(m, ScaledModule) and m not in ours]
+        self.scaled: tuple[ScaledModule, ...] = (*self.ours, *others)
+        self.training = self.module is not None and self.module.training
+        self.forward = function if self.module is None else self.module.forward
+        self.takes_first = _takes_first(self.forward)
+        self._takers = tuple(
+            _takers(self.module) if self.module is not None and not self.takes_first else ()
+        )
+        self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
+        self.cached_weights: list[Any] = []
+        self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those that are trained."""
+        every = () if self.module is None else self.module.parameters()
+        return tuple([p for p in every if p.requires_grad])
+
+    def call(self, args: Any, kwargs: Any, first_microbatch: bool | None = None) -> Any:
+        """Run the callable, or those of its modules that take `is_first_microbatch`, with it."""
+        if first_microbatch is None:
+            return self.forward(*args, **kwargs)
+        if self.takes_first:
+            return self.forward(*args, **kwargs, **{_FIRST: first_microbatch})
+
+        def hand_on(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return args, {_FIRST: first_microbatch, **kwargs}
+
+        with ExitStack() as hooks:
+            for module in self._takers:
+                handle = module.register_forward_pre_hook(hand_on, with_kwargs=True)
+                hooks.callback(handle.remove)
+            return self.forward(*args, **kwargs)
+
+    def record_states(self) -> None:
+        """Record the FP8 state whose addresses graphs hold."""
+        self.states = [
+            (module, direction, state, state.version)
+            for module in self.scaled
+            for direction, state in module.scaling.items()
+        ]
+
+    def check_states(self) -> None:
+        """Raise RuntimeError where a module has another state than the one that was captured."""
+        for module, direction, state, version in self.states:
+            if module.scaling.get(direction) is not state or state.version != version:
+                raise RuntimeError(
+                    f"[make_graphed_callables] expected the FP8 state of layer {module.name} that "
+                    f"{self.where} was captured with, got another one (a loaded state dict, another"
+                    " amax_history_len): capture again"
+                )
+
+    def trackers(self) -> list[Any]:
+        """RNG state trackers of its modules, each once."""
+        parts = () if self.module is None else self.module.modules()
+        found = [getattr(part, "get_rng_state_tracker", None) for part in parts]
+        made = [get() for get in dict.fromkeys(found) if get is not None]
+        return [t for t in {id(t): t for t in made}.values() if hasattr(t, "register_with")]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # of a builtin
+        return {}
+
+
+def _takes_first(forward: Callable[..., Any]) -> bool:
+    parameters = _parameters(forward)
+    return _FIRST in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _takers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules within one that take `is_first_microbatch`; they hand it on."""
+    for child in module.children():
+        if _FIRST in _parameters(child.forward):
+            yield child
+        else:
+            yield from _takers(child)
+
+
+def replace_forward(
+    module: nn.Module, forward: Callable[..., Any], freed: Callable[[], Any]
+) -> None:
+    """Give a module another `forward`, and a `reset` that calls `freed` and takes both away."""
+    before = vars(module).get("forward")
+
+    def reset() -> None:
+        freed()
+        for name in ("forward", "reset"):
+            vars(module).pop(name, None)
+        if before is not None:
+            module.forward = before
+
+    module.forward, module.reset = forward, reset  # type: ignore[assignment]
+
+
+def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any]:
+    """A callable that no graph was captured of, with the interface of one.
+
+    Args:
+        function: comes back.
+        caches: calls say `is_first_microbatch`.
+    """
+    subject = Subject(function, "")
+    if caches and subject.module is not None and not subject.takes_first:
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return subject.call(args, kwargs, kwargs.pop(_FIRST, None))
+
+        replace_forward(subject.module, forward, _nothing)
+    else:
+        with suppress(AttributeError):  # of what has no attributes
+            function.reset = _nothing  # type: ignore[attr-defined]
+    return function
+
+
+def _nothing() -> None:
+    """There is no graph to free."""

@@ -1,0 +1,97 @@
+"""`TensorMaking`: what public quantizers have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.tensor.transparent import Quantize
+
+
+class TensorMaking:
+    """Calling a public quantizer gives a quantised tensor."""
+
+    rowwise_usage = True
+    columnwise_usage = True
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose whether codes and transposed codes are made."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """What `set_usage` chose."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Quantise.
+
+        Args:
+            tensor: fp32, fp16 or bf16.
+            out: tensor to write into instead of a new one.
+            dtype: nominal dtype of a new one; None is that of `tensor`.
+        """
+        if out is not None:
+            return out.quantize_(tensor)
+        made = self._made(tensor.detach().contiguous().resolve_neg())
+        if dtype not in (None, made.dtype):
+            made = made.assembled(made.shape, made.parts, {**made.facts, "dtype": dtype})
+        return made
+
+    def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """`quantize` of each."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
+    ) -> Any:
+        """`dst.quantize_(src)`, see there."""
+        return dst.quantize_(src, noop_flag=noop_flag)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A tensor to write into, of zeros.
+
+        Args:
+            shape: its shape.
+            dtype: its nominal dtype.
+            device: None is cuda where there is one, else cpu.
+            requires_grad: autograd may record what is done with it.
+            pin_memory: codes and scales are in pinned memory.
+        """
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        made = self.quantize(torch.zeros(tuple(shape), dtype=dtype, device=where))
+        if pin_memory:
+            made = made.mapped(lambda part: part.pin_memory())
+        return made.requires_grad_(requires_grad)
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Record what a later cast needs to know of such tensors, without casting this one."""
+        self.record_amax(tensor.detach().contiguous())  # type: ignore[attr-defined]
+
+    def copy(self) -> Any:
+        """The same quantizer, with usages of its own; scale and amax are shared."""
+        return copy.copy(self)
+
+    def _made(self, plain: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def __call__(
+        self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """`quantize`; to autograd it is the identity."""
+        if tensor.requires_grad and torch.is_grad_enabled() and out is None and dtype is None:
+            return Quantize.apply(tensor, self)
+        return self.quantize(tensor, out=out, dtype=dtype)
