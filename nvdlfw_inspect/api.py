@@ -23,6 +23,8 @@ from nvdlfw_inspect.layer_names import assign_layer_names
 from nvdlfw_inspect.logging import BaseLogger, print_rank_0
 from nvdlfw_inspect.namespaces import find_namespace
 from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.report.extras import MissingExtraError
+from nvdlfw_inspect.report.records import LogError
 from nvdlfw_inspect.startup import Settings, start
 from nvdlfw_inspect.utils import in_notebook, integer, warn_user
 
@@ -131,22 +133,27 @@ def flush() -> None:
         DEBUG_MANAGER.flush()
 
 
-def show(log_dir: _Path | None = None) -> Any:
+def show(log_dir: _Path | None = None) -> None:
     """Show a summary of the statistics, in a notebook as a table.
+
+    Where there is nothing to show it says why, and raises nothing: a training goes on.
 
     Args:
         log_dir: Of the logs to show; by default those of the running session.
-
-    Raises:
-        RuntimeError: No session is running, or it writes no files, and no `log_dir` is given.
     """
     flush()
-    directory = log_dir
+    manager, directory = DEBUG_MANAGER, log_dir
+    if directory is None and manager is not None:
+        directory = manager.root_log_dir or None
     if directory is None:
-        directory = _manager("show").root_log_dir or None
-    if directory is None:
-        raise RuntimeError("[show] expected log files to show, got a session that writes none")
-    return importlib.import_module("nvdlfw_inspect.report").show(directory)
+        why = ["no session is running, call initialize() first", "the session writes no files"]
+        print_rank_0(f"[show] nothing to show: {why[manager is not None]}")
+        return
+    try:
+        importlib.import_module("nvdlfw_inspect.report").show(directory)
+    except (LogError, MissingExtraError, OSError) as error:
+        why = manager.why_nothing_is_logged() if log_dir is None and manager else [str(error)]
+        print_rank_0("\n  ".join(["[show] nothing to show:", *why]))
 
 
 def log_message(
