@@ -254,7 +254,6 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
     manager._tensor_reduction_group = group
     manager.log_message(
         "Statistics of all layers are reduced over the group that was set.",
-        level=logging.WARNING,
         once="set_tensor_reduction_group",
     )
 

@@ -36,7 +36,11 @@ DOCUMENTS = [
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, while it exports
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_listings_run(
-    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    document: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for package in PACKAGES.get(document, ()):
         pytest.importorskip(package)
@@ -48,9 +52,11 @@ def test_listings_run(
     for language, listing in LISTING.findall((ROOT / document).read_text()):
         if language == "yaml":  # the configuration of the Python below it
             Path("config.yaml").write_text(listing)
-            assert check_config(["check", "config.yaml"]) == 0
+            assert check_config(["check", "--strict", "config.yaml"]) == 0
         else:
             exec(compile(listing, document, "exec"), names)
+    debug_api.end_debug()
+    assert "WARNING" not in capfd.readouterr().err  # of the debugger
 
 
 def test_what_pages_include_is_there() -> None:
