@@ -62,8 +62,7 @@ std::string explain_end(const SourceText& source, size_t offset) {
     return "an item of a list, '- ', beside a key, 'key:'; they go at different indentations";
   std::string known;
   for (const size_t indent : indents) known += concat(known.empty() ? "" : ", ", indent);
-  return concat("an indentation of ", line.indent, " spaces; the lines above are indented by ",
-                known);
+  return concat("a line indented by ", line.indent, "; the lines above are indented by ", known);
 }
 
 std::string explain_value(const SourceText& source, size_t offset) {
@@ -74,7 +73,7 @@ std::string explain_value(const SourceText& source, size_t offset) {
   if (!before) return "a colon that follows no key";
   const int number = source.mark(before->begin).line;
   if (!has_colon(before->text)) return concat("no colon behind the key in line ", number);
-  return concat("an indentation of ", line.indent, " spaces, deeper than line ", number,
+  return concat("a line indented by ", line.indent, ", deeper than line ", number,
                 " above, which has its value already and is indented by ", before->indent);
 }
 

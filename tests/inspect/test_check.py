@@ -157,7 +157,7 @@ def test_problems_show_their_line(folder: Path, capsys: pytest.CaptureFixture[st
 def test_a_session_shows_the_line_too(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "config.yaml").write_text("a:\n  enabled: yes\n   layers: {layer_types: all}\n")
-    with pytest.raises(ValueError, match="indentation of 3 spaces") as caught:
+    with pytest.raises(ValueError, match="a line indented by 3") as caught:
         debug_api.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
     assert str(caught.value).splitlines()[1:] == [
         "       layers: {layer_types: all}",

@@ -100,13 +100,14 @@ std::string refused(std::string_view text) {
 TEST(Yaml, MistakesOfIndentationAreToldAsSuch) {
   const std::string got = " expected YAML, got ";
   EXPECT_EQ(refused("a:\n    b:\n      c: 1\n     d: 2\n"),
-            "4:6" + got + "an indentation of 5 spaces; the lines above are indented by 6, 4, 0");
+            "4:6" + got + "a line indented by 5; the lines above are indented by 6, 4, 0");
   EXPECT_EQ(refused("a:\n- b: 1\n c: 2\n"),
-            "3:2" + got + "an indentation of 1 spaces; the lines above are indented by 2, 0");
+            "3:2" + got + "a line indented by 1; the lines above are indented by 2, 0");
+  EXPECT_EQ(refused("a:\n  b: 1\n   c: 2\n"),
+            "3:5" + got + "a line indented by 3, deeper than line 2 above, which has its value "
+                          "already and is indented by 2");
   EXPECT_EQ(refused("a:\n  b: 1\n\n  # more\n   c: 2\n"),
-            "5:5" + got +
-                "an indentation of 3 spaces, deeper than line 2 above, which has its "
-                "value already and is indented by 2");
+            "5:4" + got + "a line indented by 3; the lines above are indented by 2, 0");
   EXPECT_EQ(refused("a:\n  b\n    c: 2\n"), "3:6" + got + "no colon behind the key in line 2");
   EXPECT_EQ(refused("b\nc: 2\n"), "2:2" + got + "no colon behind the key in line 1");
 }
