@@ -104,8 +104,9 @@ TEST(Yaml, MistakesOfIndentationAreToldAsSuch) {
   EXPECT_EQ(refused("a:\n- b: 1\n c: 2\n"),
             "3:2" + got + "a line indented by 1; the lines above are indented by 2, 0");
   EXPECT_EQ(refused("a:\n  b: 1\n   c: 2\n"),
-            "3:5" + got + "a line indented by 3, deeper than line 2 above, which has its value "
-                          "already and is indented by 2");
+            "3:5" + got +
+                "a line indented by 3, deeper than line 2 above, which has its value "
+                "already and is indented by 2");
   EXPECT_EQ(refused("a:\n  b: 1\n\n  # more\n   c: 2\n"),
             "5:4" + got + "a line indented by 3; the lines above are indented by 2, 0");
   EXPECT_EQ(refused("a:\n  b\n    c: 2\n"), "3:6" + got + "no colon behind the key in line 2");
