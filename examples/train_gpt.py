@@ -25,12 +25,16 @@ import torch
 
 import transformer_engine.pytorch as te
 from gpt import report
+from gpt.checkpoint import read_checkpoint
 from gpt.data import Text, bigram_loss, load_text
 from gpt.inspection import inspection
+from gpt.options import as_before, command_to_go_on, named_options, notes
 from gpt.ranks import LAYOUTS, Ranks, joined
 from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
+INTERRUPTED = Path("train_gpt.pt")  # what Ctrl-C saves where no --checkpoint says where
+INTERRUPT_STATUS = 130  # of a process that Ctrl-C has ended
 STRETCH = 10  # steps between two looks at the loss, each of which waits for the device
 COMPARED = (
     {"precision": "bf16", "fp8_weights": False},
@@ -75,20 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability (0)")
 
     add_layouts(parser)
-    add = parser.add_argument_group("what comes out").add_argument
-    add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
-    add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
-    add("--prompt", default="\ndef ", help="what the generated text begins with ('\\ndef ')")
-    add("--plot", type=Path, default=Path("train_gpt.png"), metavar="PNG", help="(train_gpt.png)")
-    add("--inspect", type=Path, metavar="YAML", help="look inside with the precision debugger")
-    add(
-        "--inspect-log", type=Path, default=Path("inspect_log"), metavar="DIR", help="(inspect_log)"
-    )
-    add("--checkpoint", type=Path, metavar="PATH", help="save here at validations and at the end")
-    add(
-        "--resume", action="store_true", help="go on from --checkpoint, exactly as if never stopped"
-    )
-    add("--stop-after", type=int, metavar="N", help="end after step N; --resume continues")
+    add_results(parser)
 
     add = parser.add_argument_group("comparison of precisions").add_argument
     add(
@@ -99,6 +90,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on (1)")
     return parser
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """What a run leaves behind."""
+    add = parser.add_argument_group("what comes out").add_argument
+    add("--validate-every", type=int, metavar="N", help="steps (a tenth of --steps)")
+    add("--sample", type=int, default=300, metavar="N", help="bytes to generate at the end (300)")
+    add("--prompt", default="\ndef ", help="what the generated text begins with ('\\ndef ')")
+    add("--plot", type=Path, default=Path("train_gpt.png"), metavar="PNG", help="(train_gpt.png)")
+    add("--inspect", type=Path, metavar="YAML", help="look inside with the precision debugger")
+    add(
+        "--inspect-log", type=Path, default=Path("inspect_log"), metavar="DIR", help="(inspect_log)"
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="save here at validations, at the end and on Ctrl-C (on Ctrl-C alone: train_gpt.pt)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from --checkpoint, exactly as if never stopped, with the settings of that run",
+    )
+    add("--stop-after", type=int, metavar="N", help="end after step N; --resume continues")
 
 
 def add_layouts(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +175,8 @@ def train(training: Training, options: argparse.Namespace, bigram: float) -> rep
     settings, start, began = training.settings, training.done, time.monotonic()
     te.gemm_report(reset=True)
     end = min(settings.steps, options.stop_after or settings.steps)
-    with report.Progress(training) as progress:
-        while training.done < end:
+    with report.Progress(training) as progress, training.watching_interrupts():
+        while training.done < end and not training.interrupted:
             validation = (training.done // settings.validate_every + 1) * settings.validate_every
             pace = training.advance(min(training.done + STRETCH, validation, end))
             if not math.isfinite(pace.loss):
@@ -174,6 +190,8 @@ def train(training: Training, options: argparse.Namespace, bigram: float) -> rep
                 )
                 if options.checkpoint:
                     training.save(options.checkpoint)
+    if training.interrupted and not options.checkpoint and not options.compare:
+        options.checkpoint = INTERRUPTED
     if options.checkpoint and training.done > start:
         training.save(options.checkpoint)
     gemms = te.gemm_report()
@@ -210,8 +228,10 @@ def single(settings: Settings, text: Text, options: argparse.Namespace, ranks: R
     counts = ", ".join(f"{count:,} {kind}" for kind, count in outcome.gemms.items())
     print(f"GEMMs: {counts}; {outcome.seconds:.0f} s")
     if training.done < settings.steps:
-        print(f"stopped after step {training.done}; go on with --resume")
-        return 0
+        if ranks.number == 0:
+            print(f"stopped after step {training.done}, saved {options.checkpoint}; go on with")
+            print(f"  {command_to_go_on(options, options.words)}")
+        return INTERRUPT_STATUS if training.interrupted else 0
     if ranks.number == 0:
         print(report.plot([outcome], bigram, options.plot))
     if options.sample:
@@ -234,6 +254,9 @@ def compare(settings: Settings, text: Text, options: argparse.Namespace, ranks: 
                 introduce(training, text)
                 bigram = bigram_loss(text.train, torch.cat(training.batches.validation))
             outcomes.append(train(training, options, bigram))
+            if training.interrupted:
+                print("interrupted; a comparison cannot be resumed")
+                return INTERRUPT_STATUS
     table, kept_up = report.comparison(outcomes, bigram)
     if ranks.number == 0:
         print(report.plot(outcomes, bigram, options.plot))
@@ -245,9 +268,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry; `arguments` are the command line's where None."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    options.words, said = arguments, named_options(parser, arguments)
     try:
         check_options(options)
         settings = settings_of(options)
+        if options.resume:
+            before = Settings(**read_checkpoint(options.checkpoint)["settings"])
+            settings = as_before(settings, said, before)
+        for note in notes(options, said, settings):
+            print(f"note: {note}", file=sys.stderr)
         text = load_text(settings.data)
         with joined(layout_of(options), settings.device) as ranks:
             return (compare if options.compare else single)(settings, text, options, ranks)

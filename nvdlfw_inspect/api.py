@@ -22,9 +22,11 @@ from nvdlfw_inspect.exits import ExitHooks
 from nvdlfw_inspect.layer_names import assign_layer_names
 from nvdlfw_inspect.logging import BaseLogger, print_rank_0
 from nvdlfw_inspect.namespaces import find_namespace
-from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.registry import Registry, import_built_in
+from nvdlfw_inspect.report.extras import MissingExtraError
+from nvdlfw_inspect.report.records import LogError
 from nvdlfw_inspect.startup import Settings, start
-from nvdlfw_inspect.utils import in_notebook, integer, warn_user
+from nvdlfw_inspect.utils import in_notebook, integer, refuse_misspelt, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
 
@@ -58,7 +60,8 @@ def initialize(
     Raises:
         ValueError: A session is running already (in a notebook it is replaced), the configuration
             is not right, or the directory for the logs cannot be written.
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument is of the wrong kind, or misspelt. One that is merely unknown gets a
+            warning.
         RuntimeError: A feature cannot be created.
 
     A failed call leaves nothing behind. Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
@@ -68,8 +71,10 @@ def initialize(
     NVDLFW_INSPECT_LOG_TIMESTAMP says).
     """
     global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
-    for name in sorted(set(kwargs) - _OPTIONS):
-        known = ["config_file", "feature_dirs", "log_dir", "statistics_logger", *sorted(_OPTIONS)]
+    unknown = sorted(set(kwargs) - _OPTIONS)
+    known = [*list(inspect.signature(initialize).parameters)[:-1], *sorted(_OPTIONS)]
+    refuse_misspelt("initialize", unknown, known)
+    for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         warn_user(f"[initialize] argument {name} is not known{hint}")
@@ -131,22 +136,27 @@ def flush() -> None:
         DEBUG_MANAGER.flush()
 
 
-def show(log_dir: _Path | None = None) -> Any:
+def show(log_dir: _Path | None = None) -> None:
     """Show a summary of the statistics, in a notebook as a table.
+
+    Where there is nothing to show it says why, and raises nothing: a training goes on.
 
     Args:
         log_dir: Of the logs to show; by default those of the running session.
-
-    Raises:
-        RuntimeError: No session is running, or it writes no files, and no `log_dir` is given.
     """
     flush()
-    directory = log_dir
+    manager, directory = DEBUG_MANAGER, log_dir
+    if directory is None and manager is not None:
+        directory = manager.root_log_dir or None
     if directory is None:
-        directory = _manager("show").root_log_dir or None
-    if directory is None:
-        raise RuntimeError("[show] expected log files to show, got a session that writes none")
-    return importlib.import_module("nvdlfw_inspect.report").show(directory)
+        why = ["no session is running, call initialize() first", "the session writes no files"]
+        print_rank_0(f"[show] nothing to show: {why[manager is not None]}")
+        return
+    try:
+        importlib.import_module("nvdlfw_inspect.report").show(directory)
+    except (LogError, MissingExtraError, OSError) as error:
+        why = manager.why_nothing_is_logged() if log_dir is None and manager else [str(error)]
+        print_rank_0("\n  ".join(["[show] nothing to show:", *why]))
 
 
 def log_message(
@@ -173,13 +183,9 @@ def log_message(
 def list_features() -> None:
     """Print the names of all features, on the first rank.
 
-    Raises:
-        RuntimeError: No session is running.
+    Without a session these are the built-in ones, and those of classes that are registered.
     """
-    _manager("list_features")
-    print_rank_0(
-        [f"{data.name}.{name}" for data in Registry.data.values() for name in data.features]
-    )
+    print_rank_0(list(_features()))
 
 
 def explain_features(features: str | list[str] | None = None) -> None:
@@ -189,11 +195,7 @@ def explain_features(features: str | list[str] | None = None) -> None:
         features: Names such as "LogTensorStats" or "transformer_engine.LogTensorStats", one or a
             list; "all".
     """
-    known = {
-        f"{data.name}.{name}": feature
-        for data in Registry.data.values()
-        for name, feature in data.features.items()
-    }
+    known = _features()
     if features is None:
         print_rank_0('No feature provided. Please name some, or say "all".')
         return
@@ -201,12 +203,21 @@ def explain_features(features: str | list[str] | None = None) -> None:
     for name in [chosen] if isinstance(chosen, str) else chosen:
         found = [one for one in known if name in (one, one.rpartition(".")[2])]
         if not found:
-            print_rank_0(f"feature: {name} is not supported in this tool. There are: {list(known)}")
+            near = difflib.get_close_matches(name, [n.rpartition(".")[2] for n in known], 1)
+            hint = f"; did you mean {near[0]}?" if near else f". There are: {list(known)}"
+            print_rank_0(f"feature: {name} is not supported in this tool{hint}")
         for one in found:
             print_rank_0("-----")
             print_rank_0(f"feature: {one}")
-            print_rank_0(inspect.getdoc(type(known[one])))
+            print_rank_0(inspect.getdoc(known[one]))
             print_rank_0("*****")
+
+
+def _features() -> dict[str, type]:
+    """The classes of features by their full names, without those for tests."""
+    import_built_in()
+    classes = Registry.classes()
+    return {name: cls for name, cls in classes.items() if not cls.__name__.startswith("_")}
 
 
 def infer_and_assign_layer_names(model: Any) -> None:
@@ -247,7 +258,6 @@ def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> Non
     manager._tensor_reduction_group = group
     manager.log_message(
         "Statistics of all layers are reduced over the group that was set.",
-        level=logging.WARNING,
         once="set_tensor_reduction_group",
     )
 

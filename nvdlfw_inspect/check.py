@@ -15,6 +15,7 @@ from typing import Any
 from nvdlfw_inspect import _engine
 from nvdlfw_inspect.calls import Calls
 from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.excerpt import pointed
 from nvdlfw_inspect.layer_names import assign_layer_names
 from nvdlfw_inspect.loading import FeatureLoader
 from nvdlfw_inspect.registry import Registry, import_built_in
@@ -23,6 +24,7 @@ from nvdlfw_inspect.report.table import count_of
 EXAMPLES = """examples:
   python -m nvdlfw_inspect check config.yaml
   python -m nvdlfw_inspect check config.yaml --model my_package.model:build
+  python -m nvdlfw_inspect check config.yaml --strict     # in CI: warnings are mistakes
 
 The factory takes no arguments and returns a torch.nn.Module. Where it names all layers by `name=`,
 they keep their names, else they get those of infer_and_assign_layer_names.
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("config", help="YAML file")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="show which layers are selected")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings, too")
     parser.add_argument(
         "--feature-dirs", nargs="*", default=[], metavar="DIR", help="folders of your own features"
     )
@@ -54,35 +57,51 @@ def run(arguments: argparse.Namespace) -> int:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
-    config = _load(text, str(path), arguments.feature_dirs)
-    errors = config.errors or _clashes(config, layers or [])
-    for warning in config.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    for problem in errors:
-        print(f"error: {problem}", file=sys.stderr)
-    if errors:
-        print(f"{path}: {count_of(len(errors), 'mistake')}", file=sys.stderr)
-        return 1
-    _print_plan(config, _engine.parse_yaml(text, str(path)) or {}, str(path), layers)
-    return 0
+    config, broken = _load(text, str(path), arguments.feature_dirs)
+    errors, unmatched = (config.errors, []) if config.errors else _try(config, layers or [])
+    warnings = [*broken, *config.warnings, *unmatched]
+    for kind, problems in (("warning", warnings), ("error", errors)):
+        for problem in problems:
+            print(f"{kind}: {pointed(problem, text)}", file=sys.stderr)
+    if not errors:
+        _print_plan(config, _engine.parse_yaml(text, str(path)) or {}, str(path), layers)
+    mistakes = [*errors, *warnings] if arguments.strict else errors
+    if mistakes:
+        print(f"{path}: {count_of(len(mistakes), 'mistake')}", file=sys.stderr)
+    return int(bool(mistakes))
 
 
-def _load(text: bytes, origin: str, directories: list[str]) -> _engine.LoadedConfig:
+def _load(
+    text: bytes, origin: str, directories: list[str]
+) -> tuple[_engine.LoadedConfig, list[str]]:
+    """The configuration, and what is said of features that cannot be loaded."""
     loader = FeatureLoader(directories)
     callouts = _engine.Callouts(Calls(loader.load))
     with loader.at_work():
         broken = [*import_built_in(), *engine().discover(directories, callouts)]
-    for path, reason in broken:
-        print(f"warning: {path} cannot be loaded: {reason}", file=sys.stderr)
-    return engine().load(text, origin)
+    said = [f"{path} cannot be loaded: {reason}" for path, reason in broken]
+    return engine().load(text, origin), said
 
 
-def _clashes(config: _engine.LoadedConfig, layers: list[str]) -> list[str]:
-    """Where sections that exclude each other meet on a layer; of like clashes only the first.
+class _Heard(Calls):
+    """Calls of a session that nobody trains in: what it warns of is kept."""
 
-    No session may be running: this begins one, without logs, and asks it as the layers would.
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text.removeprefix("[config] "))
+
+
+def _try(config: _engine.LoadedConfig, layers: list[str]) -> tuple[list[str], list[str]]:
+    """Begin a session, without logs, and ask it as the layers would; none may be running.
+
+    Returns:
+        Where sections that exclude each other meet on a layer, of like clashes only the first; and
+        what is said of sections that select no layer.
     """
-    calls = Calls(lambda _: None)
+    calls = _Heard()
     no_logs = _engine.LogOptions(
         directory="",
         rank=0,
@@ -103,7 +122,9 @@ def _clashes(config: _engine.LoadedConfig, layers: list[str]) -> list[str]:
                 except ValueError as error:
                     problem = str(error).removeprefix("[config] ")
                     found.setdefault(problem.partition(" on layer ")[0], problem)
-        return list(found.values())
+        if layers:
+            session.settle()
+        return list(found.values()), calls.warnings
     finally:
         Registry.reset()
 
@@ -148,8 +169,9 @@ def _print_plan(
     for name in off:
         print(f"\n{name}: disabled")
     if layers is not None:
-        for name in dict.fromkeys(plan[0] for plan in plans if not plan[2]):
-            print(f"warning: {name}: selects no layer of the model", file=sys.stderr)
+        print(f"\nthe model: {count_of(len(layers), 'layer')}")
+        for name in layers:
+            print(f"    {name}")
 
 
 def _describe(plans: list[Plan], layers: list[str] | None) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from nvdlfw_inspect.logging import FileLogger, MetricLogger
 from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.silence import Silence
 
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import LoadedConfig, Schedule, Session
@@ -60,6 +61,7 @@ class DebugManager:
         config_names: The sections of the configuration.
         config_hash: Of its content: ranks compare it.
         layer_names: Of layers that have been named, whether or not they have run.
+        silence: Why nothing was logged.
     """
 
     running: ClassVar[DebugManager | None] = None
@@ -78,6 +80,7 @@ class DebugManager:
         self.config_names = config.names
         self.config_hash = config.hash
         self.layer_names: set[str] = set()
+        self.silence = Silence(config)
         self._config = config
         self._session = session
         self._calls = calls
@@ -214,6 +217,7 @@ class DebugManager:
 
     def step(self) -> None:
         """End an iteration: count, tell the listeners, write the logs."""
+        self.silence.over(self.iteration)
         self._session.advance()
         with ExitStack() as rest:  # all of it happens, whatever a part raises
             rest.callback(self._session.settle)
@@ -221,6 +225,10 @@ class DebugManager:
                 rest.callback(api.step)
             for listener in reversed(_listeners):
                 rest.callback(listener.stepped, self)
+
+    def why_nothing_is_logged(self) -> list[str]:
+        """Say in sentences what keeps the logs empty."""
+        return self.silence.reasons(self._session.layers())
 
     def begin(self) -> None:
         """Run: tell the listeners."""
@@ -258,3 +266,5 @@ class DebugManager:
             for listener in reversed(_listeners):
                 rest.callback(listener.ended, self)
             rest.callback(self.flush)
+            for text in self.silence.never_due():
+                self.log_message(f"[config] {text}", level=logging.WARNING)

@@ -94,6 +94,14 @@ class Registry:
         return [data.api for data in Registry.data.values() if data.api is not None]
 
     @staticmethod
+    def classes() -> dict[str, type]:
+        """Return the classes of features, by `namespace.Name`."""
+        named = sorted(
+            (f"{r.namespace}.{r.cls.__name__}", r.cls) for r in Registry._classes.values()
+        )
+        return dict(named)
+
+    @staticmethod
     def slips() -> list[str]:
         """What looks like a slip in a class, of namespaces that say what layers call."""
         slips = []

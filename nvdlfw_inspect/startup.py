@@ -12,6 +12,7 @@ from nvdlfw_inspect import _engine, _env
 from nvdlfw_inspect.calls import Calls
 from nvdlfw_inspect.debug_manager import DebugManager
 from nvdlfw_inspect.engine import engine
+from nvdlfw_inspect.excerpt import pointed
 from nvdlfw_inspect.loading import FeatureLoader
 from nvdlfw_inspect.logging import (
     BaseLogger,
@@ -158,7 +159,8 @@ def _directories(feature_dirs: Any) -> list[str]:
 def _load(source: _Source, missing: list[tuple[str, str]]) -> _engine.LoadedConfig:
     config = engine().load(source.content, source.origin)
     if config.errors:
-        lines = [*config.errors, *(f"{name} is not loaded: {reason}" for name, reason in missing)]
+        said = [pointed(error, source.content) for error in config.errors]
+        lines = [*said, *(f"{name} is not loaded: {reason}" for name, reason in missing)]
         raise ValueError("[config] " + "\n".join(lines))
     return config
 

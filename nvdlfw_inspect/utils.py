@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import operator
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
 from nvdlfw_inspect import _env
 
+_MISSPELT = 0.85  # of difflib: one or two letters of a keyword
 _Class = TypeVar("_Class", bound=type)
 _PASSED_BY = ("nvdlfw_inspect", "transformer_engine", "torch", "contextlib", "importlib")
 
@@ -110,6 +112,22 @@ def integer(op: str, argument: str, value: Any) -> int:
     except TypeError:
         got = type(value).__name__
         raise TypeError(f"[{op}] expected {argument} as an integer, got {got}") from None
+
+
+def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for keywords that are nearly known ones.
+
+    Keywords of other versions are merely unknown: they are no errors, for programs pass them.
+
+    Args:
+        op: What is called.
+        unknown: The keywords it was called with and does not have.
+        known: Those that it has.
+    """
+    for name in unknown:
+        near = difflib.get_close_matches(name, list(known), 1, _MISSPELT)
+        if near:
+            raise TypeError(f"[{op}] argument {name} is not known; did you mean {near[0]}?")
 
 
 def in_notebook() -> bool:

@@ -118,16 +118,17 @@ class Loader {
                    .body = body,
                    .mark = key.mark};
     use.body.erase("enabled");
-    check_feature(use, rule, enabled == false ? strict.as_warnings() : strict, regex_);
+    check_feature(use, rule, rules_, enabled == false ? strict.as_warnings() : strict, regex_);
     if (enabled != true) return;
     loaded_.config.sections.back().uses.push_back(std::move(use));
     rules_of_uses_.push_back(&rule);
   }
 
+  // Names with an underscore in front are for tests.
   std::vector<std::string> features_of(std::string_view ns) const {
     std::vector<std::string> names;
     for (const FeatureRule& rule : rules_) {
-      if (rule.ns != ns) continue;
+      if (rule.ns != ns || rule.name.starts_with('_')) continue;
       names.push_back(rule.name);
       names.insert(names.end(), rule.aliases.begin(), rule.aliases.end());
     }
@@ -138,16 +139,16 @@ class Loader {
   std::string unknown_key(const std::string& name) const {
     std::vector<std::string> known = {"enabled", "layers"};
     std::set<std::string> namespaces;
-    for (const FeatureRule& rule : rules_) namespaces.insert(rule.ns);
+    for (const FeatureRule& rule : rules_) {
+      if (rule.ns != kBase) namespaces.insert(rule.ns);  // its features need no namespace around
+    }
     known.insert(known.end(), namespaces.begin(), namespaces.end());
     for (const std::string& ns : namespaces) {
-      if (ns != kBase && find_rule(rules_, ns, name)) {
+      if (find_rule(rules_, ns, name)) {
         return concat("expected a namespace around the feature ", name,
                       ", got none; did you mean '", ns, ": {", name, ": ...}'?");
       }
     }
-    const std::vector<std::string> base = features_of(kBase);
-    known.insert(known.end(), base.begin(), base.end());
     return "unknown namespace or feature: " + expected_one_of(known, name);
   }
 

@@ -31,7 +31,9 @@ bool accepts_gemms(const FeatureRule& rule) { return rule.takes_gemms || !rule.t
 
 class BodyCheck {
  public:
-  BodyCheck(const FeatureRule& rule, const RegexSearch& regex) : rule_(rule), regex_(regex) {}
+  BodyCheck(const FeatureRule& rule, const std::vector<FeatureRule>& rules,
+            const RegexSearch& regex)
+      : rule_(rule), rules_(rules), regex_(regex) {}
 
   void check_level(const Node& level, Level kind, const ConfigPath& path) const {
     if (!level.is_mapping()) {
@@ -152,19 +154,29 @@ class BodyCheck {
       const ConfigPath here = node.is_sequence() ? path.at(i) : path;
       if (!item->is_string()) {
         here.mistake(item->mark, "expected the name of a statistic, got " + brief(*item));
-      } else if (!is_statistic(item->as_string())) {
-        here.mistake(item->mark, expected_one_of(rule_.statistics, item->as_string()));
+      } else if (!has_statistic(rule_, item->as_string())) {
+        here.mistake(item->mark, not_a_statistic(item->as_string()));
       }
     }
   }
 
-  bool is_statistic(const std::string& name) const {
-    return std::ranges::any_of(rule_.statistics, [&](const std::string& pattern) {
+  bool has_statistic(const FeatureRule& rule, const std::string& name) const {
+    return std::ranges::any_of(rule.statistics, [&](const std::string& pattern) {
       return pattern == name || regex_("^(?:" + pattern + ")$", name);
     });
   }
 
+  std::string not_a_statistic(const std::string& name) const {
+    for (const FeatureRule& other : rules_) {
+      if (other.ns == rule_.ns && has_statistic(other, name))
+        return concat("expected a statistic of ", rule_.name, ", got '", name,
+                      "', which belongs under ", other.name);
+    }
+    return expected_one_of(rule_.statistics, name);
+  }
+
   const FeatureRule& rule_;
+  const std::vector<FeatureRule>& rules_;
   const RegexSearch& regex_;
 };
 
@@ -206,18 +218,30 @@ class WholeCheck {
       const std::optional<Node> config = config_for(use_, raw, gemm, tensor);
       if (!config) continue;
       if (rule_.takes_gemms && gemm && tensor && !takes_or_gives(*gemm, *tensor)) {
-        strangers_ += concat(strangers_.empty() ? "" : ", ", *tensor, " in ", *gemm);
+        strangers_.emplace_back(*gemm, *tensor);
         continue;
       }
+      if (gemm) used_.insert(*gemm);
+      if (tensor) used_.insert(*tensor);
       check_one(*config, tensor);
     }
-    if (!strangers_.empty()) {
-      path_.warn(use_.mark, "expected operands of the GEMMs, got " + strangers_ +
-                                ", which those GEMMs do not take: ignored");
-    }
+    tell_strangers();
   }
 
  private:
+  // Lists name all pairs of a GEMM and a tensor: only what is in no pair that exists is a mistake.
+  void tell_strangers() const {
+    const bool lists = !use_.body.find("gemms_struct");
+    std::string text;
+    for (const auto& [gemm, tensor] : strangers_) {
+      if (lists && used_.contains(gemm) && used_.contains(tensor)) continue;
+      text += concat(text.empty() ? "" : ", ", tensor, " in ", gemm);
+    }
+    if (text.empty()) return;
+    path_.warn(use_.mark, "expected operands of the GEMMs, got " + text +
+                              ", which those GEMMs do not take: ignored");
+  }
+
   void check_one(const Node& config, const Name& tensor) {
     if (!rule_.tensors.empty() && !tensor) missing("tensors or tensors_struct", config);
     if (!rule_.statistics.empty() && !config.find("stats")) missing("stats", config);
@@ -245,7 +269,8 @@ class WholeCheck {
   const FeatureUse& use_;
   const FeatureRule& rule_;
   const ConfigPath& path_;
-  std::string strangers_;
+  std::vector<std::pair<std::string_view, std::string_view>> strangers_;  // no operands of a GEMM
+  std::set<std::string_view> used_;  // GEMMs and tensors with a pair that exists
   std::set<std::string> said_;
 };
 
@@ -265,9 +290,10 @@ std::optional<std::string> common(const FeatureUse& a, const FeatureRule& rule_a
 
 }  // namespace
 
-void check_feature(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path,
+void check_feature(const FeatureUse& use, const FeatureRule& rule,
+                   const std::vector<FeatureRule>& rules, const ConfigPath& path,
                    const RegexSearch& regex) {
-  BodyCheck(rule, regex).check_level(use.body, Level::Feature, path);
+  BodyCheck(rule, rules, regex).check_level(use.body, Level::Feature, path);
   WholeCheck(use, rule, path).check();
 }
 

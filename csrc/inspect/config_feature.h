@@ -11,8 +11,10 @@
 
 namespace te::inspect {
 
-// Keys, values, names of gemms, tensors and statistics, schedules, and what is missing.
-void check_feature(const FeatureUse& use, const FeatureRule& rule, const ConfigPath& path,
+// Keys, values, names of gemms, tensors and statistics, schedules, and what is missing. A statistic
+// of another one of `rules` is told where it belongs.
+void check_feature(const FeatureUse& use, const FeatureRule& rule,
+                   const std::vector<FeatureRule>& rules, const ConfigPath& path,
                    const RegexSearch& regex);
 
 // Every (gemm, tensor) that a body may distinguish; absent where it does not.

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "inspect/config_yaml_errors.h"
 #include "inspect/yaml_scalar.h"
 
 namespace te::inspect {
@@ -351,7 +352,8 @@ void explain(const SourceText& source, const YAML::Exception& thrown) {
   const size_t first = text.find_first_not_of(' ', line);
   if (first != text.npos && text[first] == '\t')
     throw TextError(source.mark(first), "expected spaces, got a tab");
-  throw TextError(source.mark(offset), "expected YAML, got: " + to_utf8(thrown.msg));
+  const std::string why = explain_yaml_error(source, offset, to_utf8(thrown.msg));
+  throw TextError(source.mark(offset), "expected YAML, got " + why);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nvdlfw_inspect.api as debug_api
+from gpt.settings import UsageError
 
 
 @contextmanager
@@ -17,11 +18,20 @@ def inspection(config: Path | None, log_dir: Path, step: int) -> Iterator[None]:
         config: a YAML file; see `config.yaml`.
         log_dir: where the logs go.
         step: the training step that comes next.
+
+    Raises:
+        UsageError: the file is not right; the message is one line.
     """
     if config is None:
         yield
         return
-    debug_api.initialize(config_file=config, log_dir=log_dir, init_training_step=step)
+    try:
+        debug_api.initialize(config_file=config, log_dir=log_dir, init_training_step=step)
+    except (ValueError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise UsageError(
+            f"--inspect: {first} (python -m nvdlfw_inspect check {config} shows all mistakes)"
+        ) from error
     try:
         yield
     finally:

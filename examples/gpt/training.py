@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +97,7 @@ class Training:
 
     Attributes:
         done: steps taken; it is also the place in the data and in the schedule.
+        interrupted: end after the step that runs; `watching_interrupts` sets it.
         losses: training loss of every step, nats per byte, on the device; valid up to `done`.
         validation: `(steps taken, loss)` of every validation.
     """
@@ -117,6 +120,28 @@ class Training:
         self.losses = torch.zeros(settings.steps, device=settings.device)
         self.validation: list[tuple[int, float]] = []
         self.done = 0
+        self.interrupted = False
+
+    @contextmanager
+    def watching_interrupts(self) -> Iterator[None]:
+        """Inside, Ctrl-C ends the training after a whole step; a second one ends it at once.
+
+        Ranks that share a training would end after different steps, and wait for each other:
+        there Ctrl-C ends all at once.
+        """
+        if self.ranks.count > 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def interrupt(*_: object) -> None:
+            self.interrupted = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the next byte, in nats."""
@@ -141,10 +166,12 @@ class Training:
         self.done += 1
 
     def advance(self, until: int) -> Pace:
-        """Steps up to `until`, and how they went."""
+        """Steps up to `until`, one at least, and how they went."""
         began, start = time.perf_counter(), self.done
         while self.done < until:
             self.step()
+            if self.interrupted:
+                break
         self.ranks.average(self.losses[start : self.done])
         loss = self.losses[start : self.done].mean().item()  # waits for the device
         tokens = (self.done - start) * self.settings.batch * self.settings.seq

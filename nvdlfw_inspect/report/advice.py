@@ -1,6 +1,7 @@
-"""What to do about findings: one piece of advice for each rule and tensor, with the YAML that acts.
+"""What to do about findings: one piece of advice for each rule, tensor and level, with its YAML.
 
-Every piece of YAML is a whole section of a config file and can be used alone.
+Every piece of YAML is a whole section of a config file and can be used alone. It names the layers
+that it is about. What is bad is acted on; what is to be watched is logged, and nothing changes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nvdlfw_inspect.report.combine import Features, combine
-from nvdlfw_inspect.report.records import Run
 from nvdlfw_inspect.report.rules import RULES, Finding, Level
 from nvdlfw_inspect.report.table import count_of
 from nvdlfw_inspect.report.verdicts import Verdicts
@@ -23,22 +23,23 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Advice:
-    """All findings of one rule about one kind of tensor, and what to do about them."""
+    """Findings of one rule and level about one kind of tensor, and what to do about them."""
 
     level: Level
     title: str  # what is wrong, in one line
     text: str  # why, and what helps
     findings: list[Finding]  # the worst first
-    features: Features  # what acts on it
-    act_on: list[str]  # the layers on which they act
+    features: Features  # what acts on it, or logs it
+    act_on: list[str]  # the layers that the YAML names
 
     @property
     def yaml(self) -> str:
         """A section of a config file."""
         subject = self.findings[0].subject
-        parts = (self.findings[0].rule.name, subject.statistic.recipe, subject.key.tensor)
+        level = "watch" if self.level is Level.WATCH else ""
+        parts = (level, self.findings[0].rule.name, subject.statistic.recipe, subject.key.tensor)
         name = re.sub(r"\W", "_", "_".join(filter(None, parts)))
-        return to_yaml({name: _section(self.act_on, self.features, subject.run)})
+        return to_yaml({name: _section(self.act_on, self.features)})
 
     @property
     def layers(self) -> list[str]:
@@ -47,26 +48,38 @@ class Advice:
 
 
 class Told(NamedTuple):
-    """What a rule's advice says, and the features that act on it."""
+    """What a rule's advice says, and the features that act on what is bad."""
 
     title: str
-    text: str
+    cause: str
+    remedy: str
     features: Features
+    harmless: bool = False  # the remedy says so
     layers: list[str] | None = None  # all layers concerned
+
+
+Group = tuple[str, str, str]  # rule, tensor and recipe
 
 
 def advise(verdicts: Verdicts) -> list[Advice]:
     """Gathers the findings of a run into pieces of advice, the most urgent first."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[Group, Level], list[Finding]] = {}
+    told: dict[tuple[Group, str], Level] = {}  # a layer is in one piece: findings are worst first
     for finding in verdicts.findings:
-        tensor = "" if finding.rule.name == "non-finite" else finding.subject.key.tensor
-        recipe = finding.subject.statistic.recipe
-        groups.setdefault((finding.rule.name, tensor, recipe), []).append(finding)
+        group = _group(finding)
+        level = told.setdefault((group, finding.subject.key.layer), finding.level)
+        if finding.level is level:
+            groups.setdefault((group, level), []).append(finding)
     advice = [_advice(findings) for findings in groups.values()]
     urgency = [rule.name for rule in RULES]
     return sorted(
         advice, key=lambda a: (-a.level, urgency.index(a.findings[0].rule.name), -len(a.layers))
     )
+
+
+def _group(finding: Finding) -> Group:
+    tensor = "" if finding.rule.name == "non-finite" else finding.subject.key.tensor
+    return finding.rule.name, tensor, finding.subject.statistic.recipe
 
 
 def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
@@ -79,11 +92,10 @@ def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
 
 def combined_yaml(advice: list[Advice]) -> str:
     """Returns one config that acts on all advice; no layer stands in two of its sections."""
-    run = advice[0].findings[0].subject.run
     sections = combine((piece.act_on, piece.features) for piece in advice)
     return to_yaml(
         {
-            f"advice_{i}": _section(layers, features, run)
+            f"advice_{i}": _section(layers, features)
             for i, (layers, features) in enumerate(sections, 1)
         }
     )
@@ -93,13 +105,24 @@ def _advice(findings: list[Finding]) -> Advice:
     worst = findings[0]
     told = TELL[worst.rule.name](findings)
     layers = told.layers or list(dict.fromkeys(f.subject.key.layer for f in findings))
-    features = {feature: {"enabled": True, **keys} for feature, keys in told.features.items()}
-    return Advice(worst.level, told.title, told.text, findings, features, layers)
+    bad = worst.level is Level.BAD
+    text = f"{told.cause} {told.remedy if bad or told.harmless else WATCH_IT}"
+    wanted = told.features if bad else _logging(findings)
+    features = {feature: {"enabled": True, **keys} for feature, keys in wanted.items()}
+    return Advice(worst.level, told.title, text, findings, features, layers)
 
 
-def _section(layers: list[str], features: Features, run: Run) -> Config:
-    everywhere = len(layers) > 1 and len(layers) == len(run.layers)
-    selector = {"layer_types": ["all"]} if everywhere else {"exact_layer_names": layers}
+def _logging(findings: list[Finding]) -> Features:
+    """What logs, now and then, how a rule's findings go on."""
+    key = findings[0].subject.key
+    return {
+        name: {"stats": stats or [key.statistic], "tensors": [key.tensor], "freq": WATCH_FREQ}
+        for name, stats in LOGGED[findings[0].rule.name].items()
+    }
+
+
+def _section(layers: list[str], features: Features) -> Config:
+    selector = {"exact_layer_names": layers}
     return {"enabled": True, "layers": selector, "transformer_engine": features}
 
 
@@ -117,14 +140,14 @@ def _tell_not_finite(findings: list[Finding]) -> Told:
     first = findings[0]
     layer, tensor, statistic = first.subject.key
     what = "NaN" if first.value != first.value else "Infinity"
-    text = (
+    cause = (
         f"First seen in {statistic} of {tensor}, in the order in which a step computes, and in"
-        f" {_where(findings)} altogether. "
+        f" {_where(findings)} altogether."
     )
     if tensor in {"activation", "gradient"}:
         neighbour = "before" if tensor == "activation" else "after"
-        text += f"The layer is given this tensor: look at what comes {neighbour} it, too. "
-    text += (
+        cause += f" The layer is given this tensor: look at what comes {neighbour} it, too."
+    remedy = (
         "Run the layer in high precision to see whether FP8 is the cause, and look at the steps"
         " that led there."
     )
@@ -135,7 +158,8 @@ def _tell_not_finite(findings: list[Finding]) -> Told:
         "end_step": first.step,
     }
     features = {"DisableFP8Layer": {}, "LogTensorStats": watch}
-    return Told(f"{what} in {layer} since step {first.step:,}", text, features, [layer])
+    title = f"{what} in {layer} since step {first.step:,}"
+    return Told(title, cause, remedy, features, layers=[layer])
 
 
 def _tell_share(verb: str, cause: str) -> Callable[[list[Finding]], Told]:
@@ -147,20 +171,19 @@ def _tell_share(verb: str, cause: str) -> Callable[[list[Finding]], Told]:
         title += f" with {recipe}" if recipe else ""
         gemms = _gemms(findings)
         if all(map(_at_the_start_alone, findings)):
-            text = (
-                f"{cause} Only the first step shows it, when delayed scaling has no history yet: it"
-                " is harmless unless it comes back."
+            remedy = (
+                "Only the first step shows it, when delayed scaling has no history yet: it is"
+                " harmless unless it comes back."
             )
-            watch = {"stats": [worst.subject.key.statistic], "tensors": [tensor], "freq": 10}
             title += f", at step {worst.step:,} alone"
-            return Told(title, text, {"LogFp8TensorStats": watch})
+            return Told(title, cause, remedy, {}, harmless=True)
         helped = _current_scaling(findings)
         if helped is not None:
-            text = f"{cause} With current scaling it would be {helped:.3g} % at the most."
+            remedy = f"With current scaling it would be {helped:.3g} % at the most."
             scaling = {"gemms": gemms, "tensors": [tensor]}
-            return Told(title, text, {"PerTensorScaling": scaling})
-        text = f"{cause} Run the GEMMs that read this tensor in high precision."
-        return Told(title, text, {"DisableFP8GEMM": {"gemms": gemms}})
+            return Told(title, cause, remedy, {"PerTensorScaling": scaling})
+        remedy = "Run the GEMMs that read this tensor in high precision."
+        return Told(title, cause, remedy, {"DisableFP8GEMM": {"gemms": gemms}})
 
     return tell
 
@@ -182,48 +205,45 @@ def _current_scaling(findings: list[Finding]) -> float | None:
 
 def _tell_dead(findings: list[Finding]) -> Told:
     tensor = findings[0].subject.key.tensor
-    text = (
+    cause = (
         "Nothing flows here: a layer that is not used, a mask or activation that closes, or"
-        " values that underflow before they arrive. See where the zeros begin."
+        " values that underflow before they arrive."
     )
     watch = {"stats": ["cur_amax", "l2_norm"], "tensors": ["activation", "weight", "gradient"]}
-    return Told(f"The {tensor} is all zero in {_where(findings)}", text, {"LogTensorStats": watch})
+    title = f"The {tensor} is all zero in {_where(findings)}"
+    return Told(title, cause, "See where the zeros begin.", {"LogTensorStats": watch})
 
 
 def _tell_noise(findings: list[Finding]) -> Told:
     tensor = findings[0].subject.key.tensor
-    text = (
+    cause = (
         "Rounding to FP8 leaves little of the signal, mostly because a few large values set the"
-        " scale for all. Run the GEMMs that read this tensor in high precision."
+        " scale for all."
     )
+    remedy = "Run the GEMMs that read this tensor in high precision."
     title = f"The {tensor} drowns in rounding noise in {_where(findings)}"
-    return Told(title, text, {"DisableFP8GEMM": {"gemms": _gemms(findings)}})
+    return Told(title, cause, remedy, {"DisableFP8GEMM": {"gemms": _gemms(findings)}})
 
 
 def _tell_growth(findings: list[Finding]) -> Told:
     worst = findings[0]
     tensor = worst.subject.key.tensor
     growth = worst.severity * worst.rule.watch
-    text = (
-        "Delayed scaling takes its scale from the steps before: a jump saturates. Scale by the"
-        " tensor in hand instead, or clip what makes it jump."
-    )
+    cause = "Delayed scaling takes its scale from the steps before: a jump saturates."
+    remedy = "Scale by the tensor in hand instead, or clip what makes it jump."
     title = f"The {tensor} jumps by a factor of {growth:,.3g} in {_where(findings)}"
     gemms = _gemms(findings)
-    if not gemms:  # a result, which FP8 does not round
-        return Told(title, text, {"LogTensorStats": {"stats": ["cur_amax"], "tensors": [tensor]}})
-    return Told(title, text, {"PerTensorScaling": {"gemms": gemms, "tensors": [tensor]}})
+    scaling = {"PerTensorScaling": {"gemms": gemms, "tensors": [tensor]}}
+    # A result of a GEMM is not rounded to FP8.
+    return Told(title, cause, remedy, scaling if gemms else _logging(findings))
 
 
 def _tell_range(findings: list[Finding]) -> Told:
     tensor = findings[0].subject.key.tensor
-    text = (
-        "The smallest values round to zero whatever the scale. That is harmless where they are"
-        " few: log how many there are."
-    )
+    cause = "The smallest values round to zero whatever the scale."
+    remedy = "That is harmless where they are few: log how many there are."
     title = f"The {tensor} spans more bits than its FP8 format holds in {_where(findings)}"
-    watch = {"stats": ["underflows%"], "tensors": [tensor], "freq": 10}
-    return Told(title, text, {"LogFp8TensorStats": watch})
+    return Told(title, cause, remedy, {}, harmless=True)
 
 
 TELL: dict[str, Callable[[list[Finding]], Told]] = {
@@ -235,6 +255,17 @@ TELL: dict[str, Callable[[list[Finding]], Told]] = {
     "growth": _tell_growth,
     "range": _tell_range,
 }
+# What logs how a finding goes on: features and their statistics; none: the finding's own.
+LOGGED: dict[str, dict[str, list[str]]] = {
+    "overflow": {"LogFp8TensorStats": []},
+    "underflow": {"LogFp8TensorStats": []},
+    "dead": {"LogTensorStats": ["cur_amax", "l2_norm"]},
+    "noise": {"LogFp8TensorStats": ["mse"], "LogTensorStats": ["std", "mean"]},
+    "growth": {"LogTensorStats": ["cur_amax"]},
+    "range": {"LogFp8TensorStats": ["underflows%"]},
+}
+WATCH_FREQ = 10  # steps
+WATCH_IT = "It is not bad, and nothing needs to change: log it."
 PLAIN = re.compile(r"[A-Za-z_][\w.%/-]*")
 WIDTH = 56  # of a line that the page shows whole
 RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}

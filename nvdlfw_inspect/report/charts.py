@@ -115,20 +115,26 @@ def payload(verdicts: list[Verdicts], columns: Columns) -> dict[str, Any]:
     """Returns what the page's script draws: columns, layers, and a panel a tensor and statistic.
 
     A panel has, for each run and layer, a list of values (None where the layer has none) and, for
-    the first run, the verdict of each layer.
+    the first run, the verdict of each layer, and the layers with a finding, the worst first.
     """
     runs = [v.run for v in verdicts]
     layers = list(dict.fromkeys(layer for run in runs for layer in run.layers))
     prefix = common_prefix(layers)
     binner = Binner(columns)
     kinds = dict.fromkeys((key.tensor, key.statistic) for run in runs for key in run.series)
+    number = {layer: i for i, layer in enumerate(layers)}
+    worst: dict[tuple[str, str], list[int]] = {}  # in the order of the table
+    for row in verdicts[0].rows:
+        if row.level:
+            worst.setdefault(row.key[1:], []).append(number[row.key.layer])
     panels = []
     for tensor, statistic in sorted(kinds, key=_order):
         keys = [Key(layer, tensor, statistic) for layer in layers]
         rows = [[_cells_of(binner, run, key) for key in keys] for run in runs]
         first = verdicts[0].by_key
         levels = [first[key].level if key in first else Level.OK for key in keys]
-        panels.append(_panel(tensor, statistic) | {"rows": rows, "levels": levels})
+        found = {"rows": rows, "levels": levels, "worst": worst.get((tensor, statistic), [])}
+        panels.append(_panel(tensor, statistic) | found)
     return {
         "first": columns.first,
         "last": columns.last,

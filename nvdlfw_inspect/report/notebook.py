@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from nvdlfw_inspect.report.advice import advise, headline
-from nvdlfw_inspect.report.extras import require
+from nvdlfw_inspect.report.extras import MissingExtraError, require
 from nvdlfw_inspect.report.records import read_run
 from nvdlfw_inspect.report.summary import LIMIT, print_summary
 from nvdlfw_inspect.report.table import extent, table_of, tally
@@ -17,6 +18,8 @@ from nvdlfw_inspect.utils import in_notebook
 def show(logdir: str | Path, limit: int = LIMIT, rank: int | None = None) -> None:
     """Shows the worst series of a run: displayed in a notebook, printed elsewhere.
 
+    Without the extra `report` it is plain text.
+
     Args:
         logdir: the log directory of the run, which may still be going on.
         limit: rows of the table at the most.
@@ -24,14 +27,15 @@ def show(logdir: str | Path, limit: int = LIMIT, rank: int | None = None) -> Non
 
     Raises:
         LogError: there are no statistics in `logdir`.
-        MissingExtraError: the extra `report` is not installed.
     """
     verdicts = judge(read_run(logdir, rank))
-    if in_notebook():
-        display = require("IPython.display", "the summary")
-        display.display(display.HTML(summary_html(verdicts, limit)))
-    else:
-        print_summary(verdicts, limit)
+    with suppress(MissingExtraError):
+        if in_notebook():
+            html = summary_html(verdicts, limit)
+            display = require("IPython.display", "the summary")
+            display.display(display.HTML(html))
+            return
+    print_summary(verdicts, limit)
 
 
 def summary_html(verdicts: Verdicts, limit: int | None = LIMIT) -> str:

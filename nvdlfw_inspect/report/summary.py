@@ -7,7 +7,7 @@ import sys
 from typing import IO
 
 from nvdlfw_inspect.report.advice import advise, headline
-from nvdlfw_inspect.report.extras import require
+from nvdlfw_inspect.report.extras import MissingExtraError, require
 from nvdlfw_inspect.report.records import read_run
 from nvdlfw_inspect.report.rules import Level
 from nvdlfw_inspect.report.table import Table, extent, table_of, tally
@@ -22,7 +22,6 @@ examples:
 exit codes: 0 all well, 1 a verdict reached --fail-over, 2 there is nothing to read"""
 LIMIT = 20
 STYLES = {Level.OK: "green", Level.WATCH: "yellow", Level.BAD: "bold red"}
-PLAIN_WIDTH = 1000  # where nobody looks, nothing is folded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,44 +48,87 @@ def run(arguments: argparse.Namespace) -> int:
 def print_summary(
     verdicts: Verdicts, limit: int | None = LIMIT, file: IO[str] | None = None
 ) -> None:
-    """Prints what is wrong with a run: in colours on a terminal, plain elsewhere.
+    """Prints what is wrong with a run: in colours where rich is and a terminal, else plain."""
+    out = _output(file or sys.stdout)
+    advice = advise(verdicts)
+    if not advice:
+        out.line(headline(verdicts, advice), style=STYLES[verdicts.level])
+    for piece in advice:
+        out.line(piece.title, first=f"{piece.level.word:6}", style=STYLES[piece.level])
+    out.line(f"{tally(verdicts)}\n{extent(verdicts)}", style="dim")
+    table = table_of(verdicts, limit)
+    out.table(table)
+    if table.left_out:
+        out.line(f"... and {table.left_out:,} more rows", style="dim")
+    if advice:
+        how = f"python -m nvdlfw_inspect report {verdicts.run.path} -o report.html"
+        out.line(f"Charts, and the YAML that acts on this: {how}", style="dim")
+
+
+def _output(file: IO[str]) -> _Plain | _Rich:
+    if file.isatty():
+        try:
+            return _Rich(file)
+        except MissingExtraError:
+            pass
+    return _Plain(file)
+
+
+class _Plain:
+    """Text without colours, in which nothing is folded."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def line(self, text: str, first: str = "", style: str = "") -> None:
+        """Writes a line; the style is for terminals."""
+        print(first + text, file=self._file)
+
+    def table(self, table: Table) -> None:
+        """Writes a table, columns of numbers to the right."""
+        lines = [[column.title for column in table.columns], *table.rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        lines.insert(1, ["\u2500" * width for width in widths])
+        print(file=self._file)
+        for cells in lines:
+            sides = zip(cells, widths, table.columns, strict=True)
+            padded = (
+                cell.rjust(width) if column.numeric else cell.ljust(width)
+                for cell, width, column in sides
+            )
+            print(f" {'   '.join(padded)}".rstrip(), file=self._file)
+        print(file=self._file)
+
+
+class _Rich:
+    """Colours, and columns that fold where the terminal is too narrow.
 
     Raises:
         MissingExtraError: rich is not installed.
     """
-    console = require("rich.console", "the summary").Console(
-        file=file or sys.stdout, highlight=False
-    )
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    text = require("rich.text", "the summary").Text
-    advice = advise(verdicts)
-    if not advice:
-        console.print(text(headline(verdicts, advice), style=STYLES[verdicts.level]))
-    for piece in advice:
-        console.print(text.assemble((f"{piece.level.word:6}", STYLES[piece.level]), piece.title))
-    console.print(text(f"{tally(verdicts)}\n{extent(verdicts)}", style="dim"))
-    table = table_of(verdicts, limit)
-    with console.capture() as drawn:
-        console.print(_drawn(table))
-    console.file.write("".join(f"{line.rstrip()}\n" for line in drawn.get().splitlines()))
-    if table.left_out:
-        console.print(text(f"... and {table.left_out:,} more rows", style="dim"))
-    if advice:
-        how = f"python -m nvdlfw_inspect report {verdicts.run.path} -o report.html"
-        console.print(text(f"Charts, and the YAML that acts on this: {how}", style="dim"))
 
+    def __init__(self, file: IO[str]) -> None:
+        self._console = require("rich.console", "the summary").Console(file=file, highlight=False)
+        self._text = require("rich.text", "the summary").Text
 
-def _drawn(table: Table) -> object:
-    rich_table, text = require("rich.table", "the summary"), require("rich.text", "the summary")
-    drawn = rich_table.Table(box=require("rich.box", "the summary").SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        drawn.add_column(
-            column.title,
-            justify="right" if column.numeric else "left",
-            no_wrap=column.numeric or column.title == "verdict",
-            overflow="fold",
-        )
-    for cells, level in zip(table.rows, table.levels, strict=True):
-        drawn.add_row(text.Text(cells[0], style=STYLES[level]), *map(text.Text, cells[1:]))
-    return drawn
+    def line(self, text: str, first: str = "", style: str = "") -> None:
+        """Writes a line, its first part in a style, which is that of all where there is none."""
+        parts = [(first, style), text] if first else [(text, style)]
+        self._console.print(self._text.assemble(*parts))
+
+    def table(self, table: Table) -> None:
+        """Writes a table, its first column in the colour of the row."""
+        rich_table = require("rich.table", "the summary")
+        box = require("rich.box", "the summary").SIMPLE_HEAD
+        drawn = rich_table.Table(box=box, pad_edge=False)
+        for column in table.columns:
+            drawn.add_column(
+                column.title,
+                justify="right" if column.numeric else "left",
+                no_wrap=column.numeric or column.title == "verdict",
+                overflow="fold",
+            )
+        for cells, level in zip(table.rows, table.levels, strict=True):
+            first = self._text(cells[0], style=STYLES[level])
+            drawn.add_row(first, *map(self._text, cells[1:]))
+        self._console.print(drawn)

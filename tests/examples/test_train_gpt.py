@@ -3,17 +3,25 @@
 import importlib.util
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from train_gpt_runs import (
+    LAYERS,
+    STEPS,
+    TINY,
+    VALIDATION_BATCHES,
+    VALIDATIONS,
+    assert_same_run,
+    run,
+    write_text,
+)
 
 import train_gpt
 from gpt import report
@@ -22,9 +30,7 @@ from gpt.model import Gpt
 from gpt.settings import Settings
 from gpt.torch_model import TorchGpt
 
-LAYERS, STEPS, VALIDATIONS, VALIDATION_BATCHES = 1, 24, 4, 12
 FORWARD_GEMMS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the head
-SIZE = f"--layers {LAYERS} --hidden 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --lr 1e-2"
 CONFIG = Path(train_gpt.__file__).with_name("config.yaml")
 HEAD_WITHOUT_FP8 = """
 head_without_fp8:
@@ -35,21 +41,13 @@ head_without_fp8:
     DisableFP8Layer:
       enabled: True
 """
-TINY = [*SIZE.split(), "--validate-every", str(STEPS // VALIDATIONS)]
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs where there is a text; files are written there."""
     monkeypatch.chdir(tmp_path)
-    words = random.Random(0).choices(["scale", "amax", "history", "of", "the", "tensor"], k=3000)
-    text = " ".join(words).encode()
-    windows = VALIDATION_BATCHES * 4 * 32
-    Path("text").write_bytes(text[: 10 * (windows + 1)])
-
-
-def run(*arguments: str, device: str = "cpu") -> int:
-    return train_gpt.main([*TINY, "--data", "text", "--device", device, *arguments])
+    write_text()
 
 
 def settings_of(*arguments: str) -> Settings:
@@ -89,19 +87,6 @@ def test_resumed_run_equals_uninterrupted_run(recipe: str, weights: list[str]) -
     whole = assert_same_run("whole.pt", "parts.pt")
     scaling = whole["model"]["head._extra_state"]
     assert (scaling.numel() > 0) == (recipe == "delayed" or bool(weights))
-
-
-def assert_same_run(one: str, other: str) -> dict[str, Any]:
-    """Every loss, validation, weight and scale of two finished runs is the same; the first."""
-    whole, parts = (torch.load(name, weights_only=True) for name in (one, other))
-    assert whole["done"] == parts["done"] == STEPS
-    assert whole["validation"] == parts["validation"]
-    assert torch.equal(whole["losses"], parts["losses"])
-    for kind in ("model", "masters"):
-        assert whole[kind].keys() == parts[kind].keys()
-        for name, tensor in whole[kind].items():
-            assert torch.equal(tensor, parts[kind][name]), name
-    return whole
 
 
 KILLED_WHILE_SAVING = """

@@ -67,11 +67,18 @@ def test_what_only_the_first_step_shows_is_watched(tmp_path: Path) -> None:
     assert list(section(piece)["transformer_engine"]) == ["LogFp8TensorStats"]
 
 
-@pytest.mark.parametrize("values", [[20.0], [0.0, 20.0, 0.0], [20.0, 0.0, 3.0]])
-def test_what_other_steps_show_is_acted_on(tmp_path: Path, values: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("values", "feature"),
+    [
+        ([20.0], "DisableFP8GEMM"),
+        ([0.0, 20.0, 0.0], "LogFp8TensorStats"),  # has passed: to be watched
+        ([20.0, 0.0, 3.0], "LogFp8TensorStats"),
+    ],
+)
+def test_what_other_steps_show_counts(tmp_path: Path, values: list[float], feature: str) -> None:
     (piece,) = advice_on(write_series(tmp_path, values, statistic="underflows%"))
     assert piece.title == f"Up to 20 % of the gradient becomes zero in {LAYER}"
-    assert list(section(piece)["transformer_engine"]) == ["DisableFP8GEMM"]
+    assert list(section(piece)["transformer_engine"]) == [feature]
 
 
 def test_long_lists_stand_below_each_other() -> None:
@@ -130,11 +137,45 @@ def test_noise_turns_fp8_off(tmp_path: Path) -> None:
     assert section(piece)["transformer_engine"]["DisableFP8GEMM"]["gemms"] == ["fprop", "dgrad"]
 
 
-def test_all_layers_are_named_at_once(tmp_path: Path) -> None:
+def lossy(levels: dict[str, float], steps: int = 3) -> list[dict]:
+    """Records of layers whose weights lose a share of their values, in percent."""
+    return [
+        record(step, layer, "weight", "underflows%", share)
+        for step in range(steps)
+        for layer, share in levels.items()
+    ]
+
+
+def test_one_bad_layer_among_many_to_watch_is_acted_on_alone(tmp_path: Path) -> None:
+    shares = {f"model.{i}.fc1": 20.0 if i == 7 else 4.0 for i in range(200)}
+    verdicts = judge(read_run(write_records(tmp_path, lossy(shares))))
+    bad, watch = advise(verdicts)
+    assert (
+        headline(verdicts, [bad, watch]) == "Up to 20 % of the weight becomes zero in model.7.fc1"
+    )
+    assert (bad.level, bad.layers) == (Level.BAD, ["model.7.fc1"])
+    assert section(bad)["layers"] == {"exact_layer_names": ["model.7.fc1"]}
+    assert watch.title == "Up to 4 % of the weight becomes zero in 199 layers"
+    assert watch.level is Level.WATCH
+    assert "It is not bad" in watch.text
+    assert set(section(watch)["transformer_engine"]) == {"LogFp8TensorStats"}
+    everything = load(combined_yaml([bad, watch]))
+    off = [s for s in everything.values() if "DisableFP8GEMM" in s["transformer_engine"]]
+    assert [s["layers"] for s in off] == [{"exact_layer_names": ["model.7.fc1"]}]
+
+
+def test_a_layer_that_is_bad_on_one_rank_is_not_to_be_watched_on_another(tmp_path: Path) -> None:
+    for rank, share in enumerate((4.0, 20.0)):
+        write_records(tmp_path, lossy({"a": share}), rank)
+    (piece,) = advice_on(tmp_path)
+    assert piece.level is Level.BAD
+
+
+def test_all_layers_are_named(tmp_path: Path) -> None:
+    """Not `layer_types: [all]`: the config may be used with another model, or with more layers."""
     layers = [f"model.{i}.fc1" for i in range(30)]
-    records = [record(0, layer, "weight", "underflows%", 20.0) for layer in layers]
-    (piece,) = advice_on(write_records(tmp_path, records))
-    assert section(piece)["layers"] == {"layer_types": ["all"]}
+    (piece,) = advice_on(write_records(tmp_path, lossy(dict.fromkeys(layers, 20.0))))
+    assert section(piece)["layers"] == {"exact_layer_names": layers}
     assert piece.layers == layers
 
 
@@ -148,6 +189,7 @@ def test_most_urgent_comes_first(tmp_path: Path) -> None:
         "overflow",
         "underflow",
         "dead",
+        "underflow",  # of other layers, to be watched
         "growth",
     ]
     names = [next(iter(load(piece.yaml))) for piece in advice]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import nvdlfw_inspect.api as debug_api
 from nvdlfw_inspect.__main__ import main
 
 FEATURE = '''
@@ -113,7 +114,55 @@ def test_names_the_layers_of_a_model(
     lines = captured.out.splitlines()
     assert lines[2] == f"watched: {len(selected)} of 4 layers"
     assert [line.strip() for line in lines[3 : 3 + len(selected)]] == selected
-    assert ("warning: watched: selects no layer of the model" in captured.err) == (not selected)
+    assert ("section watched: layer_types [nothing] selects no layer" in captured.err) == (
+        not selected
+    )
+    at = lines.index("the model: 4 layers")
+    assert "    model.self_attention.proj" in lines[at:]
+
+
+def test_misspelt_layers_are_suggested_as_in_a_training(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "suggested_model.py").write_text(
+        "import transformer_engine.pytorch as te\n"
+        "def build():\n    return te.LayerNormMLP(32, 64, name='mlp', device='meta')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    arguments = (CONFIG.replace("LAYERS", "fc3"), "--model", "suggested_model:build")
+    assert check(folder, *arguments) == 0
+    warning = "section watched: layer_types [fc3] selects no layer; did you mean mlp.fc1, mlp.fc2?"
+    assert f"warning: {warning}\n" in capsys.readouterr().err
+    assert check(folder, *arguments, "--strict") == 1
+
+
+def test_warnings_are_mistakes_where_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unused = BUILT_IN.replace("tensors: [gradient]", "tensors: [weight]")
+    assert check(folder, unused) == 0
+    assert check(folder, unused, "--strict") == 1
+    assert capsys.readouterr().err.endswith("config.yaml: 1 mistake\n")
+    assert check(folder, BUILT_IN, "--strict") == 0
+
+
+def test_problems_show_their_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(folder, CONFIG.replace("tensor: weight", "tensor: wéight")) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "          - {tensor: wéight, start_end_list: [[0, 20], [80, -1]]}"
+    assert lines[2].index("^") == lines[1].index("wéight")
+
+
+def test_a_session_shows_the_line_too(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "config.yaml").write_text("a:\n  enabled: yes\n   layers: {layer_types: all}\n")
+    with pytest.raises(ValueError, match="a line indented by 3") as caught:
+        debug_api.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
+    assert str(caught.value).splitlines()[1:] == [
+        "       layers: {layer_types: all}",
+        "             ^",
+    ]
 
 
 TWICE = """

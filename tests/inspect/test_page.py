@@ -77,7 +77,7 @@ def test_page_says_what_is_wrong_first(tmp_path: Path) -> None:
     assert f"<title>{title}</title>" in page
     body = page[page.index("<main") :]
     assert body.index(title) < body.index("DisableFP8Layer") < body.index('id="heat"')
-    assert body.count('class="copy"') == 5 + 1  # and all of it in one config
+    assert body.count('class="copy"') == 6 + 1  # and all of it in one config
 
 
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
@@ -93,6 +93,23 @@ def test_values_of_the_charts(tmp_path: Path) -> None:
     assert panel["panels"][0]["rows"] == [[[1.0, "nan", "-inf", 0.1235]]]
     assert (panel["first"], panel["short"]) == ([0, 1, 2, 3], ["fc1"])
     assert panel["panels"][0]["levels"] == [2]
+
+
+def test_worst_layers_of_a_panel_rank_as_in_the_table(tmp_path: Path) -> None:
+    """A layer that is bad at every step comes before one with a larger peak that has passed."""
+    shares = {"peak": [60.0, *[0.0] * 9], "lasting": [12.0] * 10, "fine": [0.0] * 10}
+    shares["worse"] = [14.0] * 10
+    records = [
+        record(step, layer, "weight", "underflows%", share)
+        for layer, values in shares.items()
+        for step, share in enumerate(values)
+    ]
+    logdir = write_records(tmp_path, records)
+    data = payload_of(logdir)
+    ranked = [data["layers"][i] for i in data["panels"][0]["worst"]]
+    assert ranked == ["worse", "lasting", "peak"]
+    rows = [row for row in judge(read_run(logdir)).rows if row.level]
+    assert [row.key.layer for row in rows] == ranked
 
 
 def test_values_that_differ_little_stay_apart(tmp_path: Path) -> None:

@@ -202,7 +202,6 @@ def test_without_a_session_most_functions_do_nothing() -> None:
     ("call", "error"),
     [
         (lambda: debug_api.log_message("text"), RuntimeError),
-        (debug_api.list_features, RuntimeError),
         (lambda: debug_api.transformer_engine, RuntimeError),
         (lambda: debug_api.infer_and_assign_layer_names(None), RuntimeError),
         (lambda: debug_api.set_tensor_reduction_group(None), ValueError),
@@ -218,6 +217,16 @@ def test_unknown_arguments_warn(initialize: Initialize) -> None:
     with pytest.warns(UserWarning, match="logger is not known") as caught:
         initialize(logger=3)
     assert caught[0].filename.endswith("conftest.py"), "points at the caller"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("logdir", "log_dir"), ("feature_dir", "feature_dirs"), ("init_training_steps", "init_train")],
+)
+def test_misspelt_arguments_are_errors(initialize: Initialize, written: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"{written} is not known; did you mean {meant}"):
+        initialize(**{written: "somewhere"})
+    assert debug_api.DEBUG_MANAGER is None
 
 
 def test_messages_are_written_once_per_session(initialize: Initialize, tmp_path: Path) -> None:
@@ -257,8 +266,20 @@ def test_features_are_listed_and_explained(
     assert "feature: ns.Counter" in capsys.readouterr().out
     debug_api.explain_features(["ns.Nothing"])
     assert "feature: ns.Nothing is not supported in this tool." in capsys.readouterr().out
+    debug_api.explain_features("Countr")
+    assert "not supported in this tool; did you mean Counter?" in capsys.readouterr().out
     debug_api.explain_features()
     assert "No feature provided." in capsys.readouterr().out
+
+
+def test_features_are_listed_and_explained_without_a_session(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    register_counter()
+    debug_api.list_features()
+    assert "'ns.Counter'" in capsys.readouterr().out
+    debug_api.explain_features("all")
+    assert "feature: ns.Counter \nCounts." in capsys.readouterr().out
 
 
 def test_namespaces(initialize: Initialize) -> None:
@@ -292,7 +313,7 @@ def test_the_reduction_group(initialize: Initialize, tmp_path: Path) -> None:
     for _ in range(2):
         debug_api.set_tensor_reduction_group("group")
     assert debug_api.get_tensor_reduction_group() == "group"
-    assert len([m for m in messages(tmp_path) if m.startswith("WARNING")]) == 1
+    assert len([m for m in messages(tmp_path) if "the group that was set" in m]) == 1
     debug_api.end_debug()
     initialize()
     assert debug_api.get_tensor_reduction_group() is None

@@ -3,14 +3,17 @@
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from synthetic_run import ill, record, write_records, write_run, write_series
 
 from nvdlfw_inspect.__main__ import COMMANDS, main
+from nvdlfw_inspect.report.records import read_run
+from nvdlfw_inspect.report.summary import print_summary
+from nvdlfw_inspect.report.verdicts import judge
 
-pytest.importorskip("rich")
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
 
@@ -119,7 +122,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("[report] expected a log directory that holds statistics_rank-R.jsonl")
 
 
-@pytest.mark.parametrize("module", ["rich", "plotly", "jinja2"])
+@pytest.mark.parametrize("module", ["plotly", "jinja2"])
 def test_missing_extra(
     tmp_path: Path,
     module: str,
@@ -130,12 +133,41 @@ def test_missing_extra(
     for name in [n for n in sys.modules if n.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [NotInstalled(module), *sys.meta_path])
-    command = "summary" if module == "rich" else "report"
-    output = ["-o", str(tmp_path / "r.html")] if command == "report" else []
-    assert main([command, str(tmp_path), *output]) == 2
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     err = capsys.readouterr().err
     assert f"needs {module}, which is not installed: pip install" in err
     assert '"transformer-engine[report]"' in err
+
+
+class Terminal(StringIO):
+    """What a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_summary_needs_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = judge(read_run(write_series(tmp_path, [20.0] * 3, statistic="underflows%")))
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled("rich"), *sys.meta_path])
+    for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    terminal, pipe = Terminal(), StringIO()
+    print_summary(verdicts, file=terminal)
+    print_summary(verdicts, file=pipe)
+    assert terminal.getvalue() == pipe.getvalue()
+    first, *_, header, rule, row, _, _ = pipe.getvalue().splitlines()
+    assert first == "bad   Up to 20 % of the gradient becomes zero in model.0.fc1"
+    assert header.split()[:4] == ["verdict", "layer", "tensor", "statistic"]
+    assert set(rule) == {" ", "\u2500"}
+    assert row.split()[:3] == ["bad", "model.0.fc1", "gradient"]
+    assert row.index("20.00") + 5 == header.index("last") + 4  # numbers end where their titles do
+
+
+def test_a_terminal_gets_colours(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    terminal = Terminal()
+    print_summary(judge(read_run(write_series(tmp_path, [1.0]))), file=terminal)
+    assert ESCAPE in terminal.getvalue()
 
 
 @pytest.mark.parametrize("command", [name for name, *_ in COMMANDS])

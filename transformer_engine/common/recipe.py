@@ -2,7 +2,7 @@
 
 A recipe says which formats are used and where scales come from; it holds no state. Two recipes with
 equal fields are equal and share their scaling state. Unknown keywords are accepted with a warning,
-because scripts written for other versions pass them.
+because scripts written for other versions pass them; misspelt ones are errors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from transformer_engine import _env
+from nvdlfw_inspect.utils import refuse_misspelt
+from transformer_engine import _absent, _env
 
 T = TypeVar("T", bound=type)
 
@@ -55,12 +56,16 @@ class QParams:
 
 
 def _tolerant(recipe: T) -> T:
-    """Let a recipe's constructor accept unknown keywords, with one warning that names them."""
+    """Let a recipe's constructor accept unknown keywords, with one warning that names them.
+
+    One that is nearly a known keyword is misspelt: that is a TypeError.
+    """
     strict_init = recipe.__init__  # type: ignore[misc]
     known = set(inspect.signature(strict_init).parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - known)
+        refuse_misspelt(recipe.__name__, unknown, known)
         if unknown:
             warnings.warn(
                 f"{recipe.__name__}: ignoring unknown keyword(s) {', '.join(unknown)}",
@@ -279,3 +284,7 @@ class Float8BlockScaling(Recipe):
             self._expect(f"fp8_gemm_{gemm}.use_split_accumulator", split, "True")
         self._expect("fp8_dpa", not self.fp8_dpa, "False")
         self._expect("fp8_mha", not self.fp8_mha, "False")
+
+
+def __getattr__(name: str) -> NoReturn:
+    _absent.refuse(__name__, name)

@@ -8,9 +8,11 @@
 >>> loss.backward()
 """
 
+from typing import NoReturn
+
 import torch
 
-from transformer_engine import _C, _build
+from transformer_engine import _C, _absent, _build
 from transformer_engine.pytorch import (
     _compat,
     constants,
@@ -148,3 +150,12 @@ __all__ = [
     "parallel_report",
     "quantized_model_init",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public; parts of it are modules, such as `attention`, that are documented paths."""
+    return __all__
+
+
+def __getattr__(name: str) -> NoReturn:
+    _absent.refuse(__name__, name)

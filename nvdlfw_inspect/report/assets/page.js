@@ -236,12 +236,13 @@ function filterChooser() {
   for (const label of $("chooser").children) label.hidden = !label.title.toLowerCase().includes(wanted);
 }
 
-// The layers worth seeing: those with a verdict, else those with the largest values.
+// The layers worth seeing: those with a verdict, as the table ranks them, else those with the largest values.
 function worstLayers() {
+  const shown = shownLayers();
+  const flagged = panel.worst.filter((l) => shown.includes(l));
   const peak = (l) => (rowOf(0, l) ?? []).reduce((most, v) => (finite(v) ? Math.max(most, Math.abs(v)) : most), 0);
-  const ranked = shownLayers().map((l) => [panel.levels[l], peak(l), l]).sort((a, b) => b[0] - a[0] || b[1] - a[1]).slice(0, 5);
-  const flagged = ranked.filter(([level]) => level > 0);
-  return (flagged.length ? flagged : ranked).map(([, , l]) => l).sort((a, b) => a - b);
+  const ranked = flagged.length ? flagged : shown.sort((a, b) => peak(b) - peak(a));
+  return ranked.slice(0, 5).sort((a, b) => a - b);
 }
 
 // --- the panel: a tensor and a statistic

@@ -178,6 +178,30 @@ TEST(FeatureConfig, PairsThatAreNoOperandsWarnOnce) {
   EXPECT_EQ(said(text, "fprop", "weight"), "-");
 }
 
+TEST(FeatureConfig, ListsNameAllPairsThatThereAre) {
+  EXPECT_EQ(problems(with_feature("PerTensorScaling",
+                                  "gemms: [fprop, dgrad], tensors: [activation, gradient]")),
+            "");
+  EXPECT_EQ(
+      problems(with_feature("PerTensorScaling", "gemms: [fprop, dgrad], tensors: [activation]")),
+      "(warning) c.yaml:5:5: s.transformer_engine.PerTensorScaling: expected operands of the "
+      "GEMMs, got activation in dgrad, which those GEMMs do not take: ignored\n");
+  const std::string structs =  // here a pair is written by hand
+      "gemms_struct: [{gemm: fprop, tensors: [activation]}, "
+      "{gemm: dgrad, tensors: [activation, gradient]}]";
+  EXPECT_NE(problems(with_feature("PerTensorScaling", structs)).find("got activation in dgrad"),
+            std::string::npos);
+}
+
+TEST(FeatureConfig, StatisticsOfOtherFeaturesAreToldWhereTheyBelong) {
+  expect_problem("LogTensorStats", "tensors: [weight], stats: [max, underflows%]",
+                 "stats[1]: expected a statistic of LogTensorStats, got 'underflows%', which "
+                 "belongs under LogFp8TensorStats");
+  expect_problem("LogFp8TensorStats", "tensors: [weight], stats: [std]",
+                 "stats[0]: expected a statistic of LogFp8TensorStats, got 'std', which belongs "
+                 "under LogTensorStats");
+}
+
 TEST(FeatureConfig, EveryShapeOfTheLists) {
   const std::string plain =
       with_feature("FakeQuant", "quant_format: FP8E4M3, gemms: [fprop, dgrad], tensors: weight");

@@ -16,7 +16,8 @@ TEST(Config, EmptyOnesHaveNoFeatures) {
     EXPECT_TRUE(loaded.config.sections.empty());
   }
   EXPECT_EQ(problems("[a]"), "c.yaml:1:1: expected sections, each under its name, got ['a']\n");
-  EXPECT_EQ(problems("a: [1"), "c.yaml:1:6: expected YAML, got: end of sequence flow not found\n");
+  EXPECT_EQ(problems("a: [1"),
+            "c.yaml:1:6: expected YAML, got no ] that closes the [ of line 1, column 4\n");
 }
 
 TEST(Config, SectionsInFileOrder) {
@@ -47,15 +48,15 @@ TEST(Config, SectionMistakes) {
   EXPECT_EQ(problems("a: {enabled: 'no', layers: {layer_types: [x]}, DisableFP8GEM: {}}"),
             "c.yaml:1:14: a.enabled: expected True or False, got 'no'\n"
             "c.yaml:1:48: a.DisableFP8GEM: unknown namespace or feature: expected one of enabled, "
-            "layers, base, transformer_engine, LogTensorStats, got 'DisableFP8GEM'\n");
+            "layers, transformer_engine, got 'DisableFP8GEM'\n");
   EXPECT_EQ(
       problems(
           "a: {enabled: yes, layer: {}, transfomer_engine: {DisableFP8Layer: {enabled: yes}}}"),
       "c.yaml:1:1: a: expected the key layers, got none\n"
       "c.yaml:1:19: a.layer: unknown namespace or feature: expected one of enabled, layers, "
-      "base, transformer_engine, LogTensorStats, got 'layer'; did you mean 'layers'?\n"
+      "transformer_engine, got 'layer'; did you mean 'layers'?\n"
       "c.yaml:1:30: a.transfomer_engine: unknown namespace or feature: expected one of enabled, "
-      "layers, base, transformer_engine, LogTensorStats, got 'transfomer_engine'; did you mean "
+      "layers, transformer_engine, got 'transfomer_engine'; did you mean "
       "'transformer_engine'?\n");
   EXPECT_EQ(
       problems("a: {enabled: yes, layers: {layer_types: x}, FakeQuant: {}}"),

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "core/error.h"
 #include "inspect/config_yaml.h"
 #include "inspect/source_text.h"
 
@@ -85,6 +86,48 @@ TEST(Node, BriefShortensAtWholeCharacters) {
   EXPECT_EQ(brief(node), "'" + std::string(35, 'x') + "...");
   node.value = Node::Sequence(5000);
   EXPECT_LE(brief(node).size(), 40U);
+}
+
+std::string refused(std::string_view text) {
+  try {
+    parse_yaml(text);
+  } catch (const TextError& error) {
+    return concat(error.mark.line, ":", error.mark.column, " ", error.what());
+  }
+  return "";
+}
+
+TEST(Yaml, MistakesOfIndentationAreToldAsSuch) {
+  const std::string got = " expected YAML, got ";
+  EXPECT_EQ(refused("a:\n    b:\n      c: 1\n     d: 2\n"),
+            "4:6" + got + "a line indented by 5; the lines above are indented by 6, 4, 0");
+  EXPECT_EQ(refused("a:\n- b: 1\n c: 2\n"),
+            "3:2" + got + "a line indented by 1; the lines above are indented by 2, 0");
+  EXPECT_EQ(refused("a:\n  b: 1\n   c: 2\n"),
+            "3:5" + got +
+                "a line indented by 3, deeper than line 2 above, which has its value "
+                "already and is indented by 2");
+  EXPECT_EQ(refused("a:\n  b: 1\n\n  # more\n   c: 2\n"),
+            "5:4" + got + "a line indented by 3; the lines above are indented by 2, 0");
+  EXPECT_EQ(refused("a:\n  b\n    c: 2\n"), "3:6" + got + "no colon behind the key in line 2");
+  EXPECT_EQ(refused("b\nc: 2\n"), "2:2" + got + "no colon behind the key in line 1");
+}
+
+TEST(Yaml, OtherMistakesAreToldInWords) {
+  const std::string got = " expected YAML, got ";
+  EXPECT_EQ(refused("a: b: c\n"),
+            "1:5" + got + "a second colon; a text with ': ' in it goes in quotes");
+  EXPECT_EQ(refused("a:\n  - 1\n  b: 2\n"),
+            "3:3" + got +
+                "an item of a list, '- ', beside a key, 'key:'; they go at different "
+                "indentations");
+  EXPECT_EQ(refused("a: - 1\n"),
+            "1:4" + got + "an item of a list, '- ', in the line of its key; it goes below");
+  EXPECT_EQ(refused("a: 'x' y\n"), "1:8" + got + "more text behind a value");
+  EXPECT_EQ(refused("a: {b: [1, 2], c: 3\nd: 4\n"),
+            "2:2" + got + "no } that closes the { of line 1, column 4");
+  EXPECT_EQ(refused("a: @b\n"), "1:4" + got + "a text that begins with @; it goes in quotes");
+  EXPECT_EQ(refused("a: *x\n"), "1:4" + got + "the referenced anchor is not defined");
 }
 
 }  // namespace

@@ -46,6 +46,19 @@ def test_unknown_keywords_warn_once_by_name() -> None:
     assert r.margin == 2
 
 
+@pytest.mark.parametrize(
+    ("recipe", "written", "meant"),
+    [
+        (DelayedScaling, "amax_history_length", "amax_history_len"),
+        (Float8CurrentScaling, "fp8_fromat", "fp8_format"),
+        (Float8BlockScaling, "use_f32_scale", "use_f32_scales"),
+    ],
+)
+def test_misspelt_keywords_are_errors(recipe, written: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"{written} is not known; did you mean {meant}"):
+        recipe(**{written: 3})
+
+
 def test_subclasses_may_pass_foreign_keywords() -> None:
     class Trainers(DelayedScaling):
         def __init__(self) -> None:

@@ -168,7 +168,33 @@ CONSTRUCTORS = {
     "a negative size": (
         lambda: te.Linear(-1, 32, device="cpu"),
         ValueError,
-        "[Linear] expected in_features >= 0, got -1 (layer ",
+        "[Linear] expected in_features >= 1, got -1 (layer ",
+    ),
+    "no features": (
+        lambda: te.LayerNormLinear(0, 32, device="cpu"),
+        ValueError,
+        "[LayerNormLinear] expected in_features >= 1, got 0 (layer ",
+    ),
+    "a norm of nothing": (
+        lambda: te.RMSNorm(0, device="cpu"),
+        ValueError,
+        "[RMSNorm] expected hidden_size >= 1, got 0 (layer RMSNorm)",
+    ),
+    "an MLP of nothing": (
+        lambda: te.LayerNormMLP(32, 0, device="cpu"),
+        ValueError,
+        "[LayerNormMLP] expected ffn_hidden_size >= 1, got 0 (layer ",
+    ),
+    "a layer of nothing": (
+        lambda: te.TransformerLayer(32, 0, 2, device="cpu"),
+        ValueError,
+        "[TransformerLayer] expected ffn_hidden_size >= 1, got 0 (layer ",
+    ),
+    "double precision": (
+        lambda: te.LayerNorm(32, params_dtype=torch.float64, device="cpu"),
+        TypeError,
+        "[LayerNorm] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes FP8"
+        " weights), got torch.float64",
     ),
     "FP8 as the dtype of parameters": (
         lambda: linear(params_dtype=torch.float8_e4m3fn),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvdlfw_inspect.utils import warn_user
 from transformer_engine.debug.meeting import group_size, ranks_of
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.shared_amax import SharedAmax
@@ -63,6 +64,7 @@ class Collector:
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
         self._lock = threading.RLock()
+        self._reasons: set[str] = set()  # why statistics could not be taken
 
     def tensor(
         self,
@@ -116,11 +118,22 @@ class Collector:
             return None
         if device not in self._buffers:
             self._buffers[device] = DeviceBuffer(device)
-        made = TensorStatistics(layer, tensor, self._buffers[device], subscriptions, group)
+        made = TensorStatistics(
+            layer, tensor, self._buffers[device], subscriptions, group, self._skip
+        )
         made.schedule(self.iteration)
         for slot in made.slots.values():
             slot.active.fill_(slot.due)
         return made
+
+    def _skip(self, layer: str, tensor: str, reason: str) -> None:
+        """Log that a tensor has no statistics; of all with this reason, warn of the first."""
+        text = f"Skipping stats collection for layer {layer}, tensor {tensor}: {reason}"
+        self.manager.log_message(text)
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self.manager.silence.skipped.append(text)
+            warn_user(f"[LogFp8TensorStats] {text}; the debug log names all such tensors")
 
     def attach(
         self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any] = ()

@@ -206,7 +206,10 @@ def cast(
     matrix = _matrix(side, source.columnwise)
     if matrix is None:
         direction = "columnwise" if source.columnwise else "rowwise"
-        return f"the tensor is not quantised to FP8 ({direction})"
+        return (
+            f"the tensor is not quantised to FP8 ({direction}); layers cast inside"
+            " te.fp8_autocast(enabled=True)"
+        )
     if x is None:
         return Scales(matrix)
     if matrix.layout.in_blocks:

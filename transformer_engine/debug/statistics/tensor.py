@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from nvdlfw_inspect.utils import warn_user
 from transformer_engine.debug.schedules import end_of_run
 from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
@@ -34,6 +33,7 @@ class TensorStatistics:
         buffer: of the tensor's device.
         subscriptions: what is asked of it, in the order of the logs.
         group: the process group that merges its rows, or `LOCAL`.
+        skipped: is told layer, tensor and reason where a statistic cannot be taken, once.
 
     Attributes:
         name: layer and tensor, and how to find the amax of it where ranks have parts of it.
@@ -47,6 +47,7 @@ class TensorStatistics:
         buffer: DeviceBuffer,
         subscriptions: Sequence[Subscription],
         group: Any,
+        skipped: Callable[[str, str, str], None],
     ) -> None:
         self.layer = layer
         self.tensor = tensor
@@ -68,7 +69,7 @@ class TensorStatistics:
         self._blocks = [s for s in self.slots if s.kind is Kind.BLOCKS]
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
-        self._warned = False
+        self._skipped: Callable[[str, str, str], None] | None = skipped
 
     def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
         """Whether this rank's rows are merged: of several that have the same tensor, the first."""
@@ -213,9 +214,6 @@ class TensorStatistics:
         self.feed_casts(None, weight, weight, quantizer, captured)
 
     def _skip(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_user(
-                f"[LogFp8TensorStats] Skipping stats collection for layer {self.layer}, "
-                f"tensor {self.tensor}: {reason}"
-            )
+        if self._skipped is not None:
+            self._skipped(self.layer, self.tensor, reason)
+            self._skipped = None

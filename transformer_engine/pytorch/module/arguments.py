@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
-def check_sizes(module: str, layer: str | None, least: int = 0, /, **sizes: Any) -> None:
+def check_sizes(module: str, layer: str | None, least: int = 1, /, **sizes: Any) -> None:
     """Raise unless every argument is an int of at least `least`."""
     for name, size in sizes.items():
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch._torch_private import default_device_is_set
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -165,7 +166,7 @@ def _check(module: nn.Module, spec: ParameterSpec, dtype: torch.dtype) -> None:
             f"[{kind}] expected a function that initialises {spec.name}, got {spec.init!r} "
             f"(layer {module.name})"
         )
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+    if dtype not in HIGH_PRECISION:
         raise TypeError(
             f"[{kind}] expected params_dtype float32, float16 or bfloat16 (fp8_model_init makes"
             f" FP8 weights), got {dtype}"
@@ -198,7 +199,7 @@ def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
     names = _part_names(split, layer)
     if isinstance(split, Mapping):
         sizes = dict(zip(names, split.values(), strict=True))
-        check_sizes(layer, None, **sizes)
+        check_sizes(layer, None, 0, **sizes)
         if sum(sizes.values()) != features:
             raise ValueError(
                 f"[{layer}] expected the sizes of parameters_split to add up to out_features="

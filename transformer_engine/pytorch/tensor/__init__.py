@@ -1,5 +1,8 @@
 """Quantised tensors and the quantizers that make them."""
 
+from typing import NoReturn
+
+from transformer_engine import _absent
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor import handlers  # noqa: F401 - fills the table
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -22,3 +25,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    _absent.refuse(__name__, name)

@@ -74,7 +74,7 @@ class BlockQuantizer(Fp8Quantizer, native=True):
         return Fp8Matrix(codes, scales, self.matrix_format)
 
     def __repr__(self) -> str:
-        return f"BlockQuantizer({FP8_NAMES[self.format]}, {self.dimensions}D)"
+        return f"{type(self).__name__}({FP8_NAMES[self.format]}, {self.dimensions}D)"
 
 
 @register(Float8BlockScaling)

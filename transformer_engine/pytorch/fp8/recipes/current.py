@@ -70,7 +70,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
         return torch.where(known, scale, 1.0)
 
     def __repr__(self) -> str:
-        return f"CurrentQuantizer({FP8_NAMES[self.format]})"
+        return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
 
 class ShardQuantizer(CurrentQuantizer):

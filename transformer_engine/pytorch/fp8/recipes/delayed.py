@@ -98,7 +98,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return self.scale.reshape(())
 
     def __repr__(self) -> str:
-        return f"DelayedQuantizer({FP8_NAMES[self.format]})"
+        return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
 
 @register(DelayedScaling)

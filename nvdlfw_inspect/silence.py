@@ -1,0 +1,72 @@
+"""Why a session has logged nothing, or a section of its configuration has not acted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from nvdlfw_inspect.report.table import count_of
+
+if TYPE_CHECKING:
+    from nvdlfw_inspect._engine import LoadedConfig, Schedule
+
+
+class Silence:
+    """Follows a session.
+
+    Attributes:
+        skipped: What features have said of statistics that they could not take.
+    """
+
+    def __init__(self, config: LoadedConfig) -> None:
+        self.skipped: list[str] = []
+        self._config = config
+        self._steps = 0
+        self._last = 0
+        self._waiting: dict[str, list[Schedule]] = {}  # sections that have not come due
+        for section, _, _, targets in config.plans([]):
+            self._waiting.setdefault(section, []).extend(schedule for _, _, schedule in targets)
+
+    def over(self, iteration: int) -> None:
+        """An iteration has ended."""
+        self._steps += 1
+        self._last = iteration
+        if self._waiting:
+            self._waiting = {
+                name: schedules
+                for name, schedules in self._waiting.items()
+                if schedules and not any(schedule.due(iteration) for schedule in schedules)
+            }
+
+    def never_due(self) -> Iterator[str]:
+        """Say of every section that was due in no iteration when it would have been."""
+        if not self._steps:
+            return
+        for name, schedules in self._waiting.items():
+            later = [step for s in schedules if (step := s.next(self._last)) is not None]
+            when = f"its next step is {min(later)}" if later else "it has no step after that"
+            yield f"section {name} never came due: the last step was {self._last}, {when}"
+
+    def reasons(self, layers: Sequence[str]) -> list[str]:
+        """Say what keeps the logs empty.
+
+        Args:
+            layers: That have run.
+        """
+        plans = self._config.plans(list(layers))
+        if not plans:
+            return ["the configuration has no section that is enabled"]
+        if not layers:
+            return ["no layer has run since initialize()"]
+        found = []
+        if not self._steps:
+            found.append(
+                "debug_api.step() was never called: it logs, and goes after each backward pass"
+            )
+        idle = [f"section {name}" for name, _, selected, _ in plans if not selected]
+        found += [
+            f"{name} selects none of the {count_of(len(layers), 'layer')} that ran"
+            for name in dict.fromkeys(idle)
+        ]
+        found += [*self.never_due(), *self.skipped]
+        return found or ["no feature of the configuration logs statistics"]

@@ -1,0 +1,94 @@
+"""A session that has logged nothing says why, and ends no training."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, section
+from inspect_logs import messages
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+
+
+def train(steps: int = 2, fp8: bool = True, step: Callable[[], None] = debug_api.step) -> None:
+    """A model of three layers; nothing but its warnings is of interest."""
+    model = torch.nn.Sequential(
+        te.Linear(16, 16, device="cpu", name="a"),
+        te.LayerNormMLP(16, 32, device="cpu", name="b"),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            with te.fp8_autocast(enabled=fp8):
+                y = model(torch.randn(16, 16))
+            y.sum().backward()
+            step()
+
+
+def fp8_stats(layers: str = ".", **keys) -> dict:
+    return section("LogFp8TensorStats", layers, tensors=["weight"], stats=["mse"], **keys)
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "said"),
+    [
+        (fp8_stats(), {"step": lambda: None}, "debug_api.step() was never called"),
+        (fp8_stats(), {"steps": 0}, "no layer has run since initialize()"),
+        (fp8_stats("nobody"), {}, "section section0 selects none of the 3 layers that ran"),
+        (fp8_stats(), {"fp8": False}, "layers cast inside te.fp8_autocast(enabled=True)"),
+        (fp8_stats(start_step=7), {}, "never came due: the last step was 1, its next step is 7"),
+        (fp8_stats(enabled=False), {}, "no section that is enabled"),
+        (section("DisableFP8Layer"), {}, "no feature of the configuration logs statistics"),
+    ],
+)
+def test_show_says_why_there_is_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict, run: dict, said: str
+) -> None:
+    with debugging(tmp_path, config):
+        train(**run)
+        debug_api.show()
+    out = capsys.readouterr().out
+    assert out.startswith("[show] nothing to show:\n")
+    assert said in out
+
+
+def test_show_never_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    debug_api.show()
+    debug_api.show(tmp_path / "nowhere")
+    said = capsys.readouterr().out
+    assert "no session is running" in said
+    assert "which is not there" in said
+
+
+def test_one_warning_for_all_tensors_without_casts(tmp_path: Path) -> None:
+    config = section("LogFp8TensorStats", tensors=["weight", "activation"], stats=["mse"])
+    model = torch.nn.Sequential(*(te.Linear(16, 16, device="cpu", name=n) for n in "abc"))
+    with (
+        debugging(tmp_path, config),
+        pytest.warns(UserWarning, match="Skipping stats collection for layer a") as caught,
+    ):
+        for _ in range(2):
+            model(torch.ones(16, 16)).sum().backward()
+            debug_api.step()
+    assert len(caught) == 1
+    logged = [line for line in messages(tmp_path) if "Skipping stats" in line]
+    assert len(logged) == 6  # the debug log names all of them
+
+
+def test_a_section_that_never_came_due_is_told_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedules: list[dict] = [{}, {"start_step": 7}, {"end_step": 0}, {"freq": 2}]
+    layers = ("^a$", "fc1", "fc2", "nobody")
+    sections = [fp8_stats(n, **keys) for n, keys in zip(layers, schedules, strict=True)]
+    with debugging(tmp_path, *sections, init_training_step=1):
+        train()
+        assert "never came due" not in capsys.readouterr().err
+    told = [line for line in capsys.readouterr().err.splitlines() if "never came due" in line]
+    assert [line.partition("section ")[2] for line in told] == [
+        "section1 never came due: the last step was 2, its next step is 7",
+        "section2 never came due: the last step was 2, it has no step after that",
+    ]

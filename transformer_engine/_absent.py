@@ -1,0 +1,31 @@
+"""Documented names that are not here, and why."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from typing import NoReturn
+
+_FORMATS = {
+    "MXFP8": "the statistics mxfp8_* of the debugger show what it would do to a training, and"
+    " Float8BlockScaling has scales of blocks, too",
+    "NVFP4": "four bits have no GEMM and no cast here",
+}
+
+
+def refuse(module: str, name: str) -> NoReturn:
+    """Raise for an attribute that a module lacks; called by the module's `__getattr__`.
+
+    Raises:
+        ImportError: an import statement asks for a name of a format that is not implemented. It
+            would make words of its own of an AttributeError.
+        AttributeError: else.
+    """
+    for format, instead in _FORMATS.items():
+        if name.startswith(format):
+            text = f"{module} has no {name}: {format} is not implemented; {instead}"
+            asking = sys._getframe(2)
+            if asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]:
+                raise ImportError(text, name=name)
+            raise AttributeError(text)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
