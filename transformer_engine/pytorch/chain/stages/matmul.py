@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     flatten,
     own_matrix,
     restore,
+    shape_of,
     tensors_of,
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
@@ -25,6 +27,7 @@ from transformer_engine.pytorch.fp8.operands import (
     OperandRequest,
     Operands,
 )
+from transformer_engine.pytorch.fp8.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, GemmQuantizers
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
@@ -174,12 +177,12 @@ class Matmul(Stage):
         return None if self._cached_operands(plan) is None else self._cached_tensors
 
     def request(self, plan: _Plan, x: torch.Tensor) -> OperandRequest | None:
-        """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
-        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.request
+        """Row-wise for fprop, column-wise for wgrad."""
+        return plan.request if _fuses(plan.request, plan, x) else None
 
     def grad_request(self, plan: _Plan, grad: torch.Tensor) -> OperandRequest | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
-        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_request
+        return plan.grad_request if _fuses(plan.grad_request, plan, grad) else None
 
     def forward(
         self, inputs: Values, parameters: Parameters, plan: _Plan, request: OperandRequest | None
@@ -190,11 +193,11 @@ class Matmul(Stage):
         assert weight is not None
         if not plan.fp8 and isinstance(x, torch.Tensor) and x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
-        padding = 0
+        shape = shape_of(x)
+        padding = -math.prod(shape[:-1]) % TOKEN_ALIGNMENT if plan.fp8 else 0
         if isinstance(x, Operands):
-            operands = x
+            operands = pad_operands(x, padding)
         else:
-            padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
             operands = plan.quantizers.input.padded(x, padding, plan.request)
         if plan.fp8_weight:
             own = own_matrix(weight)
@@ -205,8 +208,7 @@ class Matmul(Stage):
             operands.rowwise, w.rowwise, bias, plan.dtype, plan.fast_accumulation[0], self.name
         )
         if padding:
-            assert isinstance(x, torch.Tensor)
-            y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+            y = y[: y.shape[0] - padding].view(*shape[:-1], y.shape[-1])
             if plan.compiling and plan.requires_grad:  # functions in graphs save no views
                 y = y.clone()
         if plan.wrapped:
@@ -313,7 +315,7 @@ class Matmul(Stage):
         (grad,) = grads
         facts = saved.facts
         if isinstance(grad, Operands):
-            operands = grad
+            operands = pad_operands(grad, facts.padding)
         elif plan.grad_request is None:
             return (None,), Operands(grad, None)
         else:
@@ -326,8 +328,7 @@ class Matmul(Stage):
             weight = columnwise_of(weight, operands.rowwise, plan.dtype)
         dx = gemm.dgrad(operands.rowwise, weight, plan.dtype, plan.fast_accumulation[1], self.name)
         if facts.padding:
-            assert isinstance(grad, torch.Tensor)
-            dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
+            dx = dx[: dx.shape[0] - facts.padding].view(*shape_of(grad)[:-1], dx.shape[-1])
         return (plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx,), operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: _Plan) -> Parameters:
@@ -344,7 +345,7 @@ class Matmul(Stage):
         facts = saved.facts
         x = restore(saved.tensors[0], saved.tensors[1], facts.x_format)
         if facts.input_restored:
-            x = saved.restored
+            x = pad_side(saved.restored, facts.padding, True)
         elif plan.input_in_backward is not None:
             later = plan.input_in_backward
             x = plan.quantizers.input.padded(x, facts.padding, later).columnwise  # type: ignore[arg-type]
@@ -364,6 +365,16 @@ class Matmul(Stage):
         elif apart:  # adding within the GEMM may round otherwise: repeat it as without inspection
             dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
         return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
+
+
+def _fuses(request: OperandRequest | None, plan: _Plan, x: torch.Tensor) -> bool:
+    """Whether a producer of `x` may serve the request where tokens must be padded, too.
+
+    A cast that rounds twice anyway is cheaper with the padding.
+    """
+    if request is None or not plan.fp8 or rows_of(x) % TOKEN_ALIGNMENT == 0:
+        return True
+    return request.quantizer.rounds_once
 
 
 def _sums_apart(grad: torch.Tensor, plan: _Plan) -> bool:
