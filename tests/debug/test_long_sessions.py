@@ -27,9 +27,9 @@ def test_layers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
             run(stays, step + 1.0)
             gc.collect()
             debug_api.step()
-        kept = collector()
-        assert len(kept._live()) == 3
-        (buffer,) = kept._buffers.values()
+        found = collector()
+        assert len(found._live()) == 3
+        (buffer,) = found._buffers.values()
         assert len(buffer.slots) == 6
     rows = logged(tmp_path)
     for step in range(5):  # of their own step, nothing is lost or mixed up
