@@ -10,7 +10,7 @@ python := $(VENV)/bin/python
 endif
 STEPS := $(shell tools/steps.sh --list)
 
-.PHONY: help bootstrap tools demo test format docs wheel bench clean $(STEPS)
+.PHONY: help bootstrap tools demo test format docs wheel soak bench clean $(STEPS)
 
 help:
 	@echo "make demo    train a small GPT in FP8 and plot its loss (ARGS=... are passed on)"
@@ -18,6 +18,7 @@ help:
 	@echo "make format  rewrite the sources as lint wants them"
 	@echo "make docs    build the documentation into build/docs and say where it is"
 	@echo "make wheel   build wheels for other machines into dist, and try them"
+	@echo "make soak    long tests of what must not break (ARGS=\"ops --seconds 600\")"
 	@echo "make bench   measure and write benchmarks/results (ARGS=\"names\" for some)"
 	@echo "make clean   remove build products; .venv stays"
 
@@ -44,6 +45,9 @@ docs:
 
 wheel:
 	@tools/wheel.sh
+
+soak: bootstrap
+	$(python) tools/soak $(ARGS)
 
 bench: bootstrap
 	@tools/bench.sh $(ARGS)

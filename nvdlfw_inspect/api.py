@@ -15,6 +15,7 @@ import importlib
 import inspect
 import logging
 import os
+import threading
 from typing import Any
 
 from nvdlfw_inspect.debug_manager import DebugManager
@@ -29,7 +30,9 @@ from nvdlfw_inspect.startup import Settings, start
 from nvdlfw_inspect.utils import in_notebook, integer, refuse_misspelt, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
+_steering = threading.RLock()  # sessions begin, step and end one thread at a time
 
+_PATIENCE = 10.0  # seconds
 _OPTIONS = {"tb_writer", "default_logging_enabled", "log_timestamps"}
 _Path = str | os.PathLike[str]
 
@@ -70,7 +73,6 @@ def initialize(
     NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP (1 puts the time into the names of the text logs, or what
     NVDLFW_INSPECT_LOG_TIMESTAMP says).
     """
-    global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
     unknown = sorted(set(kwargs) - _OPTIONS)
     known = [*list(inspect.signature(initialize).parameters)[:-1], *sorted(_OPTIONS)]
     refuse_misspelt("initialize", unknown, known)
@@ -82,24 +84,35 @@ def initialize(
     settings = Settings(
         config_file, feature_dirs, statistics_logger, log_dir, init_training_step, **options
     )
+    with _steering:
+        _begin(settings)
+
+
+def _begin(settings: Settings) -> None:
+    global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
     if DEBUG_MANAGER is not None:
         if not in_notebook():
             raise ValueError(
                 "[initialize] expected no running session, got one: call end_debug() first"
             )
         print_rank_0("A debug session was running: it ends, a new one begins.")
-        end_debug()
+        _end()
     DEBUG_MANAGER = start(settings)
     try:
         DEBUG_MANAGER.begin()
     except BaseException:
-        end_debug()
+        _end()
         raise
     _hooks.install()
 
 
 def end_debug() -> None:
     """End the session and close its logs; without one, do nothing."""
+    with _steering:
+        _end()
+
+
+def _end() -> None:
     global DEBUG_MANAGER  # noqa: PLW0603 - clients read it here
     manager = DEBUG_MANAGER
     if manager is None:
@@ -113,8 +126,9 @@ def end_debug() -> None:
 
 def step() -> None:
     """Say that an iteration is over, after its backward pass; without a session, do nothing."""
-    if DEBUG_MANAGER is not None:
-        DEBUG_MANAGER.step()
+    with _steering:
+        if DEBUG_MANAGER is not None:
+            DEBUG_MANAGER.step()
 
 
 def initialize_training_step(train_step: int) -> None:
@@ -289,4 +303,14 @@ def _manager(op: str, error: type[Exception] = RuntimeError) -> DebugManager:
     return DEBUG_MANAGER
 
 
-_hooks = ExitHooks(end_debug, flush)
+def _end_at_exit() -> None:
+    """A thread that never comes back from a session's end must not keep the process."""
+    alone = _steering.acquire(timeout=_PATIENCE)
+    try:
+        _end()
+    finally:
+        if alone:
+            _steering.release()
+
+
+_hooks = ExitHooks(_end_at_exit, flush)

@@ -260,7 +260,7 @@ class DebugManager:
             rest.callback(self._session.release)
             rest.callback(Registry.reset)
             rest.callback(MetricLogger.enabled_loggers.clear)
-            rest.callback(self._session.flush)
+            rest.callback(self._session.finish)
             for api in Registry.namespace_apis():
                 rest.callback(api.end_debug)
             for listener in reversed(_listeners):

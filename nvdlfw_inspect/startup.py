@@ -101,6 +101,7 @@ def start(settings: Settings) -> DebugManager:
     loader = FeatureLoader(directories)
     calls = Calls(loader.load)
     callouts = _engine.Callouts(calls)
+    session: _engine.Session | None = None
     try:
         with loader.at_work():
             missing = import_built_in()
@@ -115,6 +116,8 @@ def start(settings: Settings) -> DebugManager:
         session.iteration = first_step
         return _manager(settings, source, session, calls, config)
     except BaseException:  # whatever was raised, the next session finds what this one found
+        if session is not None:
+            session.finish()
         MetricLogger.enabled_loggers.clear()
         Registry.reset()
         raise

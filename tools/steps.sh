@@ -6,7 +6,7 @@
 # A step that cannot run says why and is listed as skipped.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-STEPS=(lint types budget layering cpp_tests fuzz cuda_build build python_tests)
+STEPS=(lint types budget layering cpp_tests fuzz cuda_build build soak python_tests)
 LOGS=$ROOT/build/logs
 SKIPPED=77
 
@@ -73,6 +73,12 @@ step_cuda_build() {
 }
 
 step_build() { tools/bootstrap.sh; }
+
+# Some seconds of each soak test that is quick to start, against the package as it is installed.
+step_soak() {
+  tools/bootstrap.sh
+  PYTHONSAFEPATH='' "$py" tools/soak
+}
 
 # Against the package as it is installed: -P keeps the source tree off the path, here and in the processes that tests start.
 # A process for each processor: tests are many and small.

@@ -146,6 +146,7 @@ void bind_session(py::module_& m) {
       .def("advance", &Session::advance)
       .def("settle", &Session::settle, released)
       .def("flush", &Session::flush, released)
+      .def("finish", &Session::finish, released)
       .def("release", [](Session& session) { calls_of(session).release(); });
 }
 

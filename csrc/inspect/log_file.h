@@ -11,7 +11,8 @@ namespace te::inspect {
 class LogFile {
  public:
   // Creates the folders above. With `append`, what is there stays, and a last line that was cut
-  // short is ended. Throws Error (Value) where the file cannot be written.
+  // short is ended. Throws Error (Value) where the file cannot be written, or another process
+  // does.
   LogFile(std::string path, bool append);
   ~LogFile();
   LogFile(const LogFile&) = delete;
@@ -25,14 +26,23 @@ class LogFile {
   // error() says why.
   bool flush();
 
+  // Lets other processes have the file. What is still added goes into it all the same.
+  void release();
+
   const std::string& path() const { return path_; }
   const std::string& error() const { return error_; }
-  size_t dropped() const { return dropped_; }
+  // Somebody has removed the file, and a new one took its place: told once.
+  bool was_removed();
+  size_t dropped() const { return dropped_; }             // lines
+  size_t unwritten() const { return unwritten_.size(); }  // bytes
 
   static constexpr size_t kBound = 16 << 20;  // bytes buffered while writing fails
 
  private:
+  void open_file();
+  void lock();
   void end_torn_line();
+  void replace_removed();
 
   const std::string path_;
   const int process_;  // a forked child keeps out of its parent's files
@@ -41,6 +51,7 @@ class LogFile {
   std::string unwritten_;
   std::string error_;
   size_t dropped_ = 0;
+  bool removed_ = false;
 };
 
 }  // namespace te::inspect

@@ -117,15 +117,37 @@ void Logs::add(const StatisticRow& row) {
 
 std::optional<std::string> Logs::flush() {
   const std::lock_guard lock(mutex_);
-  std::optional<std::string> failure;
-  for (LogFile* file : {messages_.get(), statistics_.get(), rows_.get()}) {
-    if (!file || file->flush() || failure || complained_) continue;
-    failure = concat("[logs] cannot write ", file->path(), ": ", file->error(),
-                     "; training goes on, up to ", LogFile::kBound >> 20,
-                     " MiB are kept and written when that works again");
+  std::optional<std::string> said;
+  for (LogFile* file : files()) {
+    if (!file) continue;
+    const bool written = file->flush();
+    if (file->was_removed()) {
+      said = concat(said ? *said + "\n" : "", "[logs] ", file->path(),
+                    " was removed with the lines in it; a new file goes on");
+    }
+    if (written || complained_) continue;
+    complained_ = true;
+    said = concat(said ? *said + "\n" : "", "[logs] cannot write ", file->path(), ": ",
+                  file->error(), "; training goes on, up to ", LogFile::kBound >> 20,
+                  " MiB are kept and written when that works again");
   }
-  complained_ = complained_ || failure.has_value();
-  return failure;
+  return said;
+}
+
+std::optional<std::string> Logs::finish() {
+  const std::lock_guard lock(mutex_);
+  std::string lost;
+  for (LogFile* file : files()) {
+    if (!file) continue;
+    file->flush();
+    if (file->dropped() || file->unwritten()) {
+      lost += concat(lost.empty() ? "[logs] lost: " : "; ", file->dropped(), " lines and the last ",
+                     file->unwritten(), " bytes of ", file->path());
+      if (!file->error().empty()) lost += concat(" (", file->error(), ")");
+    }
+    file->release();
+  }
+  return lost.empty() ? std::nullopt : std::optional(lost);
 }
 
 }  // namespace te::inspect

@@ -2,6 +2,7 @@
 // JSON lines.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -50,12 +51,19 @@ class Logs {
   std::optional<std::string> message(int level, const std::string& text);
   void add(const StatisticRow& row);  // written by flush()
 
-  // Returns the first failure of a session, in words; later ones are silent.
+  // Returns what a person has to know, in words: the first failure of a session (later ones are
+  // silent), and files that were removed.
   std::optional<std::string> flush();
+
+  // The session ends: writes, and lets other processes have the files. Returns what is lost.
+  std::optional<std::string> finish();
 
   const LogOptions& options() const { return options_; }
 
  private:
+  std::array<LogFile*, 3> files() const {
+    return {messages_.get(), statistics_.get(), rows_.get()};
+  }
   std::string stamped(int level, const std::string& text) const;
 
   const LogOptions options_;

@@ -66,6 +66,11 @@ void Session::flush() {
   if (const auto failure = logs_.flush()) callouts_.sink->warn(*failure);
 }
 
+void Session::finish() {
+  flush();
+  if (const auto lost = logs_.finish()) callouts_.sink->warn(*lost);
+}
+
 void Session::report_unmatched() {
   const std::vector<std::string> layers = router_.layers();
   for (const Section* section : router_.unmatched()) {

@@ -60,6 +60,8 @@ class Session {
   // that select no layer.
   void settle();
   void flush();
+  // The session is over: writes, says what is lost, and lets other processes have the files.
+  void finish();
 
  private:
   void report_unmatched();

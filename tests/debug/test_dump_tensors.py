@@ -73,6 +73,22 @@ def test_micro_batches_and_steps_have_files_of_their_own(tmp_path: Path) -> None
     }
 
 
+def test_layers_whose_names_are_alike_in_files_have_files_of_their_own(tmp_path: Path) -> None:
+    with debugging(tmp_path, dump(high_precision_tensor=True)):
+        for _ in range(2):
+            for value, layer in enumerate(("a.b", "a_b", "a b")):
+                inspect(layer, "activation", torch.tensor([float(value)]))
+            debug_api.step()
+    found = files(tmp_path)
+    assert {
+        name: (file["layer"], file["high_precision"].item()) for name, file in found.items()
+    } == {
+        f"iter_00000{step}/a_b_activation{number}.pt": (layer, value)
+        for step in range(2)
+        for number, layer, value in (("", "a.b", 0.0), ("_2", "a_b", 1.0), ("_3", "a b", 2.0))
+    }
+
+
 def test_without_log_files_dumps_still_go_to_log_dir(tmp_path: Path) -> None:
     with debugging(tmp_path, dump(high_precision_tensor=True), tb_writer=Mock()):
         inspect("fc1", "activation", torch.ones(2, 2))

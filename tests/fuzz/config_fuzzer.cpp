@@ -1,7 +1,10 @@
 // Feeds bytes to the reader of configurations and uses what comes out of it as the engine would.
 // Nothing may crash, hang, or throw; every problem must be sayable.
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <string_view>
 
 #include "inspect/config.h"
@@ -14,6 +17,19 @@ namespace {
 void require(bool condition) {
   if (!condition) std::abort();
 }
+
+// Of this thread, so that a busy machine makes no input slow.
+double cpu_seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Prints the slowest input when the process ends.
+struct Slowest {
+  double seconds = 0.0;
+  ~Slowest() { std::fprintf(stderr, "slowest: %.1f ms of CPU time\n", 1e3 * seconds); }
+};
 
 void use(const Loaded& loaded, const std::vector<FeatureRule>& rules) {
   for (const Problem& problem : loaded.problems) {
@@ -48,7 +64,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return text.empty() || pattern.find(text) != std::string::npos;
   };
   const std::string_view text(reinterpret_cast<const char*>(data), size);
+  static Slowest slowest;
+  const double began = cpu_seconds();
   const Loaded loaded = load_config(text, "c.yaml", rules, regex);
+  slowest.seconds = std::max(slowest.seconds, cpu_seconds() - began);
   use(loaded, rules);
   // The same text gives the same result.
   const Loaded again = load_config(text, "c.yaml", rules, regex);

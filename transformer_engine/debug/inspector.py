@@ -23,13 +23,16 @@ from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
 
 if TYPE_CHECKING:
     from transformer_engine.debug.statistics.collector import Collector
+    from transformer_engine.debug.statistics.tensor import TensorStatistics
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
+_OF_FORWARDS = ("activation", "weight", "output")
 _ITERATIONS = 1 << 40
 _SESSIONS = itertools.count(1)
 _NAMES = itertools.count(1)
@@ -44,6 +47,7 @@ class Inspection:
     first: CallPlan | None  # None: the plan stays as it is
     recompute: CallPlan | None  # the same for a recomputed forward
     due_later: bool  # in another iteration, which a CUDA graph captured now must include
+    fed_forward: Sequence[TensorStatistics] = ()
 
 
 class Inspector:
@@ -81,6 +85,14 @@ class Inspector:
 
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         """The plan to use for this call; called when `tick >= call.inspect_at`."""
+        try:
+            return self._plan_for(module, call)
+        except RuntimeError:
+            if process_state().inspector is self:
+                raise
+            return call  # another thread has ended the session meanwhile
+
+    def _plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
         found: Inspection | None = call.inspection
         if is_capturing():
             # What the graph does in all iterations in which it is replayed.
@@ -93,6 +105,9 @@ class Inspector:
         if found.first is None:
             return call
         if graph_task() == -1:
+            evaluating = not (module.training or call.requires_grad or call.in_first_forward)
+            for tensor in found.fed_forward:
+                tensor.enter(evaluating)
             return found.first
         return found.recompute or call
 
@@ -106,8 +121,9 @@ class Inspector:
         for plan in plans:
             self._log(plan)
         following = [p.next_iteration for p in plans if p.next_iteration is not None]
+        fed: list[TensorStatistics] = []
         attached = [
-            self._attach(module, p, q, following)
+            self._attach(module, p, q, following, fed)
             for p, q in zip(plans, call.quantizers, strict=True)
         ]
         active = any(p.active for p in plans)
@@ -123,7 +139,7 @@ class Inspector:
         first, recompute = (
             self._wrapped(module, call, plans, attached, second) for second in (False, True)
         )
-        return Inspection(self.tick, end, first, recompute, statistics)
+        return Inspection(self.tick, end, first, recompute, statistics, fed)
 
     def _attach(
         self,
@@ -131,18 +147,32 @@ class Inspector:
         plan: LayerPlan,
         quantizers: GemmQuantizers,
         following: list[int],
+        fed: list[TensorStatistics],
     ) -> GemmQuantizers:
-        """The quantizers, with statistics where they alone are wanted."""
+        """The quantizers, with statistics where they alone are wanted.
+
+        Args:
+            module: that runs.
+            plan: of one of its layers.
+            quantizers: of the recipe.
+            following: iterations at which more may be due are put there.
+            fed: what forwards feed is put there.
+        """
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():
             if not tensor.statistics or self.statistics is None:
                 continue
             name = tensor.tensor.quantizer
             quantizer, next_iteration = self.statistics.attach(
-                getattr(quantizers, name), self._calls(module, plan, tensor), tensor.statistics
+                getattr(quantizers, name),
+                self._calls(module, plan, tensor),
+                tensor.statistics,
+                module,
             )
             if quantizer is not None:
                 changed[name] = quantizer
+                if tensor.tensor.name in _OF_FORWARDS:
+                    fed.append(quantizer.statistics)
                 self.log_statistics(plan.layer, tensor.tensor.name, tensor.statistics)
             if next_iteration is not None:
                 following.append(next_iteration)
@@ -163,7 +193,7 @@ class Inspector:
             modifies = False
             for tensor in plan.tensors.values():
                 about = tensor.tensor
-                recomputed = is_recompute and about.name in ("activation", "weight", "output")
+                recomputed = is_recompute and about.name in _OF_FORWARDS
                 inner = getattr(normal if recomputed else seen, about.quantizer)
                 calls = self._calls(module, plan, tensor, recomputed)
                 changed[about.quantizer] = _wrapping(inner, tensor, plan.fp8, calls, call.dtype)

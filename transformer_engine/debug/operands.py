@@ -5,25 +5,10 @@ from __future__ import annotations
 import torch
 
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.padding import resized
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
-
-
-def _resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
-    """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
-    codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
-    scales = matrix.scales
-    if matrix.layout.in_blocks:
-        scales = _fitted(scales, *matrix.layout.scale_shape(rows, cols))
-    return Fp8Matrix(_fitted(codes, rows, cols), scales, matrix.format)
-
-
-def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    if x.shape == (rows, cols):
-        return x
-    # Negative padding cuts.
-    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0])).contiguous()
 
 
 def as_tensor(
@@ -41,7 +26,7 @@ def as_tensor(
 
 
 def _side(side: Side | None, rows: int, cols: int) -> Fp8Matrix | None:
-    return _resized(side, rows, cols) if isinstance(side, Fp8Matrix) else None
+    return resized(side, rows, cols) if isinstance(side, Fp8Matrix) else None
 
 
 def matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matrix:
@@ -59,4 +44,4 @@ def matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matrix
     if not padding:
         return side
     rows, cols = rows_of(tensor) + padding, tensor.shape[-1]
-    return _resized(side, *((cols, rows) if columnwise else (rows, cols)))
+    return resized(side, *((cols, rows) if columnwise else (rows, cols)))

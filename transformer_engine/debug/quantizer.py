@@ -19,7 +19,8 @@ from transformer_engine.pytorch.fp8.operands import (
     Side,
     transposed,
 )
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer, WrappingQuantizer, pad
+from transformer_engine.pytorch.fp8.padding import pad
+from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer, WrappingQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -50,6 +51,7 @@ class InspectedQuantizer(WrappingQuantizer):
         if isinstance(inner, StatisticsQuantizer):  # they are about what GEMMs take in the end
             self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
+        self.rounds_once = inner.rounds_once
         self.plan = plan
         self.calls = calls
         self.dtype = dtype

@@ -114,8 +114,15 @@ def block_layout(dimensions: int) -> ScaleLayout:
 
 
 def layout_of(code: int) -> ScaleLayout:
-    """The layout of a matrix whose format `_C` takes as this number."""
-    return LAYOUTS[code // _ELEMENTS]
+    """The layout of a matrix whose format `_C` takes as this number.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    found = LAYOUTS.get(code // _ELEMENTS)
+    if found is None:
+        raise ValueError(f"[quantizer] expected a format of FP8 matrices, got {code}")
+    return found
 
 
 def element_of(code: int) -> int:

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -182,6 +183,53 @@ TEST_F(LogsTest, KeepsWhatCannotBeWrittenAndWarnsOnce) {
     EXPECT_EQ(line + "\n", json_of_row({i, "l", "t", "s", "n", 1.0}, 3));
   }
   EXPECT_FALSE(std::getline(lines, line));
+}
+
+TEST_F(LogsTest, SaysAtTheEndWhatIsLost) {
+  Logs logs(options());
+  logs.add({0, "l", "t", "s", "n", 1.0});
+  logs.flush();
+  EXPECT_EQ(logs.finish(), std::nullopt);
+  const FullDisk disk(1);
+  logs.add({1, "l", "t", "s", "n", 1.0});
+  const auto lost = logs.finish();
+  ASSERT_TRUE(lost);
+  const size_t bytes = json_of_row({1, "l", "t", "s", "n", 1.0}, 3).size();
+  EXPECT_NE(lost->find(concat("the last ", bytes, " bytes of ", rows)), std::string::npos) << *lost;
+}
+
+TEST_F(LogsTest, GoesOnInNewFilesWhereSomebodyRemovedThem) {
+  Logs logs(options());
+  logs.add({0, "l", "t", "s", "n", 1.0});
+  logs.flush();
+  std::filesystem::remove_all(folder.path());
+  logs.add({1, "l", "t", "s", "n", 1.0});
+  const auto said = logs.flush();
+  ASSERT_TRUE(said);
+  EXPECT_NE(said->find(rows + " was removed"), std::string::npos) << *said;
+  EXPECT_EQ(read(rows), json_of_row({1, "l", "t", "s", "n", 1.0}, 3));
+  EXPECT_EQ(logs.flush(), std::nullopt);
+}
+
+TEST_F(LogsTest, RefusesADirectoryThatAnotherProcessLogsTo) {
+  const auto refused = [&] {  // in a process of its own
+    const pid_t child = fork();
+    if (child == 0) {
+      try {
+        Logs other(options());
+      } catch (const Error& error) {
+        _exit(std::string_view(error.what()).find("no other process") != std::string_view::npos);
+      }
+      _exit(2);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WEXITSTATUS(status) == 1;
+  };
+  Logs logs(options());
+  EXPECT_TRUE(refused());
+  logs.finish();
+  EXPECT_FALSE(refused());
 }
 
 TEST_F(LogsTest, KeepsTheNewestLinesUpToTheBound) {

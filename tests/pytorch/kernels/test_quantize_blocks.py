@@ -268,3 +268,9 @@ def test_dequantize_refuses_scales_of_another_shape():
     codes = torch.zeros(4, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"\[dequantize\] expected shape \(1, 4\) for scales"):
         dequantize(codes, block_layout(1).code(fp8.E4M3), torch.ones(2), torch.float32)
+
+
+@pytest.mark.parametrize("format", [-1, 1 << 27])
+def test_a_format_that_does_not_exist_is_named(format: int) -> None:
+    with pytest.raises(ValueError, match=f"expected a format of FP8 matrices, got {format}"):
+        quantize_blocks(torch.ones(4, 128), format, False, 0.0, True, True, None)

@@ -253,3 +253,20 @@ def test_norms_of_lists(dtype, device):
 def test_lists_of_several_lengths_are_refused():
     with pytest.raises(ValueError, match=r"expected lists of one length, got \[1, 0\]"):
         multi_tensor_applier(multi_tensor_scale, flag("cpu"), [[torch.ones(1)], []], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"exp_avg": torch.zeros(1)}, r"expected shape \(5, 7\) for exp_avg of parameter 0, got"),
+        (torch.zeros(5, 7), "expected a dict as the state of parameter 0, got Tensor"),
+    ],
+)
+def test_damaged_states_are_refused(state, message):
+    own = parameters()
+    optimizer = FusedAdam(own)
+    train(optimizer, own, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0] = state
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)

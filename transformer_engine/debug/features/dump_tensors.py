@@ -22,12 +22,15 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 class DumpTensors(Scheduled):
     """Write tensors to `LOGDIR/tensor_dumps/rank_R/iter_NNNNNN/LAYER_TENSOR.pt`.
 
+    Characters that files cannot have are `_`. Of two layers whose names are alike then, the second
+    to come gets `LAYER_TENSOR_2.pt`, the next one 3, and so on; `layer` in the file tells them
+    apart. Further micro-batches of a step get names that end in `_microbatch1`, `_microbatch2`, ...
+
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
     `layer`, `tensor`, `iteration`, and what was asked for: `high_precision` (the tensor) and
     `quantized`: for `rowwise` and `columnwise` where they exist a dict of `codes` (uint8;
     column-wise ones are transposed), `scale_inv` and `format` ("E4M3" or "E5M2"); where blocks have
-    scales, `block_dimensions` (1 or 2) and all of these scales. Further
-    micro-batches of a step get names that end in `_microbatch1`, `_microbatch2`, ...
+    scales, `block_dimensions` (1 or 2) and all of these scales.
 
     Keys:
         high_precision_tensor: True to write the tensor before the cast; default False
@@ -56,7 +59,8 @@ class DumpTensors(Scheduled):
     )
 
     def __init__(self) -> None:
-        self._written: dict[Path, int] = {}
+        self._written: dict[tuple[str, str], int] = {}
+        self._names: dict[str, list[tuple[str, str]]] = {}
         self._iteration = -1
         self._warned = False
 
@@ -105,12 +109,21 @@ class DumpTensors(Scheduled):
         if iteration != self._iteration:
             self._iteration = iteration
             self._written.clear()
-        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer}_{tensor}")
+        name = self._name(layer, tensor)
         folder = Path(manager.log_dir) / "tensor_dumps" / f"rank_{get_distributed_rank()}"
-        path = folder / f"iter_{iteration:06d}" / name
-        earlier = self._written.get(path, 0)
-        self._written[path] = earlier + 1
-        return path.with_name(f"{name}_microbatch{earlier}.pt" if earlier else f"{name}.pt")
+        earlier = self._written.get((layer, tensor), 0)
+        self._written[layer, tensor] = earlier + 1
+        file = f"{name}_microbatch{earlier}.pt" if earlier else f"{name}.pt"
+        return folder / f"iter_{iteration:06d}" / file
+
+    def _name(self, layer: str, tensor: str) -> str:
+        """Of no other tensor of the session."""
+        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer}_{tensor}")
+        alike = self._names.setdefault(name, [])
+        if (layer, tensor) not in alike:
+            alike.append((layer, tensor))
+        number = alike.index((layer, tensor)) + 1
+        return name if number == 1 else f"{name}_{number}"
 
     def _write(self, path: Path, content: dict[str, Any]) -> bool:
         try:

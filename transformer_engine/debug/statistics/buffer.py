@@ -68,6 +68,7 @@ class DeviceBuffer:
         self.captured = False  # a graph may hold addresses of rows and flags
         self._chunks: list[_Chunk] = []
         self._flags: list[bool] = []
+        self._free: list[int] = []  # positions
 
     @torch.inference_mode(mode=False)  # rows are written to outside of it too
     def slot(self, kind: Kind) -> Slot:
@@ -82,16 +83,30 @@ class DeviceBuffer:
                 "[statistics] a tensor is inspected for the first time inside a CUDA graph "
                 "capture; run one step with the same layers before capturing"
             )
-        if not self._chunks or self._chunks[-1].used == CHUNK:
-            self._chunks.append(_Chunk(self.device))
-        chunk = self._chunks[-1]
-        at = chunk.used
-        chunk.used += 1
+        position = self._free.pop() if self._free else self._grow()
+        chunk, at = self._chunks[position // CHUNK], position % CHUNK
         for rows in (chunk.empty, chunk.rows):
             rows[at].copy_(chunk.neutral[kind])
-        slot = Slot(len(self.slots), kind, chunk.rows[at], chunk.active[at : at + 1])
-        self.slots.append(slot)
+        slot = Slot(position, kind, chunk.rows[at], chunk.active[at : at + 1])
+        self.slots[position] = slot
+        self._flags = []  # its own is not among them
         return slot
+
+    def _grow(self) -> int:
+        if not self._chunks or self._chunks[-1].used == CHUNK:
+            self._chunks.append(_Chunk(self.device))
+        self._chunks[-1].used += 1
+        self.slots.append(None)  # type: ignore[arg-type]
+        return len(self.slots) - 1
+
+    def empty(self, slot: Slot) -> None:
+        """Forget what its row was fed with."""
+        chunk, at = self._chunks[slot.position // CHUNK], slot.position % CHUNK
+        chunk.rows[at].copy_(chunk.empty[at])
+
+    def free(self, slot: Slot) -> None:
+        """Another slot may take its place; what was read off it so far has been copied."""
+        self._free.append(slot.position)
 
     def refresh(self) -> None:
         """Tell captured graphs which slots are due from here on: at most one small copy a chunk.

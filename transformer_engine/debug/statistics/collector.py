@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
     from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
+_Key = tuple[str, str, torch.device]  # layer, tensor, where it is
 _MOST_PENDING = 64  # steps in flight before one is waited for
 
 
@@ -59,7 +61,9 @@ class Collector:
         self.cost = CostCounter()
         self.weights_over_tp_group = weights_over_tp_group
         self.shared_amax = SharedAmax(digest(str(manager.config_hash)))
-        self._tensors: dict[tuple[str, str, torch.device], TensorStatistics | None] = {}
+        self._tensors: dict[_Key, TensorStatistics | None] = {}
+        # Modules that a tensor belongs to; those of hooks called by hand have none.
+        self._owners: dict[_Key, weakref.WeakSet[torch.nn.Module]] = {}
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
@@ -136,9 +140,15 @@ class Collector:
             warn_user(f"[LogFp8TensorStats] {text}; the debug log names all such tensors")
 
     def attach(
-        self, inner: Quantizer, calls: FeatureCalls, features: Sequence[Any] = ()
-    ) -> tuple[Quantizer | None, int | None]:
+        self,
+        inner: Quantizer,
+        calls: FeatureCalls,
+        features: Sequence[Any] = (),
+        owner: torch.nn.Module | None = None,
+    ) -> tuple[StatisticsQuantizer | None, int | None]:
         """Take statistics beside the work of a quantizer; the routing knows the features.
+
+        Once all owners of a tensor are gone, it is forgotten at the end of the step.
 
         Returns:
             What works in its place, None where nothing is due; and the next iteration at which
@@ -150,6 +160,9 @@ class Collector:
         )
         if found is None:
             return None, None
+        if owner is not None:
+            key = (calls.layer, name, device)
+            self._owners.setdefault(key, weakref.WeakSet()).add(owner)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         following = found.next_change(self.iteration)
         if not (found.due or captured):
@@ -175,6 +188,21 @@ class Collector:
             tensor.schedule(self.iteration)
         for buffer in self._buffers.values():
             buffer.refresh()
+
+    def _forget(self) -> None:
+        """Drop tensors of modules that are gone: a layer of each step would pile them up.
+
+        Those that ranks reduce stay, because garbage is not collected on all ranks at once, and
+        those whose rows captured graphs may hold.
+        """
+        local = self._reductions.by_group().get(LOCAL, ())
+        gone = [key for key, owners in self._owners.items() if not owners]
+        for key in gone:
+            found = self._tensors.get(key)
+            if found is None or (found in local and not found.buffer.captured):
+                del self._owners[key], self._tensors[key]
+                if found is not None:
+                    found.free()
 
     def _live(self) -> list[TensorStatistics]:
         return [tensor for tensor in list(self._tensors.values()) if tensor is not None]
@@ -202,6 +230,7 @@ class Collector:
             try:
                 self._send()
             finally:
+                self._forget()
                 self._begin()
             self._log(keep=_MOST_PENDING)
         self.cost.seconds += time.perf_counter() - start

@@ -81,6 +81,7 @@ class TracedStatistics(WrappingQuantizer):
         self.feed = feed
         self.scaling = inner.scaling
         self.format = inner.format
+        self.rounds_once = inner.rounds_once
 
     @property
     def cache_key(self) -> Hashable:

@@ -27,6 +27,7 @@ class StatisticsQuantizer(WrappingQuantizer):
         self.captured = captured
         self.scaling = inner.scaling
         self.format = inner.format
+        self.rounds_once = inner.rounds_once
 
     @property
     def cache_key(self) -> Hashable:

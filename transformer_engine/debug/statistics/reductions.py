@@ -68,7 +68,7 @@ class Reductions:
         group = self._manager._tensor_reduction_group
         live = self._live()
         size = group_size(group)
-        key = (group, size, len(live))  # tensors are only ever added
+        key = (group, size, [id(tensor) for tensor in live])
         if self._grouped is None or self._grouped[0] != key:
             homes: dict[Any, Any] = {LOCAL: LOCAL, None: group if size > 1 else LOCAL}
             found: dict[Any, list[TensorStatistics]] = {}

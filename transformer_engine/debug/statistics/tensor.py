@@ -70,6 +70,7 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
+        self._trained = self._evaluated = self._shut = False  # in this iteration; see `enter`
 
     def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
         """Whether this rank's rows are merged: of several that have the same tensor, the first."""
@@ -89,9 +90,29 @@ class TensorStatistics:
 
     def clear(self) -> None:
         """Nothing is due any more."""
-        self.due = False
+        self.due = self._trained = self._evaluated = self._shut = False
         for slot in self.slots.values():
             slot.asks, slot.fed, slot.scales_only = (), False, slot.always_scales
+
+    def free(self) -> None:
+        """Nothing feeds it any more: other tensors may have its slots."""
+        self.clear()
+        for slot in self.slots.values():
+            self.buffer.free(slot)
+
+    def enter(self, evaluating: bool) -> None:
+        """A forward of the layer begins.
+
+        What an evaluation feeds counts only in iterations in which the layer is not trained, so
+        that a validation between two steps changes the statistics of neither.
+        """
+        if not evaluating and self._evaluated and not self._trained:
+            for slot in self.slots.values():
+                self.buffer.empty(slot)
+                slot.fed = False
+        self._shut = evaluating and self._trained
+        self._trained |= not evaluating
+        self._evaluated |= evaluating
 
     def ended(self) -> tuple[Reading, ...]:
         """What is to be read off the rows of the iteration that ends."""
@@ -114,7 +135,7 @@ class TensorStatistics:
         if captured:
             self.buffer.captured = True
             return slot.row, slot.active
-        if not slot.due or (self._once and slot.fed):
+        if self._shut or not slot.due or (self._once and slot.fed):
             return _NO_ROWS
         slot.fed = True
         return slot.row, None
@@ -133,7 +154,7 @@ class TensorStatistics:
     def _open(self, slot: Slot | None, captured: bool) -> bool:
         if slot is None:
             return False
-        return captured or (slot.due and not (self._once and slot.fed))
+        return captured or not (self._shut or not slot.due or (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
         """Merge a tensor's moments in a pass of their own; see the class for `captured`."""

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.fp8.operands import (
     Result,
     Value,
 )
+from transformer_engine.pytorch.fp8.padding import pad
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -302,13 +303,6 @@ class Fp8Quantizer(Quantizer):
 
 
 IDENTITY = IdentityQuantizer()
-
-
-def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """Add zero tokens; they change no result, and their own are cut off again."""
-    if not padding:
-        return x
-    return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
 
 
 SIX = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")

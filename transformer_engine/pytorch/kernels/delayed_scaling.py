@@ -97,6 +97,8 @@ def spread(
         amax_history: fp32 `[length, count]`.
         multiple: both begin at multiples of as many elements.
     """
+    if multiple < 1:
+        raise ValueError(f"[spread] expected a multiple above 0, got {multiple}")
     length, count = amax_history.shape
     room = scale.new_zeros(count, multiple - (-length // multiple) * multiple)
     if launch:

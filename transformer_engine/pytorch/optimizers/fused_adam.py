@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -222,7 +223,11 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             state_dict: of an optimizer of the same groups.
+
+        Raises:
+            ValueError: what it has of a parameter is not of its shape, or is no state.
         """
+        self._check(state_dict)
         super().load_state_dict(state_dict)  # type: ignore[arg-type]
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         for group, saved in groups:
@@ -231,6 +236,26 @@ class FusedAdam(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor):
                         state = torch.zeros_like(parameter, dtype=torch.float32)
                         self.state[parameter][name] = state.copy_(value)
+
+    def _check(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies would broadcast what is of another shape. torch checks the groups."""
+        saved = [group["params"] for group in state_dict["param_groups"]]
+        own = [group["params"] for group in self.param_groups]
+        if [len(numbers) for numbers in saved] != [len(parameters) for parameters in own]:
+            return
+        for number, parameter in zip(chain(*saved), chain(*own), strict=True):
+            state = state_dict["state"].get(number, {})
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"[FusedAdam] expected a dict as the state of parameter {number}, got "
+                    f"{type(state).__name__}"
+                )
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"[FusedAdam] expected shape {tuple(parameter.shape)} for {name} of "
+                        f"parameter {number}, got {tuple(value.shape)}"
+                    )
 
 
 def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,17 +15,19 @@ from transformer_engine.pytorch.chain.delayed import Delayed
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
-from transformer_engine.pytorch.chain.stages.row_parts import product_of_parts, product_by_rows
+from transformer_engine.pytorch.chain.stages.row_parts import product_by_rows, product_of_parts
 from transformer_engine.pytorch.chain.stages.sides import (
     columnwise_of,
     detached,
     flatten,
     own_matrix,
     restore,
+    shape_of,
     tensors_of,
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
+from transformer_engine.pytorch.fp8.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
@@ -130,12 +133,12 @@ class Matmul(Stage):
         return None if self._cached_operands(plan) is None else self._cached_tensors
 
     def request(self, plan: MatmulPlan, x: torch.Tensor) -> OperandRequest | None:
-        """Row-wise for fprop, column-wise for wgrad; nothing where tokens must be padded."""
-        return None if plan.fp8 and rows_of(x) % TOKEN_ALIGNMENT else plan.request
+        """Row-wise for fprop, column-wise for wgrad."""
+        return plan.request if _fuses(plan.request, plan, x) else None
 
     def grad_request(self, plan: MatmulPlan, grad: torch.Tensor) -> OperandRequest | None:
         """Row-wise for dgrad, column-wise for wgrad; with the bias gradient."""
-        return None if plan.fp8 and rows_of(grad) % TOKEN_ALIGNMENT else plan.grad_request
+        return plan.grad_request if _fuses(plan.grad_request, plan, grad) else None
 
     def forward(
         self,
@@ -170,7 +173,7 @@ class Matmul(Stage):
             y = product_by_rows(operands.rowwise, weight.shape[0], plan.dtype, multiply)  # type: ignore[arg-type]
         else:
             y = multiply(operands.rowwise, None)  # type: ignore[arg-type]
-            y = _without_padding(y, x, plan) if padding else y
+            y = _without_padding(y, x, padding, plan) if padding else y
         if plan.wrapped:
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
@@ -191,11 +194,11 @@ class Matmul(Stage):
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
         """The input as the product takes it, and with how many rows of zeros."""
+        padding = -math.prod(shape_of(x)[:-1]) % TOKEN_ALIGNMENT if plan.fp8 else 0
         if isinstance(x, Operands):
-            return x, 0
+            return pad_operands(x, padding), padding
         if not plan.fp8 and x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
-        padding = -rows_of(x) % TOKEN_ALIGNMENT if plan.fp8 else 0
         return plan.quantizers.input.padded(x, padding, plan.request), padding
 
     def exported(self, inputs: Values, parameters: Parameters, plan: MatmulPlan) -> Results:
@@ -294,7 +297,7 @@ class Matmul(Stage):
             if parts is None:
                 grad = grad.wait()
         if isinstance(grad, Operands):
-            operands = grad
+            operands = pad_operands(grad, facts.padding)
         elif parts is not None:
             operands = Operands(None, None)
         elif plan.grad_request is None:
@@ -320,8 +323,7 @@ class Matmul(Stage):
         else:
             dx = multiply(operands.rowwise)
         if facts.padding:
-            assert isinstance(grad, torch.Tensor)
-            dx = dx[: rows_of(grad)].view(*grad.shape[:-1], dx.shape[-1])
+            dx = dx[: dx.shape[0] - facts.padding].view(*shape_of(grad)[:-1], dx.shape[-1])
         return (plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx,), operands
 
     def backward_params(self, carry: Any, saved: Saved, plan: MatmulPlan) -> Parameters:
@@ -338,7 +340,7 @@ class Matmul(Stage):
         facts = saved.facts
         x = restore(saved.tensors[0], saved.tensors[1], facts.x_format)
         if facts.input_restored:
-            x = saved.restored
+            x = pad_side(saved.restored, facts.padding, True)
         elif plan.input_in_backward is not None:
             later = plan.input_in_backward
             x = plan.quantizers.input.padded(x, facts.padding, later).columnwise  # type: ignore[arg-type]
@@ -360,10 +362,20 @@ class Matmul(Stage):
         return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
 
 
-def _without_padding(y: torch.Tensor, x: torch.Tensor, plan: MatmulPlan) -> torch.Tensor:
-    y = y[: rows_of(x)].view(*x.shape[:-1], y.shape[-1])
+def _without_padding(y: torch.Tensor, x: Any, padding: int, plan: MatmulPlan) -> torch.Tensor:
+    y = y[: y.shape[0] - padding].view(*shape_of(x)[:-1], y.shape[-1])
     # Functions in graphs save no views.
     return y.clone() if plan.compiling and plan.requires_grad else y
+
+
+def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) -> bool:
+    """Whether a producer of `x` may serve the request where tokens must be padded, too.
+
+    A cast that rounds twice anyway is cheaper with the padding.
+    """
+    if request is None or not plan.fp8 or rows_of(x) % TOKEN_ALIGNMENT == 0:
+        return True
+    return request.quantizer.rounds_once
 
 
 def _sums_apart(grad: torch.Tensor, plan: MatmulPlan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side, transposed
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side, Value, transposed
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
@@ -22,6 +22,13 @@ def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int)
     if data is None or scales is None:
         return data
     return Fp8Matrix(data, scales, format)
+
+
+def shape_of(value: Value) -> torch.Size:
+    """Of a tensor, or of the one that operands with a row-wise side were made of."""
+    side = value.rowwise if isinstance(value, Operands) else value
+    assert side is not None
+    return side.codes.shape if isinstance(side, Fp8Matrix) else side.shape
 
 
 def own_matrix(weight: torch.Tensor) -> Fp8Matrix:

@@ -1,0 +1,99 @@
+"""Sessions that see many layers, evaluations between steps, and several threads."""
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, logged, section
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.debug.session import collector
+
+LOG = section("LogTensorStats", tensors=["activation", "weight", "gradient"], stats=["max", "mean"])
+
+
+def run(layer: torch.nn.Module, value: float = 1.0) -> None:
+    layer(torch.full((16, 16), value)).sum().backward()
+
+
+def test_layers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    stays = te.Linear(16, 16, device="cpu", name="stays")
+    with debugging(tmp_path, LOG):
+        for step in range(5):
+            run(te.Linear(16, 16, device="cpu", name=f"layer{step}"), step + 1.0)
+            run(stays, step + 1.0)
+            gc.collect()
+            debug_api.step()
+        found = collector()
+        assert len(found._live()) == 3
+        (buffer,) = found._buffers.values()
+        assert len(buffer.slots) == 6
+    rows = logged(tmp_path)
+    for step in range(5):  # of their own step, nothing is lost or mixed up
+        for layer in ("stays", f"layer{step}"):
+            assert rows[step, layer, "activation"]["max"] == step + 1.0
+            assert {"max", "mean"} == set(rows[step, layer, "gradient"])
+    assert len(rows) == 5 * 2 * 3
+
+
+def validate(layer: torch.nn.Module) -> None:
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.full((16, 16), 100.0))
+    layer.train()
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_validation_does_not_count_in_the_step_of_a_training(tmp_path: Path, place: str) -> None:
+    layer = te.Linear(16, 16, device="cpu", name="layer")
+    with debugging(tmp_path, LOG):
+        for value in (1.0, 2.0):
+            if place == "before":
+                validate(layer)
+            for microbatch in range(2):
+                run(layer, value + microbatch)
+            if place == "behind":
+                validate(layer)
+            debug_api.step()
+    rows = logged(tmp_path)
+    for step in range(2):
+        assert rows[step, "layer", "activation"] == {"max": step + 2.0, "mean": step + 1.5}
+
+
+def test_an_evaluation_alone_is_logged(tmp_path: Path) -> None:
+    layer = te.Linear(16, 16, device="cpu", name="layer")
+    with debugging(tmp_path, LOG):
+        validate(layer)
+        debug_api.step()
+    assert logged(tmp_path)[0, "layer", "activation"]["max"] == 100.0
+
+
+@pytest.mark.filterwarnings("ignore:.*selects no layer", "ignore:.*never written")
+def test_threads_that_begin_and_end_sessions(tmp_path: Path) -> None:
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        layer = te.Linear(16, 16, device="cpu", name=f"layer{number}")
+        for _ in range(8):
+            try:
+                debug_api.initialize({"log": LOG}, log_dir=tmp_path / str(number))
+            except ValueError as error:
+                if "expected no running session" not in str(error):
+                    wrong.append(repr(error))
+            try:
+                run(layer)
+                debug_api.step()
+                debug_api.end_debug()
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    debug_api.end_debug()
+    assert not wrong, wrong

@@ -1,0 +1,71 @@
+"""Token counts that FP8 GEMMs cannot take: no row depends on how many others are in its batch."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from debug_session import debugging, section
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+TOKENS, SOME, WIDTH = 32, 21, 64
+BF16 = {"params_dtype": torch.bfloat16, "device": "cpu"}
+MODULES = {
+    "linear": lambda: te.Linear(WIDTH, 48, **BF16),
+    "norm": lambda: te.LayerNormLinear(WIDTH, 48, **BF16),
+    "mlp": lambda: te.LayerNormMLP(WIDTH, 96, activation="swiglu", **BF16),
+}
+SESSIONS = {
+    "statistics": [
+        section("LogTensorStats", tensors=["activation", "gradient"], stats=["max", "mean"]),
+        section("LogFp8TensorStats", tensors=["activation"], stats=["underflows%", "mse"]),
+    ],
+    # The other GEMM of the gradient takes what a fused kernel has cast.
+    "one GEMM in high precision": [section("DisableFP8GEMM", gemms=["dgrad"])],
+}
+
+
+def trained(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A module with scales of its own, an input, and a gradient that is zero from `SOME` on."""
+    torch.manual_seed(20)
+    module = MODULES[kind]()
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    with te.fp8_autocast(fp8_recipe=DelayedScaling()):
+        y = module(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    grad[SOME:] = 0
+    return module, x, grad
+
+
+def step(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """The first rows of the output and of the input's gradient, and the parameters' gradients."""
+    module = copy.deepcopy(module)
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with te.fp8_autocast(fp8_recipe=DelayedScaling()):
+        y = module(x)
+    y.backward(grad)
+    return [y[:SOME], x.grad[:SOME], *[p.grad for p in module.parameters()]]
+
+
+def assert_rows_alike(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Whether or not other rows follow, which have no gradient."""
+    whole, part = step(module, x, grad), step(module, x[:SOME], grad[:SOME])
+    for a, b in zip(part, whole, strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_rows_do_not_depend_on_their_batch(kind: str) -> None:
+    assert_rows_alike(*trained(kind))
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_the_same_under_the_debugger(tmp_path: Path, session: str) -> None:
+    module, x, grad = trained("mlp")
+    with debugging(tmp_path, *SESSIONS[session]):
+        assert_rows_alike(module, x, grad)

@@ -1,0 +1,124 @@
+"""Equal bits: the same seed twice, recordings on and off, one thread and two, with the debugger."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from outcome import Outcome, until
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.chain import segments
+
+_RECIPES = {
+    "bf16": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+}
+_STEPS = 3
+
+
+def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
+    """Train a layer in each way until time is up."""
+    found = Outcome("determinism" if device == "cpu" else "determinism_cuda")
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "the same again": nullcontext,
+        "without recordings": _without_recordings,
+        "one thread": _one_thread,
+        "every statistic": _inspected,
+        "deterministic algorithms": _deterministic,
+    }
+    names = list(_RECIPES)
+    for number in until(seconds, least=len(names)):
+        name = names[number % len(names)]
+        sizes = (32 * (1 + number % 3), 16 * (1 + number % 2) + number % 5, 1 + number % 2)
+        expected = _train(name, seed + number, sizes, device)
+        for way, context in ways.items():
+            with context():
+                actual = _train(name, seed + number, sizes, device)
+            found.count("runs compared")
+            if expected != actual:
+                found.failures.append(f"{name}, sizes {sizes}, seed {seed + number}: {way}")
+    return found
+
+
+def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> list[bytes]:
+    """Losses and parameters of a few steps."""
+    torch.manual_seed(seed)
+    hidden, tokens, batch = sizes
+    layer = te.TransformerLayer(
+        hidden, 2 * hidden, 2, device=device, params_dtype=torch.bfloat16, name="layer"
+    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    seen = []
+    for _ in range(_STEPS):
+        x = torch.randn(tokens, batch, hidden, device=device, dtype=torch.bfloat16)
+        with te.fp8_autocast(enabled=name != "bf16", fp8_recipe=_RECIPES[name]):
+            loss = layer(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        debug_api.step()
+        seen.append(loss.detach())
+    tensors = [*seen, *layer.parameters()]
+    return [t.detach().float().cpu().numpy().tobytes() for t in tensors]
+
+
+@contextmanager
+def _without_recordings() -> Any:
+    before = segments.HOST_BOUND_BYTES
+    segments.HOST_BOUND_BYTES = -1
+    try:
+        yield
+    finally:
+        segments.HOST_BOUND_BYTES = before
+
+
+@contextmanager
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _inspected() -> Any:
+    every = {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": "."},
+        "transformer_engine": {
+            "LogTensorStats": {
+                "enabled": True,
+                "tensors": ["activation", "gradient", "weight", "output", "wgrad", "dgrad"],
+                "stats": ["min", "max", "mean", "std", "l1_norm", "l2_norm", "dynamic_range"],
+            }
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        debug_api.initialize({"every": every}, log_dir=folder)
+        try:
+            yield
+        finally:
+            debug_api.end_debug()

@@ -1,0 +1,46 @@
+"""The table of figures in `docs/reliability.md`, from `results/*.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from outcome import RESULTS, ROOT
+
+PAGE = ROOT / "docs/reliability.md"
+_BEGIN, _END = "<!-- figures: python tools/soak/table.py writes them -->\n", "<!-- end -->\n"
+_NOT_COUNTED = "refused by us alone", "read by us alone"
+
+
+def write() -> None:
+    """Put the table into the page."""
+    page = PAGE.read_text()
+    before, rest = page.split(_BEGIN)
+    PAGE.write_text(before + _BEGIN + table() + _END + rest.split(_END)[1])
+
+
+def table() -> str:
+    """A row for each test that has figures."""
+    lines = ["| test | figures | failures | on | when |", "| --- | --- | --- | --- | --- |"]
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text())
+        when = f"{found['date']}, {found['commit']}"
+        told = ", ".join(_figures(found["figures"]))
+        lines.append(
+            f"| `{path.stem}` | {told} | {found['failures']} | {found['machine']} | {when} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _figures(figures: dict[str, Any]) -> list[str]:
+    """Counts in words; reasons of disagreement are counted together."""
+    told = {name: value for name, value in figures.items() if ": " not in name}
+    for kind in _NOT_COUNTED:
+        total = sum(value for name, value in figures.items() if name.startswith(f"{kind}: "))
+        if total:
+            told[f"{kind}, explained"] = total
+    return [f"{value:,} {name}" for name, value in told.items()]
+
+
+if __name__ == "__main__":
+    write()

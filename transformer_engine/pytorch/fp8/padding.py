@@ -1,0 +1,49 @@
+"""Zero tokens: FP8 GEMMs take multiples of 16 of them, and zeros change no result."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.kernels.shapes import rows_of
+
+
+def pad(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """Add zero tokens; they change no result, and their own are cut off again."""
+    if not padding:
+        return x
+    return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, padding))
+
+
+def pad_side(side: Side | None, padding: int, columnwise: bool) -> Side | None:
+    """One side of operands with zero tokens added; a zero is the code zero at any scale."""
+    if side is None or not padding:
+        return side
+    if not isinstance(side, Fp8Matrix):
+        return pad(side, padding)
+    rows, cols = rows_of(side.codes), side.codes.shape[-1]
+    return resized(side, *((rows, cols + padding) if columnwise else (rows + padding, cols)))
+
+
+def pad_operands(operands: Operands, padding: int) -> Operands:
+    """Operands with zero tokens added; their values are those that a kernel has rounded."""
+    if not padding:
+        return operands
+    rowwise = pad_side(operands.rowwise, padding, False)
+    return Operands(rowwise, pad_side(operands.columnwise, padding, True), operands.bias_grad)
+
+
+def resized(matrix: Fp8Matrix, rows: int, cols: int) -> Fp8Matrix:
+    """The corner `[rows, cols]` of codes, or codes with zeros added; scales follow."""
+    codes = matrix.codes.view(rows_of(matrix.codes), matrix.codes.shape[-1])
+    scales = matrix.scales
+    if matrix.layout.in_blocks:
+        scales = _fitted(scales, *matrix.layout.scale_shape(rows, cols))
+    return Fp8Matrix(_fitted(codes, rows, cols), scales, matrix.format)
+
+
+def _fitted(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    if x.shape == (rows, cols):
+        return x
+    # Negative padding cuts.
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0])).contiguous()
