@@ -65,13 +65,13 @@ def test_room_to_write_into(kind, device):
 def test_a_flag_keeps_what_was_there(kind, device):
     quantizer, x = KINDS[kind](device), values(device, 128, 128)
     tensor = quantizer(x)
-    noted = [t.clone() for t in quantizer.persistent_tensors()]
+    recorded = [t.clone() for t in quantizer.persistent_tensors()]
     before = [part.clone() for part in tensor.parts if part is not None]
     flag = torch.ones(1, dtype=torch.float32, device=device)
     tensor.quantize_(3 * x, noop_flag=flag)
     for part, old in zip([p for p in tensor.parts if p is not None], before, strict=True):
         assert_bitwise(part, old)
-    for now, old in zip(quantizer.persistent_tensors(), noted, strict=True):
+    for now, old in zip(quantizer.persistent_tensors(), recorded, strict=True):
         assert torch.equal(now, old), "no amax of values that were not written"
     tensor.quantize_(3 * x, noop_flag=flag.zero_())
     assert_bitwise(tensor.dequantize(), quantizer(3 * x).dequantize())
