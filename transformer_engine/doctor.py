@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformer_engine import __version__, _build, _env, _libraries
+from transformer_engine import __version__, _build, _env, _libraries, _torch_floor
 
 OK, ABSENT, MISSING = "ok", "absent", "missing"  # absent: nothing that is here needs it
-OLDEST_TORCH = (2, 4)
 FP8_CAPABILITY = (8, 9)
 # Under which names programs look for us, and where in the sources they are installed from.
 NAMES = {
@@ -117,9 +116,8 @@ def versions(machine: Machine) -> Iterator[Finding]:
 
 def _torch_version(torch: Any) -> Finding:
     path = str(Path(torch.__file__).parent) if getattr(torch, "__file__", None) else ""
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if numbers < OLDEST_TORCH:
-        value = f"{torch.__version__}, older than {'.'.join(map(str, OLDEST_TORCH))}"
+    if _torch_floor.complaint(torch.__version__):
+        value = f"{torch.__version__}, older than {_torch_floor.as_text(_torch_floor.OLDEST)}"
         fix = "python -m pip install --upgrade torch"
         return Finding("versions", "torch", MISSING, value, path, fix)
     return Finding("versions", "torch", OK, str(torch.__version__), path)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from transformer_engine import _C, _absent, _build
+from transformer_engine import _C, _absent, _build, _torch_check  # noqa: F401 - refuses old torch
 from transformer_engine.pytorch import (
     _compat,
     constants,
