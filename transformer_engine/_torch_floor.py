@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 
-OLDEST = (2, 10)
+OLDEST = (2, 11)
 NEWEST_TRIED = (2, 15)
 
 
 def as_text(release: tuple[int, int]) -> str:
-    """Such as `2.10`."""
+    """Such as `2.11`."""
     return ".".join(map(str, release))
 
 
