@@ -28,7 +28,7 @@ def _text(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("version", "fits"),
-    [("2.4.1+cu121", False), ("2.9.1", False), ("2.10.0", True), ("3.0.0a0+git1", True)],
+    [("2.4.1+cu121", False), ("2.9.1", False), ("2.10.0", False), ("2.11.0", True), ("3.0.0a0+git1", True)],
 )
 def test_versions_are_compared_by_their_numbers(version: str, fits: bool) -> None:
     assert (_torch_floor.complaint(version) == "") == fits
@@ -44,5 +44,5 @@ def test_an_older_torch_is_refused_in_words(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     *_, said = done.stderr.splitlines()
-    assert said.startswith("ImportError: [transformer_engine] expected torch 2.10 or newer")
+    assert said.startswith("ImportError: [transformer_engine] expected torch 2.11 or newer")
     assert "got 2.4.1+cpu: python -m pip install --upgrade 'torch>=2.10'" in said
