@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ranks import run_rank
+from ranks import run_rank, start_ranks
 
 
 @pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
@@ -14,5 +13,6 @@ def outcomes(
 ) -> list[dict[str, Any]]:
     """Of each rank: what scenarios gave, by name."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (request.param, str(folder / "store"), str(folder / "result")), nprocs=2)
+    arguments = (request.param, str(folder / "store"), str(folder / "result"))
+    start_ranks(run_rank, arguments, 2, request.param)
     return [torch.load(folder / f"result.{rank}") for rank in range(2)]
