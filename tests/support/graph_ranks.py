@@ -51,7 +51,7 @@ def _train(layer: Any, run: Any, precision: str, sequence: bool) -> list[torch.T
         found += [y.detach().clone(), x.grad]
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter -= parameter.grad
+                parameter.sub_(parameter.grad)
         layer.zero_grad()
     return found
 

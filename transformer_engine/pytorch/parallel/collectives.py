@@ -13,6 +13,14 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
 
+# torch 2.13 has other names for these, and warns of the old ones at each call.
+gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)
+
 Finish = Callable[[torch.Tensor], Any]
 
 
@@ -74,7 +82,7 @@ def all_gather(x: torch.Tensor, group: Any) -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    work = dist.all_gather_into_tensor(result, x, group, async_op=True)
+    work = gather_into(result, x, group=group, async_op=True)
     return Pending(result, work, held=x)
 
 
@@ -84,5 +92,5 @@ def reduce_scatter(x: torch.Tensor, group: Any) -> Pending:
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
         return Pending(functional.wait_tensor(summed))
     result = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(result, x, dist.ReduceOp.SUM, group, async_op=True)
+    work = scatter_into(result, x, group=group, async_op=True)
     return Pending(result, work, held=x)
