@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_ranks import BOUNDS, difference, scope
+from tensor_parallel_ranks import BOUNDS, RECIPES, difference, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.chain import segments
@@ -165,9 +165,9 @@ def micro_batches(rank: int) -> None:
 
 def weights_in_fp8(rank: int) -> None:
     """Are shards of FP8 weights; the layer computes what it does with weights that it casts."""
-    for precision in ("delayed", "current"):
+    for precision in PRECISIONS[1:]:
         plain = _layer()
-        with te.fp8_model_init():
+        with te.fp8_model_init(recipe=RECIPES[precision]):
             layer = _layer()
         own, other = _step(layer, _input(), precision), _step(plain, _input(), precision)
         assert difference(own[0], other[0]) < 0.05, precision
