@@ -1,10 +1,18 @@
 """What two ranks have found, for all tests here."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_rank, start_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a file waits for what ranks do for all, which other processes may delay."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])

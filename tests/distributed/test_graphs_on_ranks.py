@@ -9,8 +9,6 @@ import pytest
 from graph_ranks import CASES, graphs
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def found(request: pytest.FixtureRequest) -> list[dict[Any, bool]]:

@@ -3,12 +3,9 @@
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from killed_ranks import LAST_STEP, train
 from ranks import FORKED
-
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
 
 def _end(folder: Path, dies: bool) -> list[int | None]:
