@@ -1,11 +1,18 @@
 """What two ranks have found, for all tests here."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ranks import run_rank
+from ranks import run_rank, start_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a file waits for what ranks do for all, which other processes may delay."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
@@ -14,5 +21,6 @@ def outcomes(
 ) -> list[dict[str, Any]]:
     """Of each rank: what scenarios gave, by name."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (request.param, str(folder / "store"), str(folder / "result")), nprocs=2)
+    arguments = (request.param, str(folder / "store"), str(folder / "result"))
+    start_ranks(run_rank, arguments, 2, request.param)
     return [torch.load(folder / f"result.{rank}") for rank in range(2)]

@@ -13,7 +13,6 @@ from context_cases import Case, outcomes
 from context_scenarios import everything
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # a fixture runs all cases of two ranks: 20 s of two cores
 BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 TWO = [
     *[

@@ -3,18 +3,14 @@
 import signal
 from pathlib import Path
 
-import pytest
 import torch
-import torch.multiprocessing as mp
 from killed_ranks import LAST_STEP, train
-
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
+from ranks import FORKED
 
 
 def _end(folder: Path, dies: bool) -> list[int | None]:
     """Exit codes of both ranks; None of one that hangs."""
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=train, args=(rank, folder, dies)) for rank in range(2)]
+    ranks = [FORKED.Process(target=train, args=(rank, folder, dies)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

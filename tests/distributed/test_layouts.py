@@ -6,8 +6,6 @@ import pytest
 from layout_ranks import PRECISIONS, layouts
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 CASES = [f"{precision}{', FP8 weights' if fp8 else ''}" for precision, fp8 in PRECISIONS]
 
 

@@ -7,8 +7,6 @@ from pipeline_ranks import MICRO_BATCHES, STEPS, pipeline
 from ranks import run_ranks
 from replica_reference import RECIPES
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:

@@ -7,8 +7,6 @@ from ranks import run_ranks
 from replica_ranks import OPTIONS, replicas
 from replica_reference import LAYERS, RECIPES
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 # What the sums of a whole batch in one GEMM may change, and scales of halves of the batch.
 BOUNDS = {"bf16": 1e-4, "delayed": 1e-3, "current": 1e-2, "block": 1e-3}
 CASES = [f"{layer} {precision}" for layer in LAYERS for precision in RECIPES]

@@ -7,8 +7,6 @@ from ranks import run_ranks
 from replica_reference import LAYERS, RECIPES
 from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 CASES = [f"{layer} {precision}" for layer in LAYERS for precision in RECIPES]
 IN_FP8 = [f"{case}, FP8 weights" for case in CASES if not case.endswith("bf16")]
 FLAT_CASES = [f"flat {a} {b} {original}" for a, b in FLAT for original in (True, False)]

@@ -6,7 +6,6 @@ from ranks import run_ranks
 from tensor_parallel_ranks import MODULES, Case, bound, cases, matrix
 from tensor_parallel_scenarios import SCENARIOS, scenarios
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for all cases
 WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu)]
 
 

@@ -11,8 +11,6 @@ import torch
 
 import train_gpt
 
-pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-
 SIZE = "--layers 1 --hidden 32 --heads 2 --seq 32 --batch 4 --steps 12 --validate-every 6 --lr 3e-3"
 FLAGS = [*SIZE.split(), "--data", "text", "--device", "cpu", "--precision", "fp32"]
 

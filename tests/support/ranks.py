@@ -1,5 +1,10 @@
-"""Two processes for all tests of ranks, over gloo or NCCL: each start takes seconds."""
+"""Processes of several ranks, over gloo or NCCL.
 
+An import of torch and of what is tested takes seconds, so ranks over gloo are forks of one process
+that has done that, which has the environment of the first start. CUDA does not survive a fork.
+"""
+
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [
+        "transformer_engine.pytorch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+    ]
+)
 SCENARIOS = (
     amax_ranks.scales_of_a_group,
     checkpoint_ranks.kept_parts,
@@ -29,6 +43,14 @@ SESSIONS = (
     debug_shared_layers.shared_layers,
     debug_shared_layers.compiled_shared_layers,
 )
+
+
+def start_ranks(
+    function: Callable[..., Any], arguments: tuple[Any, ...], world_size: int, backend: str
+) -> None:
+    """Run `function(rank, *arguments)` in so many processes, to its end."""
+    method = "forkserver" if backend == "gloo" else "spawn"
+    mp.start_processes(function, arguments, nprocs=world_size, start_method=method)
 
 
 def run_rank(rank: int, backend: str, store: str, results: str) -> None:
@@ -56,7 +78,7 @@ def run_ranks(
     """What `function(rank, *arguments)` returns on each of so many processes of a group."""
     with TemporaryDirectory() as folder:
         spawned = (world_size, backend, folder, function, arguments)
-        mp.spawn(_run_one, spawned, nprocs=world_size)
+        start_ranks(_run_one, spawned, world_size, backend)
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world_size)]
 
 

@@ -19,6 +19,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import agreement, gemm, segments
 from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.parallel import collectives
 
 
 def groups_that_do_not_fit(rank: int) -> None:
@@ -150,14 +151,13 @@ def attributes_of_parameters(rank: int) -> None:
 def _logged() -> Iterator[list[str]]:
     """Collectives as they start and are waited for, and the GEMMs between them."""
     events: list[str] = []
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-    places: list[tuple[Any, str]] = [(dist, name) for name in names]
-    places += [(gemm, "dgrad"), (gemm, "wgrad")]
+    places: list[tuple[Any, str]] = [(dist, "all_reduce"), (gemm, "dgrad"), (gemm, "wgrad")]
+    places += [(collectives, "gather_into"), (collectives, "scatter_into")]
     found = [getattr(place, name) for place, name in places]
 
     def logging(name: str, call: Any) -> Any:
         def logged(*arguments: Any, **keywords: Any) -> Any:
-            x = arguments[1] if "tensor" in name else arguments[0]
+            x = arguments[1] if "into" in name else arguments[0]
             dtype = x.dtype if isinstance(x, torch.Tensor) else ""
             events.append(f"{name} {dtype}".strip())
             return call(*arguments, **keywords)
@@ -181,7 +181,7 @@ def bytes_that_move(rank: int) -> None:
         with _logged() as events, scope(precision):
             y = row(column(x))
             y.sum().backward()
-        gathers = [event for event in events if event.startswith("all_gather")]
+        gathers = [event for event in events if event.startswith("gather")]
         codes = [event for event in gathers if event.endswith("uint8")]
         assert len(codes) == (4 if precision == "block" else 3), (precision, events)
         assert not [event for event in gathers if event.endswith("bfloat16")], events
@@ -199,8 +199,7 @@ def weight_gradients_under_collectives(rank: int) -> None:
         with _logged() as events:
             y.sum().backward()
         kinds = [event.split()[0] for event in events]
-        gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
-        assert kinds == [gather, "dgrad", scatter, "wgrad"], kinds
+        assert kinds == ["gather_into", "dgrad", "scatter_into", "wgrad"], kinds
     finally:
         segments.HOST_BOUND_BYTES = bound
 

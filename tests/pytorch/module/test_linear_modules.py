@@ -207,6 +207,8 @@ def test_wrong_dtypes_and_shapes_name_layer_and_parameter() -> None:
         te.LayerNormLinear(16, 16, tp_size=2, parallel_mode="row")
     with pytest.raises(ValueError, match="ffn_hidden_size divisible by tp_size=3, got 16"):
         te.LayerNormMLP(16, 16, tp_size=3, set_parallel_mode=True)
+    with pytest.raises(ValueError, match=r"\[GroupedLinear\] .* divisible by tp_size=3, got 16"):
+        te.GroupedLinear(2, 16, 16, tp_size=3, parallel_mode="column")
     with pytest.raises(RuntimeError, match="TP group not initialized: expected set_tensor_par"):
         te.Linear(16, 16, tp_size=2, parallel_mode="row", device="cpu")(torch.ones(2, 8))
     with pytest.raises(NotImplementedError, match="Activation type foo is not supported"):

@@ -23,6 +23,9 @@ class _Part(Linear):
     _joins = False
 
 
+_Part.__name__ = "GroupedLinear"  # messages name what users have made
+
+
 class GroupedLinear(TransformerEngineBaseModule):
     """Applies `y_i = x_i . A_i^T + b_i` to each part `x_i` of the rows of the input.
 

@@ -15,6 +15,14 @@ import torch.distributed as dist
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
+# torch 2.13 has other names for these, and warns of the old ones at each call.
+gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)
+
 Finish = Callable[[torch.Tensor], Any]
 Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -218,7 +226,7 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
     if memory is not None:
         return _Gathering(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    work = dist.all_gather_into_tensor(result, x, group, async_op=True)
+    work = gather_into(result, x, group=group, async_op=True)
     return Pending(result, work, held=x)
 
 
@@ -243,7 +251,7 @@ def reduce_scatter(
         return _Summing(x, memory, add)
     whole: torch.Tensor = waited(x)
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    work = dist.reduce_scatter_tensor(result, whole, dist.ReduceOp.SUM, group, async_op=True)
+    work = scatter_into(result, whole, group=group, async_op=True)
     summed = Pending(result, work, held=whole)
     return summed if add is _plus else summed.then(lambda total: add(total, None))
 

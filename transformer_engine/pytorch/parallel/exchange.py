@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch 2.13 has other names for these, and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from transformer_engine.pytorch.parallel.collectives import gather_into, scatter_into
 
 
 class Coming:
@@ -59,7 +57,7 @@ def gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[ranks, ...]`: the tensors of all ranks, of equal shapes."""
     x = x.contiguous()
     stack = x.new_empty((dist.get_world_size(group), *x.shape))
-    _all_gather(stack.flatten(0, 1), x, group=group)
+    gather_into(stack.flatten(0, 1), x, group=group)
     return stack
 
 
@@ -67,7 +65,7 @@ def sum_own(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over all ranks of the part of `[ranks, ...]` that is this rank's."""
     stack = stack.contiguous()
     own = torch.empty_like(stack[0])
-    _reduce_scatter(own, stack.flatten(0, 1), group=group)
+    scatter_into(own, stack.flatten(0, 1), group=group)
     return own
 
 

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.parallel.collectives import gather_into
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 from transformer_engine.pytorch.recompute.regions import (
     RecomputeRegion,
@@ -231,7 +232,7 @@ def _distributed(group: Any) -> Iterator[None]:
             return saved
         own, shape = saved
         whole = own.new_empty(ranks * own.numel())
-        dist.all_gather_into_tensor(whole, own, group=group)
+        gather_into(whole, own, group=group)
         return whole[: shape.numel()].view(shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
