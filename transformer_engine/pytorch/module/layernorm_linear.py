@@ -31,6 +31,7 @@ from transformer_engine.pytorch.module.parameters import (
     default_init_method,
     names_in,
     params_dtype_of,
+    sections_of,
     split_sizes,
     tensors_of,
 )
@@ -119,7 +120,7 @@ class LayerNormLinear(SingleGemmModule):
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
                 f"needs all features of a token on each rank (layer {self.name})"
             )
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        shared = SharedLinear(self.parallel_mode, self.ranks, sections_of(parameters_split))
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.module.parameters import (
     SplitLinearParameters,
     default_init_method,
     params_dtype_of,
+    sections_of,
     split_sizes,
 )
 
@@ -109,7 +110,7 @@ class Linear(SingleGemmModule):
         accept_overlap_arguments(Linear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        shared = SharedLinear(self.parallel_mode, self.ranks)
+        shared = SharedLinear(self.parallel_mode, self.ranks, sections_of(parameters_split))
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)
         self.use_bias = bias

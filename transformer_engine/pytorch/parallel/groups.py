@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from transformer_engine.pytorch.parallel.construction import Remakable
+
 
 def check_group(op: str, argument: str, group: Any, layer: str | None = None) -> None:
     """Raise TypeError unless this is a process group, None, or torch's mark of a non-member."""
@@ -143,7 +145,7 @@ def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None
         )
 
 
-class SharedByRanks:
+class SharedByRanks(Remakable):
     """What modules that tensor parallel ranks share have.
 
     Attributes:
