@@ -6,6 +6,7 @@
     python examples/train_gpt.py --checkpoint run.pt  # and later the same with --resume
     python examples/train_gpt.py --inspect examples/config.yaml  # statistics of every GEMM
     torchrun --nproc-per-node 2 examples/train_gpt.py --fsdp     # on two GPUs, or two CPU processes
+    torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --sp --cp 2
 
 The parts are in `gpt/`: settings, data, model (the te modules), training (the loop), ranks, masters
 (of FP8 weights), inspection, report.
@@ -29,7 +30,7 @@ from gpt.checkpoint import read_checkpoint
 from gpt.data import Text, bigram_loss, load_text
 from gpt.inspection import inspection
 from gpt.options import as_before, command_to_go_on, named_options, notes
-from gpt.ranks import LAYOUTS, Ranks, joined
+from gpt.ranks import Layout, Ranks, joined
 from gpt.settings import SIZES, Settings, UsageError
 from gpt.training import Training
 
@@ -120,6 +121,10 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 def add_layouts(parser: argparse.ArgumentParser) -> None:
     """What ranks share."""
     ranks = parser.add_argument_group("on many ranks, started by torchrun; they share a batch")
+    add = ranks.add_argument
+    add("--tp", type=int, default=1, metavar="N", help="so many share every layer (1)")
+    add("--sp", action="store_true", help="those of --tp share the tokens between layers, too")
+    add("--cp", type=int, default=1, metavar="N", help="so many share every window (1)")
     add = ranks.add_mutually_exclusive_group().add_argument
     add("--ddp", action="store_true", help="each has a copy of the model")
     add("--fsdp", action="store_true", help="parameters are cut among them, layer by layer")
@@ -146,9 +151,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
-def layout_of(options: argparse.Namespace) -> str:
-    """The layout that was asked for; empty for a process of its own."""
-    return next((layout for layout in LAYOUTS if getattr(options, layout)), "")
+def layout_of(options: argparse.Namespace) -> Layout:
+    """The layout that was asked for."""
+    replicas = "ddp" if options.ddp else "fsdp" if options.fsdp else ""
+    return Layout(replicas, options.tp, options.cp, options.sp)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -207,10 +213,9 @@ def train(training: Training, options: argparse.Namespace, bigram: float) -> rep
 def introduce(training: Training, text: Text) -> None:
     """Say what is about to run."""
     settings = training.settings
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
     print(
         f"{text.name}: {len(text.train):,} bytes to train on, {len(text.validation):,} held out\n"
-        f"{parameters:,} parameters on {settings.device}{training.ranks}, "
+        f"{training.parameters:,} parameters on {settings.device}{training.ranks}, "
         f"steps {training.done} to {settings.steps} of {settings.batch} x {settings.seq} bytes",
         flush=True,
     )

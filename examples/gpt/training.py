@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import nvdlfw_inspect.api as debug_api
@@ -22,7 +21,7 @@ from gpt.checkpoint import read_checkpoint
 from gpt.data import Batches, Text
 from gpt.masters import MasterWeights, initial_values
 from gpt.model import build_model
-from gpt.ranks import Ranks, cut_like, cut_optimizer_state, whole
+from gpt.ranks import OptimizerStates, Ranks, cut_like, whole
 from gpt.settings import Settings, UsageError
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -96,6 +95,7 @@ class Training:
     """A model on its way.
 
     Attributes:
+        parameters: how many the model has.
         done: steps taken; it is also the place in the data and in the schedule.
         interrupted: end after the step that runs; `watching_interrupts` sets it.
         losses: training loss of every step, nats per byte, on the device; valid up to `done`.
@@ -103,7 +103,7 @@ class Training:
     """
 
     def __init__(self, settings: Settings, text: Text, ranks: Ranks = ALONE) -> None:
-        ranks.check(settings.batch)
+        ranks.check(settings)
         torch.manual_seed(settings.seed)
         self.settings, self.ranks = settings, ranks
         self.batches = Batches(text, settings)
@@ -111,12 +111,14 @@ class Training:
             settings.fp8_weights, recipe_of(settings), preserve_high_precision_init_val=True
         ):
             self.model = build_model(settings)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         starts = initial_values(self.model)
         self.called = ranks.spread(self.model)
         self.masters = MasterWeights(self.model, starts)
-        if ranks.number:
-            torch.manual_seed(settings.seed + ranks.number)  # of dropout; weights are the same
+        if ranks.place:
+            torch.manual_seed(settings.seed + ranks.place)  # of dropout; weights are the same
         self.optimizer = make_optimizer(self.masters.trained, settings.lr)
+        self.optimizer_states = self._optimizer_states()
         self.losses = torch.zeros(settings.steps, device=settings.device)
         self.validation: list[tuple[int, float]] = []
         self.done = 0
@@ -143,11 +145,17 @@ class Training:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def _optimizer_states(self) -> OptimizerStates:
+        names = [name for name, _ in self.model.named_parameters()]
+        named = {id(p): name for p, name in zip(self.masters.trained, names, strict=True)}
+        order = [named[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        return OptimizerStates(self.model, order, self.optimizer)
+
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the next byte, in nats."""
+        """Mean cross-entropy of the next byte, in nats, of this rank's tokens of windows."""
         with arithmetic(self.settings):
-            logits = self.called(windows[:, :-1])
-            return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+            logits = self.ranks.logits(self.called, windows[:, :-1])
+            return self.ranks.cross_entropy(logits, windows[:, 1:])
 
     def step(self) -> None:
         """One optimizer step; it does not wait for the device."""
@@ -156,7 +164,7 @@ class Training:
             group["lr"] = rate
         loss = self.loss(self.ranks.own(self.batches.training(self.done)))
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
+        self.ranks.finish_gradients(self.model, LARGEST_GRADIENT_NORM)
         self.masters.take_gradients()
         self.optimizer.step()
         self.masters.write_weights()
@@ -183,6 +191,7 @@ class Training:
         self.model.eval()
         total = sum(self.loss(windows) * len(windows) for windows in self.batches.validation)
         self.model.train()
+        self.ranks.average(total)
         loss = float(total) / sum(map(len, self.batches.validation))
         self.validation.append((self.done, loss))
         return loss
@@ -199,7 +208,8 @@ class Training:
             context = text[-seq:]
             window = torch.tensor([*context, *bytes(seq - len(context))])
             with arithmetic(self.settings):
-                logits = self.model(window[None].to(self.settings.device))
+                window = window[None].to(self.settings.device)
+                logits = self.ranks.whole_logits(self.model, window)
             chances = (logits[0, len(context) - 1].float().cpu() / temperature).softmax(-1)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
         self.model.train()
@@ -210,14 +220,14 @@ class Training:
 
         The model's state holds FP8's scales and amax histories as `_extra_state`, and those of FP8
         weights, so that their codes are restored. The file is that of one process, whatever ranks
-        have written it: any other layout can go on with it.
+        have written it: any other layout goes on with it.
         """
         state = {
             "settings": asdict(self.settings),
             "done": self.done,
             "model": whole(self.model.state_dict()),
             "masters": whole(self.masters.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer": self.optimizer_states.whole(),
             "random": self.ranks.of_all(_random_states(self.settings.device)),
             "losses": self.losses,
             "validation": self.validation,
@@ -237,7 +247,7 @@ class Training:
         self.done = state["done"]
         self.model.load_state_dict(cut_like(state["model"], self.model.state_dict()))
         self.masters.load_state_dict(state.get("masters", {}))
-        self.optimizer.load_state_dict(cut_optimizer_state(state["optimizer"], self.optimizer))
+        self.optimizer_states.load(state["optimizer"])
         self.losses.copy_(state["losses"])
         self.validation = state["validation"]
         random = state["random"]

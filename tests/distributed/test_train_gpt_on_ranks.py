@@ -1,18 +1,28 @@
-"""train_gpt.py under torchrun: two ranks, which go on from each other's checkpoints."""
+"""train_gpt.py under torchrun: ranks that go on from each other's checkpoints."""
 
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from train_gpt_ranks import run_layouts
 
 import train_gpt
 
 SIZE = "--layers 1 --hidden 32 --heads 2 --seq 32 --batch 4 --steps 12 --validate-every 6 --lr 3e-3"
 FLAGS = [*SIZE.split(), "--data", "text", "--device", "cpu", "--precision", "fp32"]
+# Each goes on where the one before it has stopped.
+LAYOUTS = (
+    (2, "--tp 2"),
+    (4, "--tp 2 --sp --fsdp"),
+    (4, "--cp 2 --ddp"),
+    (4, "--tp 2 --sp --cp 2"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +47,19 @@ def _torchrun(*arguments: str) -> str:
     return started.stdout
 
 
+def _check_run_of_one_process() -> None:
+    """`run.pt` is what `one.pt` is."""
+    found, expected = torch.load("run.pt"), torch.load("one.pt")
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0.0)
+    for (steps, loss), (other_steps, other) in zip(
+        found["validation"], expected["validation"], strict=True
+    ):
+        assert steps == other_steps
+        assert loss == pytest.approx(other, rel=1e-4)
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], value, rtol=0.0, atol=2e-3)
+
+
 def test_any_layout_goes_on_with_the_losses_of_one_process() -> None:
     assert train_gpt.main([*FLAGS, "--sample", "0", "--checkpoint", "one.pt"]) == 0
     first = _torchrun("--ddp", "--checkpoint", "run.pt", "--stop-after", "6")
@@ -44,13 +67,34 @@ def test_any_layout_goes_on_with_the_losses_of_one_process() -> None:
     assert "(2 ranks, ddp), steps 0 to 12" in first
     assert "(2 ranks, fsdp), steps 6 to 12" in output
     assert output.count("--- sample") == 1  # from the first rank
-    found, expected = torch.load("run.pt"), torch.load("one.pt")
-    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0.0)
-    for name, value in expected["model"].items():
-        torch.testing.assert_close(found["model"][name], value, rtol=0.0, atol=2e-3)
+    _check_run_of_one_process()
 
 
-def test_ranks_are_started_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_share_layers_and_sequences_go_on_with_each_other() -> None:
+    assert train_gpt.main([*FLAGS, "--sample", "0", "--checkpoint", "one.pt"]) == 0
+    runs = []
+    for i, (ranks, layout) in enumerate(LAYOUTS):
+        arguments = [*FLAGS, *layout.split(), "--checkpoint", "run.pt", "--sample", "2"]
+        arguments += ["--resume"] if i else []
+        runs.append((ranks, [*arguments, "--stop-after", str(3 * i + 3)]))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    mp.spawn(run_layouts, (port, runs), nprocs=4)
+    _check_run_of_one_process()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--ddp", "--ddp needs ranks: torchrun --nproc-per-node 2"),
+        ("--tp 2 --sp --cp 2", "--tp 2 --cp 2 --sp needs ranks: torchrun --nproc-per-node 4"),
+        ("--sp", "--sp needs --tp above 1"),
+        ("--tp 0", "--tp and --cp must be above 0"),
+    ],
+)
+def test_ranks_are_started_by_torchrun(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        train_gpt.main([*FLAGS, "--ddp"])
-    assert "--ddp needs ranks: torchrun --nproc-per-node 2" in capsys.readouterr().err
+        train_gpt.main([*FLAGS, *flags.split()])
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -70,6 +70,7 @@ from transformer_engine.pytorch.moe.permutation import (
 )
 from transformer_engine.pytorch.offload.context import get_cpu_offload_context, mark_not_offload
 from transformer_engine.pytorch.parallel.gradients import all_reduce_sequence_parallel_grads
+from transformer_engine.pytorch.parallelize.parallelize import parallelize
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine.pytorch.tensor import (
@@ -148,6 +149,7 @@ __all__ = [
     "optimizers",
     "parallel_cross_entropy",
     "parallel_report",
+    "parallelize",
     "quantized_model_init",
 ]
 

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.parallel.sequences import gather_sequence, shard_sequence
+from transformer_engine.pytorch.parallelize.checkpoints import get_state_dict, set_state_dict
+from transformer_engine.pytorch.parallelize.clip import clip_grad_norm_
+from transformer_engine.pytorch.parallelize.parameters import gather_parameter, shard_parameter
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
 from transformer_engine.pytorch.recompute.regions import recompute_context
 from transformer_engine.pytorch.rng import CudaRNGStatesTracker, graph_safe_rng_available
@@ -15,10 +18,15 @@ __all__ = [
     "CudaRNGStatesTracker",
     "activation_recompute_forward",
     "checkpoint",
+    "clip_grad_norm_",
+    "gather_parameter",
     "gather_sequence",
+    "get_state_dict",
     "graph_safe_rng_available",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
+    "set_state_dict",
+    "shard_parameter",
     "shard_sequence",
 ]
 

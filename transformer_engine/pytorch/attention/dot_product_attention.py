@@ -57,6 +57,7 @@ from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
+from transformer_engine.pytorch.parallel.shards import Shard
 
 _OF_MORE = {"fp8_output", "inference_params"}
 
@@ -171,7 +172,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         self.softmax_type = check_softmax_type(softmax_type)
         self._parameter_set = ParameterSet(None)
         if softmax_type == "learnable":
-            offset = ParameterSpec("softmax_offset", (self.local_heads,), nn.init.zeros_)
+            size, shard = (self.local_heads,), Shard(self.ranks, 0)
+            offset = ParameterSpec("softmax_offset", size, nn.init.zeros_, shard=shard)
             self._parameter_set.create(self, [offset], torch.get_default_dtype(), None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:

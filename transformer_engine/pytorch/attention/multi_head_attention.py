@@ -236,17 +236,18 @@ class MultiheadAttention(FlowModule):
     ) -> None:
         """Register the projections of the input, under the names that checkpoints have."""
         query, key = whole.query_features, whole.key_features
-        parts = {"query": query, "key": key, "value": key}
+        parts = whole.split(fused)
         if self.attention_type == "cross":
             if self.input_layernorm:
                 self._add("layernorm_query", query, None if fused else ("query",), norm, linear)
             else:
                 self._add("query_layer", query, None, None, linear)
-            self._add("key_value", 2 * key, None if fused else ("key", "value"), None, linear)
+            pair = ("key", "value") if not fused else parts and parts[1:]
+            self._add("key_value", 2 * key, pair, None, linear)
         elif self.input_layernorm:
-            self._add("layernorm_qkv", query + 2 * key, None if fused else parts, norm, linear)
+            self._add("layernorm_qkv", query + 2 * key, parts, norm, linear)
         else:
-            self._add("qkv", query + 2 * key, None if fused else parts, None, linear)
+            self._add("qkv", query + 2 * key, parts, None, linear)
 
     def _add(
         self,

@@ -38,6 +38,7 @@ from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.parallel.construction import Remakable
 from transformer_engine.pytorch.recompute.module_calls import may_recompute
 
 _MOST_PLANS = 16
@@ -51,7 +52,7 @@ def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
     return module
 
 
-class FlowModule(nn.Module):
+class FlowModule(Remakable, nn.Module):
     """Base of layers, which say in `data_flow` what they do.
 
     Attributes:

@@ -29,6 +29,7 @@ from transformer_engine.pytorch.module.parameters import (
     default_init_method,
     names_in,
     params_dtype_of,
+    sections_of,
     split_sizes,
     tensors_of,
 )
@@ -122,7 +123,10 @@ class LayerNormLinear(SingleGemmModule):
                 f"needs all features of a token on each rank (layer {self.name})"
             )
         self.delay_wgrad_compute = delay_wgrad_compute
-        shared = SharedLinear(self.parallel_mode, self.ranks, delays=delay_wgrad_compute)
+        sections = sections_of(parameters_split)
+        shared = SharedLinear(
+            self.parallel_mode, self.ranks, sections, delays=delay_wgrad_compute
+        )
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps

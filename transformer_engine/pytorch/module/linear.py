@@ -21,6 +21,7 @@ from transformer_engine.pytorch.module.parameters import (
     SplitLinearParameters,
     default_init_method,
     params_dtype_of,
+    sections_of,
     split_sizes,
 )
 
@@ -117,8 +118,9 @@ class Linear(SingleGemmModule):
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
         ask(self.ranks, asked, self.parallel_mode, named=True)
         self.delay_wgrad_compute = delay_wgrad_compute
+        sections = sections_of(parameters_split)
         shared = SharedLinear(
-            self.parallel_mode, self.ranks, delays=delay_wgrad_compute, joins=self._joins
+            self.parallel_mode, self.ranks, sections, delay_wgrad_compute, self._joins
         )
         self.in_features = shared.inputs("in_features", in_features)
         self.out_features = shared.outputs("out_features", out_features)

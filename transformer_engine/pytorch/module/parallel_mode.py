@@ -89,11 +89,15 @@ class SharedLinear:
             announced: the attributes say so.
         """
         attributes: dict[str, Any] = {}
+        shard = None
         if self.mode == "column":
             attributes = weight_attributes("column")
+            if self.ranks.size > 1:
+                shard = Shard(self.ranks, 0, self.out_sections)
         elif self.mode == "row" and announced:
             attributes = {"sequence_parallel": self.ranks.sequence}
-        return ParameterSpec(name, (size,), nn.init.zeros_, {**attributes, **self._marks})
+        attributes = {**attributes, **self._marks}
+        return ParameterSpec(name, (size,), nn.init.zeros_, attributes, shard=shard)
 
     def stages(
         self,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.parallel_mode import SharedLinear
 
 InitMethod = Callable[[torch.Tensor], Any]
-Split = Sequence[str] | Mapping[str, int] | None
+Split = Sequence[str] | Sequence[int] | Mapping[str, int] | None
 
 
 def default_init_method(weight: torch.Tensor) -> None:
@@ -114,6 +114,16 @@ class ParameterSet:
             spec.init(whole)
             parameter.copy_(spec.shard.of(whole, rank))
 
+    def spec(self, name: str) -> ParameterSpec | None:
+        """That of a parameter; None where there is none of this name."""
+        return next((spec for spec in self._specs if spec.name == name), None)
+
+    def adopt(self, module: nn.Module, name: str, data: torch.Tensor, trained: bool) -> None:
+        """Register these values as a parameter of this name, with the attributes that it has."""
+        parameter = nn.Parameter(data, trained)
+        spec = self.spec(name)
+        module.register_parameter(name, _with_attributes(parameter, spec) if spec else parameter)
+
     def start_as(self, inits: Mapping[str, InitMethod]) -> None:
         """Let parameters start otherwise, by name, from the next `reset` on."""
         self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]
@@ -192,9 +202,16 @@ def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Paramet
     return parameter
 
 
+def sections_of(split: Split) -> Sequence[int]:
+    """Sizes of sections that ranks share each, in one parameter; () where it is split by names."""
+    if isinstance(split, list) and all(isinstance(size, int) for size in split):
+        return split
+    return ()
+
+
 def split_sizes(split: Split, features: int, layer: str) -> dict[str, int]:
     """Name to size along dim 0; trailing underscores of names are dropped. `{}` for no split."""
-    if split is None:
+    if split is None or sections_of(split):
         return {}
     names = _part_names(split, layer)
     if isinstance(split, Mapping):

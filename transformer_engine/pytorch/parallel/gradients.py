@@ -10,6 +10,8 @@ from torch import nn
 
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
+_TOKENS = "_ranks_with_other_tokens"
+
 
 def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
     """Sum the gradients of what sequence parallel ranks have alike, behind the backward.
@@ -29,15 +31,15 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
     >>> te.all_reduce_sequence_parallel_grads(layer)  # one rank: nothing to do
     """
     buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    seen: set[int] = set()
+    alike, seen = _of_own_tokens(module), set[int]()
     for layer, ranks in _layers(module):
         for parameter in layer.parameters():
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
-            is_shared = getattr(parameter, "sequence_parallel", False)
-            if not is_shared or grad is None or id(parameter) in seen:
+            if id(parameter) not in alike or grad is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
+            grad = grad.to_local() if hasattr(grad, "to_local") else grad
             buckets.setdefault((ranks.group, grad.dtype, grad.device), []).append(grad)
     for (group, _, _), grads in buckets.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -47,11 +49,36 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
+def note_tokens_of_rank(module: nn.Module, ranks: TensorParallel) -> None:
+    """Note that gradients of a module's parameters are those of a rank's tokens.
+
+    Args:
+        module: any.
+        ranks: that have the other tokens.
+    """
+    setattr(module, _TOKENS, ranks)
+
+
+def _of_own_tokens(module: nn.Module) -> set[int]:
+    """Which parameters have gradients of a rank's own tokens; attributes, `fully_shard` drops."""
+    found: set[int] = set()
+    for part in module.modules():
+        if hasattr(part, _TOKENS):
+            found.update(map(id, part.parameters()))
+        specs = getattr(part, "_parameter_set", None)
+        for name, parameter in part.named_parameters(recurse=False):
+            spec = None if specs is None else specs.spec(name)
+            named = spec is not None and spec.attributes.get("sequence_parallel", False)
+            if named or getattr(parameter, "sequence_parallel", False):
+                found.add(id(parameter))
+    return found
+
+
 def _layers(module: nn.Module) -> list[tuple[nn.Module, TensorParallel]]:
     """Modules, innermost first, with the sequence parallel ranks that they or their parts have."""
     found: list[tuple[nn.Module, TensorParallel]] = []
     for child in module.modules():
-        inside = [getattr(part, "ranks", None) for part in child.modules()]
+        inside = [getattr(part, _TOKENS, getattr(part, "ranks", None)) for part in child.modules()]
         ranks = [one for one in inside if isinstance(one, TensorParallel) and one.sequence]
         if ranks:
             found.append((child, ranks[0]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from transformer_engine.pytorch.parallel.construction import Remakable
 from transformer_engine.pytorch.parallel.overlap import NO_OVERLAP
 
 
@@ -147,7 +148,7 @@ def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None
         )
 
 
-class SharedByRanks:
+class SharedByRanks(Remakable):
     """What modules that tensor parallel ranks share have.
 
     Attributes:

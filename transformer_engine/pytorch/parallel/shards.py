@@ -30,6 +30,17 @@ class Shard:
         sizes[self.dim] *= self.ranks.size
         return tuple(sizes)
 
+    def whole(self, stack: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of `[ranks, ...]`, the parts of all ranks.
+
+        >>> ranks = TensorParallel("Linear", "fc", None, 2)
+        >>> Shard(ranks, 0, (4, 2)).whole(torch.tensor([[0, 1, 4], [2, 3, 5]])).tolist()
+        [0, 1, 2, 3, 4, 5]
+        """
+        sizes = list(self.sections or [stack.shape[self.dim + 1] * self.ranks.size])
+        parts = stack.split([size // self.ranks.size for size in sizes], self.dim + 1)
+        return torch.cat([x for part in parts for x in part.unbind()], self.dim)
+
     def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of a rank.
 

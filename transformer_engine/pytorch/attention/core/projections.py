@@ -38,6 +38,13 @@ class HeadLayout(NamedTuple):
         heads = ranks.share("num_attention_heads", self.heads)
         return self._replace(heads=heads, groups=ranks.share("num_gqa_groups", self.groups))
 
+    def split(self, fused: bool) -> Any:
+        """How the projection of queries, keys and values is split, see `Linear`."""
+        sizes = {"query": self.query_features, "key": self.key_features, "value": self.key_features}
+        if not fused:
+            return sizes
+        return None if self.interleaved else [*sizes.values()]
+
     @property
     def query_features(self) -> int:
         """Features of all queries."""

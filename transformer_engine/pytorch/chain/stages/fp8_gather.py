@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, transposed
+from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
 from transformer_engine.pytorch.scale_layout import ScaleLayout
+
+_PRODUCT_ROWS = 16  # of parts that are multiplied one by one: a multiple of it
 
 
 def gather_rows(
@@ -33,7 +36,8 @@ def gather_rows(
         found = Fp8Matrix(rows, scales.wait(), matrix.format)
         return transposed(found) if as_columns else found
 
-    return codes.then(finish, None if as_columns or matrix.layout.in_blocks else finish)
+    as_they_come = not (as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
+    return codes.then(finish, finish if as_they_come else None)
 
 
 def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:

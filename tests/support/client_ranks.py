@@ -1,0 +1,243 @@
+"""Trainers of others on two ranks: lightning, accelerate, and the Trainer of transformers.
+
+Each rank trains with a rank's rows of every batch; `losses` are means over both.
+"""
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_device import here
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import transformer_engine.pytorch as te
+
+HIDDEN, ROWS, STEPS = 32, 32, 4
+
+
+class Block(nn.Module):
+    """A norm and a perceptron around which rows go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, device=here())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), te.Linear(HIDDEN, HIDDEN, device=here()))
+
+
+def rows(step: int) -> torch.Tensor:
+    """Of both ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, HIDDEN, generator=generator).to(here())
+
+
+def own(step: int) -> torch.Tensor:
+    return rows(step).chunk(2)[dist.get_rank()]
+
+
+def loss_of(net: nn.Module, x: torch.Tensor, fp8: bool) -> torch.Tensor:
+    with te.fp8_autocast(enabled=fp8):
+        return (net(x).float() - 1).square().mean()
+
+
+def both(loss: torch.Tensor) -> float:
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return float(loss / 2)
+
+
+def check(net: nn.Module, kind: str) -> None:
+    """The trainer has wrapped the model as it was asked."""
+    sharded = all(isinstance(p, DTensor) for p in net.parameters())
+    replicated = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in net.modules())
+    assert (sharded, replicated) == (kind == "FSDP2", kind == "DDP"), kind
+
+
+def by_hand(fp8: bool) -> list[float]:
+    """One process with the rows of both ranks."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(net, rows(step), fp8)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def lightning(kind: str, fp8: bool) -> list[float]:
+    """Through `Fabric`, which finds the ranks in the environment as torchrun has started them."""
+    import lightning as lightning_
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(net: Any, mesh: Any) -> Any:
+        for part in (*net, net):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return net
+
+    environment = TorchElasticEnvironment()
+    strategy: Any
+    if kind == "DDP":
+        strategy = DDPStrategy(cluster_environment=environment)
+    else:
+        strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+        strategy.cluster_environment = environment
+    accelerator = "gpu" if here().type == "cuda" else "cpu"
+    fabric = lightning_.Fabric(accelerator=accelerator, devices=2, strategy=strategy)
+    fabric.launch()
+    net = fabric.setup_module(model())
+    check(net, kind)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.5))
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(net, own(step), fp8)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(both(loss))
+    return losses
+
+
+def sharding() -> Any:
+    """accelerate's settings of `fully_shard`, block by block."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def shard_on_cpus(accelerator: Any, plugin: Any) -> None:
+    """accelerate shards on GPUs alone, though all that it calls for it runs on CPUs, too."""
+    from accelerate.utils import DistributedType
+
+    if plugin is not None and here().type == "cpu":
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+
+
+def accelerate(kind: str, fp8: bool) -> list[float]:
+    """Through `Accelerator`."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    plugin = sharding() if kind == "FSDP2" else None
+    try:
+        accelerator = Accelerator(cpu=here().type == "cpu", fsdp_plugin=plugin)
+        shard_on_cpus(accelerator, plugin)
+        net = model()
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        check(net, kind)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(net, own(step), fp8)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(both(loss))
+        return losses
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def trainer(fp8: bool) -> list[float]:
+    """Through the Trainer of transformers, behind `fully_shard`."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import Trainer, TrainingArguments
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model()
+
+        def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+            loss = loss_of(self.layers, x, fp8)
+            losses.append(both(loss)) if self.training else None
+            return {"loss": loss}
+
+    losses: list[float] = []
+    batches = torch.stack([rows(step) for step in range(STEPS)]).cpu()
+    data = [{"x": x, "labels": 0} for batch in batches for x in batch]
+    fsdp = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["Block"],
+        "cpu_ram_efficient_loading": False,
+    }
+    with TemporaryDirectory() as folder:
+        try:
+            settings = TrainingArguments(
+                output_dir=folder,
+                use_cpu=here().type == "cpu",
+                per_device_train_batch_size=ROWS // 2,
+                learning_rate=0.5,
+                lr_scheduler_type="constant",
+                optim="sgd",
+                max_grad_norm=0.0,
+                max_steps=STEPS,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                fsdp=True,
+                fsdp_config=fsdp,
+            )
+
+            class InOrder(Trainer):
+                def _get_train_sampler(self, *_: Any) -> Any:
+                    return torch.utils.data.SequentialSampler(data)
+
+            run = InOrder(model=Net(), args=settings, train_dataset=data)
+            shard_on_cpus(run.accelerator, sharding())
+            run.is_fsdp_enabled = True
+            run.train()
+            check(run.model, "FSDP2")
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    return losses
+
+
+RUNS: dict[str, Callable[[bool], list[float]]] = {
+    "lightning DDP": lambda fp8: lightning("DDP", fp8),
+    "lightning FSDP2": lambda fp8: lightning("FSDP2", fp8),
+    "accelerate DDP": lambda fp8: accelerate("DDP", fp8),
+    "accelerate FSDP2": lambda fp8: accelerate("FSDP2", fp8),
+    "Trainer FSDP2": trainer,
+}
+
+
+def trained(rank: int, names: list[str]) -> dict[str, Any]:
+    """Losses through each trainer, by hand, or what went wrong, by name and precision."""
+    warnings.simplefilter("ignore")  # these libraries have many to give
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    started |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {name: str(value) for name, value in started.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    found: dict[str, Any] = {}
+    for fp8 in (False, True):
+        expected = by_hand(fp8)
+        for name in names:
+            try:
+                found[f"{name}, {fp8}"] = RUNS[name](fp8), expected
+            except Exception:
+                found[f"{name}, {fp8}"] = traceback.format_exc()
+    return found

@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+"""Computes a training step of 8 to 1,024 GPUs from schedules of collectives and measured rates.
+
+    python tools/simulate_parallel.py   # writes tables into docs/explanation
+
+The schedule is what a layer says of itself: it runs once, small, as one rank of a group whose other
+ranks are not there (torch's "fake" backend), and `te.parallel_report` tells which collectives it
+has started. Times of one GPU and of two are those of benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.chain import agreement
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/explanation/many_gpus_simulated.md"
+RESULTS = ROOT / "benchmarks/results"
+
+NODE = 8  # GPUs that NVLink connects
+NVLINK = 370e9  # bytes/s that a GPU sends in all-gathers and reduce-scatters of a node, published
+NETWORK = 40e9  # bytes/s of a GPU to other nodes: 400 Gbit/s, a fifth of it protocol; assumed
+GRADIENT_BYTES = 2  # of a weight's gradient on the wire
+TP_SIZES = (1, 2, 4, 8)
+GPUS = (8, 64, 256, 1024)
+SMALL = 256  # hidden size of the layer that is run; bytes are in proportion
+TOKENS = (16, 2)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, and the tokens that a tensor parallel group takes at once.
+
+    Attributes:
+        hidden, ffn, seq, batch: its sizes.
+        alone_ms: all of its collectives in bf16, one after the other, on two GPUs: measured.
+    """
+
+    hidden: int
+    ffn: int
+    seq: int
+    batch: int
+    alone_ms: float
+
+    def __str__(self) -> str:
+        return f"h{self.hidden} f{self.ffn} s{self.seq} b{self.batch}"
+
+    @property
+    def tokens(self) -> int:
+        """Of a tensor parallel group."""
+        return self.seq * self.batch
+
+    @property
+    def weights(self) -> int:
+        """Of the four projections and of the MLP."""
+        return 4 * self.hidden**2 + 2 * self.hidden * self.ffn
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward; causal attention counts half."""
+        return 3.0 * self.tokens * (2 * self.weights + 2 * self.seq * self.hidden)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a layer runs.
+
+    Attributes:
+        name: in the benchmarks.
+        fp8: whether GEMMs take FP8.
+        weight_bytes: of a weight that `fully_shard` gathers.
+    """
+
+    name: str
+    fp8: bool
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One of a layer, as a part of `tokens x hidden`.
+
+    Attributes:
+        label: layer, direction and kind.
+        kind: `fp8`, or a dtype.
+        share: bytes that pass a rank's link, for each element of the whole activation.
+        hidden: a GEMM runs meanwhile.
+    """
+
+    label: str
+    kind: str
+    share: float
+    hidden: bool
+
+
+SHAPES = (Shape(4096, 16384, 4096, 4, 2.44), Shape(8192, 28672, 4096, 1, 1.35))
+PRECISIONS = (Precision("bf16", False, 2), Precision("fp8 delayed", True, 1))
+
+
+def schedule(ranks: int, fp8: bool) -> list[Collective]:
+    """The collectives of a TransformerLayer with tensor and sequence parallelism, in order."""
+    agreement.default_store = lambda: None  # other ranks are not there to agree
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    layer = te.TransformerLayer(
+        *(SMALL, 2 * SMALL, NODE),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=torch.bfloat16,
+        device="cpu",
+        name="layer",
+    )
+    te.parallelize(layer, mesh, sequence_parallel=True)
+    x = torch.randn(*TOKENS, SMALL, dtype=torch.bfloat16)
+    te.parallel_report(reset=True)
+    with te.fp8_autocast(enabled=fp8):
+        y = layer(x.requires_grad_())
+    y.sum().backward()
+    report = te.parallel_report(reset=True)
+    dist.destroy_process_group()
+    return [*_collectives(report, ranks, x.numel() * ranks)]
+
+
+def _collectives(report: Any, ranks: int, elements: int) -> Iterator[Collective]:
+    for sent, (calls, size) in report.counts.items():
+        others = ranks - 1 if sent.collective == "all-gather" else (ranks - 1) / ranks
+        label = f"{sent.layer.removeprefix('layer.')}, {sent.direction} {sent.collective}"
+        share = size / calls * others / elements
+        for _ in range(calls):
+            yield Collective(label, sent.kind, share, sent.overlapped)
+
+
+def tensor_parallel_ms(
+    collectives: list[Collective], shape: Shape, rate: float
+) -> tuple[float, float]:
+    """Milliseconds of all collectives, and of those that no GEMM hides."""
+    whole = [one.share * shape.tokens * shape.hidden / rate * 1e3 for one in collectives]
+    seen = [ms for ms, one in zip(whole, collectives, strict=True) if not one.hidden]
+    return sum(whole), sum(seen)
+
+
+def sharded_ms(shape: Shape, weight_bytes: int, tp: int, gpus: int, compute: float) -> float:
+    """What the forward and the backward of a layer wait for weights and gradients.
+
+    Weights of the next layer are gathered under this one, and its gradients are scattered under
+    the one before; a third of the computing is the forward.
+    """
+    copies = gpus // tp
+    rate = NVLINK if gpus <= NODE else min(NVLINK, NETWORK * NODE / tp)
+    a_byte = shape.weights / tp * (copies - 1) / copies / rate * 1e3
+    forward = a_byte * weight_bytes - compute / 3
+    backward = a_byte * (weight_bytes + GRADIENT_BYTES) - compute * 2 / 3
+    return max(0.0, forward) + max(0.0, backward)
+
+
+class Measured:
+    """Milliseconds of a layer, forward and backward, of benchmarks/results."""
+
+    def __init__(self) -> None:
+        self.layer = json.loads((RESULTS / "layer.json").read_text())["rows"]
+        self.parallel = json.loads((RESULTS / "parallel.json").read_text())["rows"]
+
+    def one(self, shape: Shape, precision: str) -> float:
+        """On one GPU."""
+        rows = [row for row in self.layer if str(shape) in row["op"] and row["case"] == precision]
+        return float(rows[0]["ms"])
+
+    def two(self, shape: Shape, precision: str) -> tuple[float, float]:
+        """On two GPUs, and half of one GPU's time in the same run."""
+        case = f"{shape} {precision}"
+        row = next(row for row in self.parallel if row["case"] == case)
+        return float(row["ms"]), float(row["half_ms"])
+
+
+class Simulation:
+    """Steps of a layer of one shape in one precision.
+
+    Attributes:
+        rate: bytes/s on two GPUs, from what their collectives took alone.
+        slowdown: how much longer two GPUs took than half of one, in times of their collectives.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        precision: Precision,
+        schedules: dict[tuple[int, bool], list[Collective]],
+        measured: Measured,
+    ) -> None:
+        self.shape, self.precision, self.schedules = shape, precision, schedules
+        self.alone = measured.one(shape, precision.name)
+        in_bf16, _ = tensor_parallel_ms(schedules[2, False], shape, 1e9)
+        self.rate = in_bf16 * 1e9 / shape.alone_ms
+        self.measured, half = measured.two(shape, precision.name)
+        whole, self.exposed = tensor_parallel_ms(schedules[2, precision.fp8], shape, self.rate)
+        self.half = half
+        self.slowdown = (self.measured - half) / whole
+
+    def step(self, tp: int, gpus: int) -> tuple[float, float]:
+        """Milliseconds of a layer: where GEMMs hide what they can, and as two GPUs were found."""
+        compute = self.alone / tp
+        best = found = 0.0
+        if tp > 1:
+            rate = self.rate if tp == 2 else NVLINK
+            whole, best = tensor_parallel_ms(
+                self.schedules[tp, self.precision.fp8], self.shape, rate
+            )
+            found = whole * self.slowdown
+        shards = sharded_ms(self.shape, self.precision.weight_bytes, tp, gpus, compute)
+        return compute + best + shards, compute + found + shards
+
+    def efficiency(self, tp: int, gpus: int) -> tuple[float, float]:
+        """One GPU's time, divided by that of as many as share it."""
+        best, found = self.step(tp, gpus)
+        return self.alone / tp / best, self.alone / tp / found
+
+    def tflops(self, tp: int, gpus: int) -> tuple[float, float]:
+        """TFLOP/s of a GPU."""
+        best, found = self.step(tp, gpus)
+        work = self.shape.flops / tp / 1e9
+        return work / best, work / found
+
+
+def tables(simulations: list[Simulation]) -> dict[str, str]:
+    """The tables of the page, by name."""
+    found = {}
+    both = [simulations[0].schedules[8, fp8] for fp8 in (False, True)]
+    lines = ["| collective | moves, bf16 | moves, FP8 | under a GEMM |", "|---|---|---|---|"]
+    for one, other in zip(*both, strict=True):
+        hidden = "yes" if other.hidden else ""
+        in_fp8 = f"{other.share:.2f} ({other.kind})"
+        lines.append(f"| {one.label} | {one.share:.2f} | {in_fp8} | {hidden} |")
+    found["schedule"] = "\n".join(lines)
+
+    lines = [
+        "| layer | one GPU / 2 | collectives, none hidden | where GEMMs hide | measured | factor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in simulations:
+        whole, _ = tensor_parallel_ms(one.schedules[2, one.precision.fp8], one.shape, one.rate)
+        lines.append(
+            f"| {one.shape}, {one.precision.name} | {one.half:.2f} | {whole:.2f} | "
+            f"{one.half + one.exposed:.2f} | {one.measured:.2f} | {one.slowdown:.2f} |"
+        )
+    found["calibration"] = "\n".join(lines)
+
+    heads = " | ".join(f"TP {tp}" for tp in TP_SIZES)
+    lines = [f"| layer | GPUs | {heads} |", "|---|---|" + "---|" * len(TP_SIZES)]
+    for one in simulations:
+        for gpus in GPUS:
+            cells = [
+                "{:.0%} ({:.0f} - {:.0f})".format(
+                    one.efficiency(tp, gpus)[1], *reversed(one.tflops(tp, gpus))
+                )
+                for tp in TP_SIZES
+            ]
+            lines.append(f"| {one.shape}, {one.precision.name} | {gpus} | {' | '.join(cells)} |")
+    found["steps"] = "\n".join(lines)
+    return found
+
+
+def main() -> None:
+    """Entry."""
+    schedules = {(tp, fp8): schedule(tp, fp8) for tp in TP_SIZES[1:] for fp8 in (False, True)}
+    measured = Measured()
+    simulations = [
+        Simulation(shape, precision, schedules, measured)
+        for shape in SHAPES
+        for precision in PRECISIONS
+    ]
+    text = PAGE.read_text()
+    for name, table in tables(simulations).items():
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = marks.sub(rf"\1\n{table}\n\n\2", text)
+        print(table, end="\n\n")
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""States of shared models and of their optimizers, for `torch.distributed.checkpoint`.
+
+A state names every tensor as one process does, and holds it as a DTensor of the whole: what is
+saved under one layout loads under another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
+
+from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.parallelize.parameters import (
+    cut_evenly,
+    gather_whole,
+    held,
+    part_like,
+)
+
+_MESH = "_te_mesh"
+
+
+def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let state dicts of a layer have whole tensors, as DTensors, and load them.
+
+    Args:
+        module: a layer that ranks share, with its parts.
+        mesh: with a dimension `tp`.
+    """
+    for part in module.modules():
+        shards = {one.name: one.shard for one in held(part) if one.shard and "." not in one.name}
+        if shards:
+            setattr(part, _MESH, mesh)
+            part.register_state_dict_post_hook(partial(_share, shards))
+            part.register_load_state_dict_pre_hook(partial(_take_parts, shards))
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Any, *, options: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `get_state_dict` of `torch.distributed.checkpoint.state_dict`, of shared models, too.
+
+    What an optimizer keeps for a parameter that ranks share is a DTensor of the whole, as the
+    parameter is. All ranks call it.
+
+    Args:
+        model: that `parallelize` may have changed, and `fully_shard` or DistributedDataParallel.
+        optimizers: one, or several.
+        options: of torch's function.
+
+    Returns:
+        The states of the model and of the optimizers.
+
+    >>> model = nn.Linear(4, 2)
+    >>> sorted(get_state_dict(model, torch.optim.Adam(model.parameters()))[0])
+    ['bias', 'weight']
+    """
+    states: Any = torch_state.get_state_dict(model, optimizers, options=options)
+    model_state, optimizer_state = states
+    for name, one, mesh in _shared(model):
+        saved = optimizer_state.get("state", {}).get(name, {})
+        for key, x in saved.items():
+            if isinstance(x, torch.Tensor) and x.dim():
+                saved[key] = _distributed(x, one, mesh)
+    return model_state, optimizer_state
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Any,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: Any = None,
+) -> Any:
+    """As `set_state_dict` of `torch.distributed.checkpoint.state_dict`, of shared models, too.
+
+    Args:
+        model: see `get_state_dict`.
+        optimizers: see `get_state_dict`.
+        model_state_dict: of `get_state_dict`, loaded.
+        optim_state_dict: likewise.
+        options: of torch's function.
+
+    Returns:
+        What torch's function returns.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> states = get_state_dict(model, optimizer)
+    >>> _ = set_state_dict(
+    ...     model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+    ... )
+    """
+    parameters = {one.name: one.parameter for one in held(model)}
+    state = {name: dict(saved) for name, saved in optim_state_dict.get("state", {}).items()}
+    for name, shard, _ in _shared(model):
+        like = parameters.get(name, parameters.get(f"module.{name}"))
+        assert like is not None
+        for key, x in state.get(name, {}).items():
+            if isinstance(x, torch.Tensor) and x.dim():
+                state[name][key] = part_like(gather_whole(x, None), shard, like)
+    optimizer_state: Any = {**optim_state_dict, "state": state}
+    return torch_state.set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=model_state_dict,
+        optim_state_dict=optimizer_state,
+        options=options,
+    )
+
+
+def _shared(model: nn.Module) -> list[tuple[str, Shard, DeviceMesh]]:
+    """Names (without those of wrappers) and parts of what ranks share, with their meshes."""
+    found = []
+    for path, module in model.named_modules():
+        mesh: Any = getattr(module, _MESH, None)
+        for one in held(module) if mesh is not None else ():
+            if one.shard is not None and "." not in one.name:
+                name = f"{path}.{one.name}" if path else one.name
+                found.append((name.removeprefix("module."), one.shard, mesh))
+    return found
+
+
+def _distributed(x: torch.Tensor, shard: Shard, mesh: DeviceMesh) -> torch.Tensor:
+    """A whole tensor as a DTensor, of the part that this rank has."""
+    if isinstance(x, DTensor) or shard.sections:  # no placement says what they have
+        return cut_evenly(gather_whole(x, shard), mesh)
+    return DTensor.from_local(x, mesh["tp"], [Cut(shard.dim)], run_check=False)
+
+
+def _share(shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    mesh = getattr(module, _MESH)
+    for name, shard in shards.items():
+        x = state.get(prefix + name)
+        if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
+            state[prefix + name] = _distributed(x, shard, mesh)
+
+
+def _take_parts(
+    shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str, *_: Any
+) -> None:
+    for name, shard in shards.items():
+        x, like = state.get(prefix + name), getattr(module, name)
+        if not isinstance(x, torch.Tensor):
+            continue
+        if isinstance(x, DTensor) or x.shape == shard.whole_shape(like.shape):
+            state[prefix + name] = part_like(gather_whole(x, None), shard, like)

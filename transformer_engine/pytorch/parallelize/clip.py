@@ -1,0 +1,58 @@
+"""The norm of the gradients of a model of which every rank has a part."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from transformer_engine.pytorch.parallelize.parameters import held
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, with the norm of what all ranks have together.
+
+    Ranks of tensor parallelism have parts of some parameters and all of others, which count once.
+    Behind `fully_shard` gradients are parts of those.
+
+    Args:
+        model: that `parallelize` and `fully_shard` may have cut; with sequence parallelism call
+            `all_reduce_sequence_parallel_grads` first.
+        max_norm: of all gradients together, in the Euclidean sense.
+
+    Returns:
+        The norm before clipping.
+
+    >>> model = nn.Linear(4, 2)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> clip_grad_norm_(model, 1.0)
+    tensor(3.1623)
+    """
+    parts: list[torch.Tensor] = []
+    alone: list[torch.Tensor] = []
+    group = None
+    for _, parameter, shard in held(model):
+        if parameter.grad is not None:
+            (alone if shard is None else parts).append(parameter.grad)
+            group = group if shard is None else shard.ranks.group
+    if not parts:
+        return _plain(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    square = _plain(nn.utils.get_total_norm(parts)).square()
+    dist.all_reduce(square, group=group)
+    if alone:
+        square = square + _plain(nn.utils.get_total_norm(alone)).square()
+    total = square.sqrt()
+    for grads in (parts, alone):
+        with torch.no_grad():
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([_local(grad) for grad in grads], factor)
+    return total
+
+
+def _plain(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

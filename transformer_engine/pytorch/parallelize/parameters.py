@@ -1,0 +1,120 @@
+"""Whole parameters, and the parts that a rank has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
+
+from transformer_engine.pytorch.parallel.exchange import gather_stack
+from transformer_engine.pytorch.parallel.shards import Shard
+
+
+class Held(NamedTuple):
+    """A parameter of a rank.
+
+    Attributes:
+        name: in the model.
+        parameter: what the rank has; a DTensor behind `fully_shard`.
+        shard: which part of the whole it is among ranks of tensor parallelism; None for all of it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shard: Shard | None
+
+
+def held(model: nn.Module) -> Iterator[Held]:
+    """Every parameter of a model once."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        specs = getattr(module, "_parameter_set", None)
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            spec = specs.spec(name) if specs is not None else None
+            shard = spec.shard if spec is not None else None
+            shard = shard if shard is not None and shard.ranks.size > 1 else None
+            yield Held(f"{path}.{name}" if path else name, parameter, shard)
+
+
+def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """The whole tensor of which every rank has a part; all ranks call it."""
+    if isinstance(x, DTensor):
+        placements = [*x.placements]
+        for i in reversed(range(len(placements))):
+            placements[i] = Replicate()
+            x = x.redistribute(placements=placements)
+        x = x.to_local()
+    return x if shard is None else shard.whole(gather_stack(x, shard.ranks.check()))
+
+
+def part_like(whole: torch.Tensor, shard: Shard | None, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, cut as another one is; nothing is sent."""
+    if shard is not None:
+        rank = shard.ranks.rank
+        assert rank is not None
+        whole = shard.of(whole, rank)
+    whole = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gather_parameter(model: nn.Module, name: str, x: torch.Tensor | None = None) -> torch.Tensor:
+    """A whole parameter, or a whole tensor that is shared as the parameter is; all ranks call it.
+
+    Args:
+        model: that `parallelize` and `fully_shard` may have cut.
+        name: of the parameter in the model.
+        x: its gradient, or what an optimizer keeps for it; None for its value.
+
+    Returns:
+        As one process has it.
+
+    Raises:
+        KeyError: no parameter has this name.
+
+    >>> gather_parameter(nn.Linear(4, 2), "bias").shape
+    torch.Size([2])
+    """
+    one = _named(model, name)
+    return gather_whole(one.parameter.detach() if x is None else x, one.shard)
+
+
+def shard_parameter(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a whole tensor that is shared as a parameter is.
+
+    Args:
+        model: that `parallelize` and `fully_shard` may have cut.
+        name: of the parameter in the model.
+        whole: of the size that the parameter has in one process, on every rank.
+
+    Returns:
+        A part; a DTensor behind `fully_shard`.
+
+    Raises:
+        KeyError: no parameter has this name.
+
+    >>> shard_parameter(nn.Linear(4, 2), "bias", torch.ones(2))
+    tensor([1., 1.])
+    """
+    one = _named(model, name)
+    return part_like(whole, one.shard, one.parameter)
+
+
+def _named(model: nn.Module, name: str) -> Held:
+    found = next((one for one in held(model) if one.name == name), None)
+    if found is None:
+        raise KeyError(f"[parallelize] expected the name of a parameter, got {name!r}")
+    return found
+
+
+def cut_evenly(whole: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """A whole tensor, cut along its first dimension among all ranks of a mesh; nothing is sent."""
+    return distribute_tensor(whole, mesh, [Cut(0)] * mesh.ndim, src_data_rank=None)

@@ -1,0 +1,76 @@
+"""A layer of one process becomes the layer that ranks share.
+
+Its constructor runs again, with the group and without memory. What that makes takes the place of
+what the layer had, and parameters are cut. Hooks, names and the objects themselves stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformer_engine.pytorch.fp8.model_init import quantized_model_init
+from transformer_engine.pytorch.parallel.construction import made_with
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+
+def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Module:
+    """The same layer for several ranks, on meta; the layer itself stays as it is.
+
+    Args:
+        path: of the layer in its model, for messages.
+        module: a layer of this package.
+        changes: arguments of its constructor that are others now.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `parallelize`.
+    """
+    where = f"(module {path!r})" if path else f"(layer {getattr(module, 'name', '?')})"
+    arguments = made_with(module)
+    kind: Any = type(module)
+    if arguments is None:
+        raise TypeError(
+            f"[parallelize] expected layers of transformer_engine, got {kind.__name__}, whose "
+            f"constructor is its own; give it tp_group there {where}"
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            raise NotImplementedError(
+                f"[parallelize] expected weights in high precision, got {name} in FP8 {where}"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"[parallelize] expected a model before fully_shard, got {name} cut {where}"
+            )
+    if any(getattr(part, "tp_size", 1) > 1 for part in module.modules()):
+        raise ValueError(
+            f"[parallelize] expected a layer of one process, got one for several ranks {where}"
+        )
+    device = {"device": "meta"} if "device" in kind.__init__.__annotations__ else {}
+    with torch.device("meta"), quantized_model_init(enabled=False):
+        made: nn.Module = kind(**{**arguments, **changes, **device, "name": module.name})
+    return made
+
+
+def become(module: Any, made: Any) -> None:
+    """Let a layer be what its counterpart is, with this rank's part of its parameters."""
+    for name, part in module.named_children():
+        become(part, made.get_submodule(name))
+    layer = getattr(module, "name", None)
+    state = module.get_extra_state() if hasattr(module, "scaling") else None
+    torch_has = vars(nn.Module()).keys()
+    changed = {key: value for key, value in vars(made).items() if key not in torch_has}
+    vars(module).update(changed)
+    if layer is not None:
+        module.name = layer
+    own: Any = getattr(module, "_parameter_set", None)
+    for name, parameter in [*module.named_parameters(recurse=False)] if own else ():
+        spec = own.spec(name)
+        data = parameter.detach()
+        if spec is not None and spec.shard is not None:
+            data = spec.shard.of(data, spec.shard.ranks.rank).clone()
+        own.adopt(module, name, data, parameter.requires_grad)
+    if state is not None:
+        module.set_extra_state(state)
