@@ -236,8 +236,8 @@ struct TileColumnSums {
 
 template <class In, class Function, bool kWide, bool kMoments>
 __global__ void __launch_bounds__(
-    kTileThreads, policy_of<In, Function>(kWide, kMoments).blocks_per_multiprocessor)
-    tile_map_kernel(const TileMap<Function> map) {
+    kTileThreads, blocks_sharing(policy_of<In, Function>(kWide, kMoments).blocks_per_multiprocessor,
+                                 kTileThreads)) tile_map_kernel(const TileMap<Function> map) {
   constexpr int kOutputs = Function::kOutputs;
   constexpr int kWarps = kTileThreads / 32;
   using Codes = CodeTile<kTile, kTile>;
