@@ -210,7 +210,8 @@ __device__ __forceinline__ void finish(const Problem& p, float amax) {
 
 // kTracked: an amax may be asked for; a null pointer says that it is not.
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
-__global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, blocks_sharing(0, kMaxThreads))
+__global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads,
+                                  blocks_sharing(0, 1, kMaxThreads))
     forward_kernel(const __grid_constant__ Problem p) {
   follow_previous_kernel();
   using R = Row<In, Gamma, kKind, kPacks>;

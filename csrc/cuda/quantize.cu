@@ -37,7 +37,7 @@ __device__ __forceinline__ uint2 encode_octet(const Octet<In>& x, float scale, f
 }
 
 template <class In, class Fp8>
-__global__ void __launch_bounds__(kThreads, blocks_sharing(0, kThreads))
+__global__ void __launch_bounds__(kThreads, blocks_sharing(0, 1, kThreads))
     cast_kernel(const CastArgs<In> args) {
   follow_previous_kernel();
   __shared__ BlockAmax<kWarps> block_amax;

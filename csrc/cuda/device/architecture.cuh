@@ -16,14 +16,14 @@ inline constexpr bool kHasClusters = kArchitecture >= 90;
 
 // The second argument of __launch_bounds__: how many blocks of so many threads share the registers
 // of a multiprocessor. `measured` is the best number on Hopper, 0 the compiler's choice. For other
-// architectures nobody has measured it: there it is a quarter lower, so that nothing spills, and no
+// architectures, which nobody has measured, it is `elsewhere`, with which nothing spills, and no
 // more than the multiprocessor holds.
-constexpr int blocks_sharing(int measured, int threads) {
+constexpr int blocks_sharing(int measured, int elsewhere, int threads) {
   if (kArchitecture == 0 || kArchitecture == 90) return measured;
   constexpr bool kSmall = kArchitecture == 86 || kArchitecture == 89 || kArchitecture == 120;
   constexpr int kMostThreads = kSmall ? 1536 : 2048;
-  const int fewer = measured * 3 / 4, most = kMostThreads / threads;
-  return fewer < 1 ? 1 : fewer < most ? fewer : most;
+  const int most = kMostThreads / threads;
+  return elsewhere < most ? elsewhere : most;
 }
 
 }  // namespace te::cuda
