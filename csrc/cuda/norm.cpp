@@ -7,8 +7,8 @@ namespace te::cuda {
 namespace {
 
 // Several results of rows that no tile takes, because they are wide and the device has little
-// shared memory or no clusters: codes by rows, y by rows, and the transpose of the codes. The bits
-// are those of one pass.
+// shared memory or no clusters: codes by rows, y by rows, and the transpose of the codes. Both
+// passes compute the same statistics, and each result is rounded once.
 bool norm_forward_by_parts(const NormForwardArgs& args, Stream stream) {
   if (!args.quantized.rowwise) return false;
   const cudaStream_t queue = stream_of(stream);
@@ -22,11 +22,11 @@ bool norm_forward_by_parts(const NormForwardArgs& args, Stream stream) {
     if (!norm_forward_rows(plain, queue)) return false;
   }
   if (args.quantized.columnwise)
-    transpose({.x = args.quantized.rowwise,
-               .out = args.quantized.columnwise,
-               .scales = {},
-               .out_scales = {}},
-              stream);
+    cuda::transpose({.x = args.quantized.rowwise,
+                     .out = args.quantized.columnwise,
+                     .scales = {},
+                     .out_scales = {}},
+                    stream);
   return true;
 }
 
