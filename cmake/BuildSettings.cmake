@@ -33,14 +33,17 @@ endif()
 function(te_compile_options target)
   # No contraction to FMA: CPU results are the definition and must not depend on the host's instruction set.
   set(cxx -Wall -Wextra -ffp-contract=off)
-  # Code for GPUs is nine tenths of the module: compressed it is a fifth, and is unpacked once, when a kernel is first needed.
-  set(cuda -lineinfo -Xfatbin=-compress-all --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
+  # Code for GPUs, most of the module, is unpacked once, when a kernel is first needed.
+  set(cuda -Xfatbin=-compress-all --expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall,-Wextra)
   if(TE_SANITIZE)
     list(APPEND cxx -Wno-maybe-uninitialized) # instrumented code confuses GCC's analysis of std::variant and std::optional
   endif()
   if(TE_WERROR)
     list(APPEND cxx -Werror)
     list(APPEND cuda -Werror all-warnings -Xcompiler=-Werror)
+  endif()
+  if(TE_LINE_INFO)
+    list(APPEND cuda -lineinfo)
   endif()
   if(TE_PTXAS_REPORT)
     list(APPEND cuda -Xptxas=-v)

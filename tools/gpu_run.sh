@@ -4,6 +4,7 @@
 #   tools/gpu_run.sh sanitize                  tests marked `sanitize` under compute-sanitizer memcheck and racecheck
 #   tools/gpu_run.sh bench [names]             benchmarks, results in benchmarks/results
 #   tools/gpu_run.sh -- command...             any command, with PYTHONPATH set to this tree
+# TE_CUDA_ARCHS=80-virtual builds portable code alone, which the driver compiles when a kernel is first needed.
 # TE_CUDNN_FRONTEND_INCLUDE=<folder> names the headers of cudnn-frontend where its wheel is not installed.
 # Logs, and the results written meanwhile, are also copied to $OUT if that is set.
 set -euo pipefail
@@ -17,7 +18,7 @@ started=$(mktemp)
 
 build() {
   cmake -S . -B $BUILD -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$py" \
-    -DTE_CUDA=ON -DTE_TESTS=ON -DTE_INPLACE=ON -DTE_PTXAS_REPORT=ON \
+    -DTE_CUDA=ON -DTE_LINE_INFO=ON -DTE_TESTS=ON -DTE_INPLACE=ON -DTE_PTXAS_REPORT=ON "-DTE_CUDA_ARCHS=${TE_CUDA_ARCHS:-90a-real}" \
     ${TE_CUDNN_FRONTEND_INCLUDE:+-DTE_CUDNN_FRONTEND_INCLUDE="$TE_CUDNN_FRONTEND_INCLUDE"}
   cmake --build $BUILD
 }
@@ -58,7 +59,7 @@ case $verb in
   bench) run_benchmarks "$@" ;;
   --) "$@" ;;
   *)
-    sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}"
+    sed -n '2,10s/^# //p' "${BASH_SOURCE[0]}"
     exit 2
     ;;
 esac

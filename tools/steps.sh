@@ -57,15 +57,15 @@ step_fuzz() {
   (cd build/cpu-debug && tests/fuzz/config_fuzzer "$ROOT/tests/fuzz/corpus" 20)
 }
 
-# Compiles the CUDA backend for Hopper with warnings as errors; no GPU is needed. Everything is compiled again, through the
-# compiler cache, because the compiler's report on every kernel is read.
+# Compiles the CUDA backend for Hopper, and a few kernels for all other GPUs, with warnings as errors; no GPU is needed.
+# Everything is compiled again, through the compiler cache, because the compiler's report on every kernel is read.
 step_cuda_build() {
   has nvcc || [ -x /usr/local/cuda/bin/nvcc ] || skip "no nvcc on this machine"
   local headers=() report=$LOGS/ptxas.log
   if [ ! -e /usr/local/cuda/include/cublasLt.h ]; then
     mapfile -t headers < <(tools/fetch_cuda_headers.sh)
   fi
-  cmake --preset cuda-sm90a -B build/cuda-check -DTE_INPLACE=OFF "${headers[@]}"
+  cmake --preset cuda-sm90a -B build/cuda-check -DTE_INPLACE=OFF -DTE_PORTABILITY_CHECK=ON "${headers[@]}"
   cmake --build build/cuda-check --clean-first | tee "$report"
   "$py" tools/check_ptxas.py "$report"
   # Finds kernels that are declared but missing, and shows that importing needs no driver.

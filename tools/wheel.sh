@@ -3,11 +3,13 @@
 # installed into a clean environment and tried (tools/try_wheel.py), and so is a wheel that the sdist gives.
 #   PYTHONS="python3.11 ..."  the interpreters, instead of those on the PATH and in pyenv
 #   TORCH=torch==2.13.0       what is installed beside each; "none" tries only what needs no torch
-#   TE_CUDA, TE_CUDA_ARCHS    as for any build; CUDA is built where nvcc is
+#   TE_CUDA                   as for any build: CUDA is built where nvcc is
+#   TE_CUDA_ARCHS=ALL         for which GPUs, as for any build
 #   GLIBC=2.28                the oldest glibc that the wheels shall run on
 set -euo pipefail
 export TE_CUDA=${TE_CUDA:-AUTO} # before env.sh, which turns it off where there is no GPU
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+export TE_CUDA_ARCHS=${TE_CUDA_ARCHS:-ALL}
 GLIBC=${GLIBC:-2.28}
 TORCH=${TORCH:-torch}
 WORK=$ROOT/build/wheels

@@ -128,6 +128,17 @@ def dequantize(
     x: torch.Tensor | None,
 ) -> None: ...
 def describe(tensor: torch.Tensor | None) -> dict: ...
+def device_limits(index: int) -> dict: ...
+def device_limits_of(
+    capability: int,
+    code: int,
+    multiprocessors: int,
+    shared_bytes: int,
+    fp8_products: bool = True,
+    clusters: bool = True,
+    dependent_launch: bool = True,
+    shared_bytes_allowed: int = 0,
+) -> dict: ...
 def dropout_add_backward(
     dout: torch.Tensor | None,
     seed: torch.Tensor | None,
@@ -294,6 +305,12 @@ def scale_from_amax(
     format: int,
     power_of_2: bool,
     epsilon: float,
+) -> None: ...
+def set_device_switches(
+    fp8_products: bool,
+    clusters: bool,
+    dependent_launch: bool,
+    shared_bytes: int,
 ) -> None: ...
 def set_gemm_definition(definition: object) -> None: ...
 def set_library_path(name: str, path: str) -> None: ...

@@ -58,9 +58,16 @@ _ATTENTION = (
     "NVTE_DEBUG_LEVEL",
     "NVTE_FP8_DPA_BWD",
 )
+_DEVICE = (
+    "TE_FP8_TENSOR_CORES",
+    "TE_CLUSTERS",
+    "TE_DEPENDENT_LAUNCH",
+    "TE_SHARED_MEMORY_KIB",
+)
 _SWITCHES = 7  # that many of them are on unless they are 0
 _READ = (
     *_ATTENTION,
+    *_DEVICE,
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
@@ -98,6 +105,37 @@ def parsed_attention_variables() -> AttentionVariables:
 def _number(value: str | None) -> int | None:
     text = "" if value is None else value.strip()
     return int(text) if text.isdigit() else None
+
+
+class DeviceVariables(NamedTuple):
+    """Which features of GPUs the user leaves on; docs/how-to/gpus.md says what replaces them.
+
+    Attributes:
+        fp8_products: TE_FP8_TENSOR_CORES, default 1.
+        clusters: TE_CLUSTERS, default 1.
+        dependent_launch: TE_DEPENDENT_LAUNCH, default 1.
+        shared_bytes: TE_SHARED_MEMORY_KIB, in bytes: the most that a block may have; 0 is what the
+            device has.
+    """
+
+    fp8_products: bool = True
+    clusters: bool = True
+    dependent_launch: bool = True
+    shared_bytes: int = 0
+
+
+def device_variables() -> DeviceVariables:
+    """Read the variables that switch features of GPUs off.
+
+    Raises:
+        ValueError: TE_SHARED_MEMORY_KIB is not a number, or below what every GPU has.
+    """
+    *switches, shared = (os.environ.get(name, "").strip() for name in _DEVICE)
+    least = 48  # what every GPU gives without asking
+    if shared and (not shared.isdigit() or int(shared) < least):
+        raise ValueError(f"expected TE_SHARED_MEMORY_KIB of at least {least}, got {shared!r}")
+    fp8_products, clusters, dependent_launch = (value != "0" for value in switches)
+    return DeviceVariables(fp8_products, clusters, dependent_launch, 1024 * int(shared or 0))
 
 
 def block_scaling_fp32_scales() -> bool:

@@ -24,7 +24,6 @@ from typing import Any
 from transformer_engine import __version__, _build, _env, _libraries, _torch_floor
 
 OK, ABSENT, MISSING = "ok", "absent", "missing"  # absent: nothing that is here needs it
-FP8_CAPABILITY = (8, 9)
 # Under which names programs look for us, and where in the sources they are installed from.
 NAMES = {
     "transformer-engine": "`pip install .` in the sources",
@@ -132,13 +131,14 @@ def devices(machine: Machine) -> Iterator[Finding]:
     torch = machine.load("torch")
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        capability = (found.major, found.minor)
         value = f"{found.name}, compute capability {found.major}.{found.minor}"
         value += f", {found.total_memory / 2**30:.0f} GiB"
-        if capability < FP8_CAPABILITY:
-            value += ", no FP8 tensor cores: they need 8.9"
-        status = OK if capability >= FP8_CAPABILITY else ABSENT
-        yield Finding("devices", f"cuda:{index}", status, value)
+        yield Finding("devices", f"cuda:{index}", OK, value)
+        core = machine.load("transformer_engine._C")
+        if core is not None and core.built_with_cuda():
+            limits = machine.load("transformer_engine._devices")
+            for part, text in limits.described(limits.device_limits(index)).items():
+                yield Finding("devices", f"cuda:{index}, {part}", OK, text)
 
 
 def native(machine: Machine) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
 // FP8 codecs: E4M3 (no infinity, NaN = 0x7f), E5M2 (IEEE-like) and E8M0 (power-of-two scales).
 // Encoding rounds to nearest even and saturates to the largest finite value, infinities included;
 // NaN stays NaN (code 0x7f with sign 0 for both formats). The integer text below is the meaning;
-// on sm_89+ the hardware conversion gives the same codes (tests/cpp/float8_test.cpp shows it).
+// from compute capability 8.9 on the hardware conversion gives the same codes
+// (tests/cpp/float8_test.cpp shows it).
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ struct E4M3 {
   static constexpr uint8_t kNaN = 0x7f;
 
   TE_HD static uint8_t encode(float value) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     const uint8_t code = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
     return value != value ? kNaN : code;
 #else
@@ -67,7 +68,7 @@ struct E5M2 {
   static constexpr uint8_t kNaN = 0x7f;
 
   TE_HD static uint8_t encode(float value) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     const uint8_t code = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
     return value != value ? kNaN : code;
 #else

@@ -31,7 +31,7 @@ __device__ __forceinline__ float amax_of(const Octet<In>& x, float amax) {
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksPerMultiprocessor, 6, kThreads))
     amax_kernel(const AmaxStream<In> args) {
   follow_previous_kernel();
   __shared__ BlockAmax<kThreads / 32> block_amax;

@@ -7,7 +7,11 @@
 namespace te::cuda {
 
 bool gemm(const GemmArgs& args, Stream stream) {
-  const DeviceGuard guard(args.a.data.device);
+  const TensorView& a = args.a.data;
+  const DeviceLimits& device = device_limits(a.device);
+  const bool in_blocks = args.a.blocks != ScaleBlocks::Whole;
+  if (is_fp8(a.dtype) && !(in_blocks ? device.block_scales : device.fp8_products)) return false;
+  const DeviceGuard guard(a.device);
   return gemm_plans().run(args, stream);
 }
 

@@ -182,12 +182,15 @@ std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
   return found;
 }
 
-// The table was measured without epilogues. A bias changes little, the others may change the order.
+// The table was measured on Hopper and without epilogues. A bias changes little, the others may
+// change the order.
 std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
-  const bool light = key_.activation == GemmActivation::None && !key_.has_bias_grad;
+  constexpr int kMeasuredOn = 90;
+  const bool light = key_.activation == GemmActivation::None && !key_.has_bias_grad &&
+                     device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
   if (const auto row = light ? find_in_table(key_.problem) : std::nullopt)
     if (const auto built = build_algorithm(terms(), *row)) return built;
-  if (key_.problem.a_blocks == ScaleBlocks::Whole) return guesses(1).front();
+  if (!is_fp8(key_.problem.a)) return guesses(1).front();
   const auto found = guess_algorithms(terms(), key_.alignment_bytes, 1);
   return found.empty() ? std::nullopt : std::optional(found.front());
 }

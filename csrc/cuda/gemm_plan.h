@@ -42,7 +42,7 @@ class GemmPlan {
   GemmPlan(const GemmKey& key, const GemmArgs& args);
 
   // Not thread-safe: it writes pointers into the plan's descriptor. False, with nothing done, where
-  // the library has no kernel for block scales; for other products the constructor says so.
+  // the library has no kernel for FP8 operands; for other products the constructor says so.
   bool run(const GemmArgs& args, Stream stream);
 
   const GemmKey& key() const { return key_; }

@@ -1,8 +1,5 @@
 #include "cuda/launch.h"
 
-#include <array>
-#include <atomic>
-
 #include "cuda/runtime.h"
 
 namespace te::cuda {
@@ -25,18 +22,6 @@ DeviceGuard::DeviceGuard(Device device) {
 
 DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
-}
-
-int multiprocessors(Device device) {
-  constexpr size_t kMaxDevices = 64;
-  static std::array<std::atomic<int>, kMaxDevices> cache{};
-  auto& slot = cache.at(static_cast<size_t>(device.index));
-  if (int known = slot; known != 0) return known;
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index),
-        "multiprocessors");
-  slot = count;
-  return count;
 }
 
 bool built_with_cuda() { return true; }

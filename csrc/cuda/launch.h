@@ -1,14 +1,16 @@
-// What every host entry of the CUDA backend needs: checked calls, the device guard, the chip's
-// size.
+// What every host entry of the CUDA backend needs: checked calls, the device guard, what the device
+// has.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <array>
 #include <atomic>
+#include <mutex>
 #include <string_view>
 
 #include "core/tensor_view.h"
+#include "cuda/policy/device_limits.h"
 
 namespace te::cuda {
 
@@ -29,8 +31,10 @@ class DeviceGuard {
 
 inline cudaStream_t stream_of(Stream s) { return static_cast<cudaStream_t>(s.handle); }
 
-// Multiprocessors of the device, asked for once.
-int multiprocessors(Device device);
+// What the device has, less what is switched off; asked for once.
+const DeviceLimits& device_limits(Device device);
+const DeviceLimits& current_device_limits();
+inline int multiprocessors(Device device) { return device_limits(device).multiprocessors; }
 
 // Something that each device needs once, such as a kernel's attributes. Two threads may both do it.
 class OncePerDevice {
@@ -47,14 +51,8 @@ class OncePerDevice {
   std::array<std::atomic<bool>, 64> done_{};
 };
 
-// Raises a kernel's dynamic shared memory limit when it needs more than 48 KiB.
-template <class Kernel>
-void allow_shared_memory(Kernel* kernel, size_t bytes, std::string_view op) {
-  if (bytes <= 48 * 1024) return;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        op);
-}
+// Lets launches of a kernel ask for all shared memory that the device has for a block.
+void allow_shared_memory(const void* kernel, Device device, std::string_view op);
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

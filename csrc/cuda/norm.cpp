@@ -1,15 +1,43 @@
 #include "cuda/norm.h"
 
 #include "cuda/launch.h"
+#include "ops/transpose.h"
 
 namespace te::cuda {
+namespace {
+
+// Several results of rows that no tile takes, because they are wide and the device has little
+// shared memory or no clusters: codes by rows, y by rows, and the transpose of the codes. Both
+// passes compute the same statistics, and each result is rounded once.
+bool norm_forward_by_parts(const NormForwardArgs& args, Stream stream) {
+  if (!args.quantized.rowwise) return false;
+  const cudaStream_t queue = stream_of(stream);
+  NormForwardArgs codes = args;
+  codes.y = {};
+  codes.quantized.columnwise = {};
+  if (!norm_forward_rows(codes, queue)) return false;
+  if (args.y) {
+    NormForwardArgs plain = args;
+    plain.quantized = {};
+    if (!norm_forward_rows(plain, queue)) return false;
+  }
+  if (args.quantized.columnwise)
+    cuda::transpose({.x = args.quantized.rowwise,
+                     .out = args.quantized.columnwise,
+                     .scales = {},
+                     .out_scales = {}},
+                    stream);
+  return true;
+}
+
+}  // namespace
 
 void norm_forward(const NormForwardArgs& args, Stream stream) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t queue = stream_of(stream);
   const bool by_rows = norm_forward_rows(args, queue);
   const bool by_tiles = !by_rows && norm_forward_tiles(args, queue);
-  if (!by_rows && !by_tiles) norm_forward_any(args, queue);
+  if (!by_rows && !by_tiles && !norm_forward_by_parts(args, stream)) norm_forward_any(args, queue);
   if (args.moments && !(by_tiles && norm_tiles_take_moments(args.x)))
     cuda::moments({args.y, args.moments}, stream);
 }

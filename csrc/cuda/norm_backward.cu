@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   Worker<In, Gradient, kKind, kPacks>(p, shared, memory).run();
 }
 
-// How many clusters of one block a multiprocessor the chip holds: its parts differ in size, so
+// How many clusters of one block a multiprocessor the device holds: its parts differ in size, so
 // there may be fewer than the quotient. Asked for once per kernel and cluster size.
 template <class Kernel>
 int resident_clusters(Kernel* kernel, const cudaLaunchConfig_t& config, int cluster,
@@ -58,17 +58,19 @@ int64_t launch(const Problem& p, const Launch& how) {
   static OncePerDevice once;
   static std::array<std::atomic<int>, kMaxCluster + 1> known{};
   const auto kernel = backward_kernel<In, Gradient, kKind, kPacks>;
-  once(how.device, [&] { allow_shared_memory(kernel, kBackwardSharedBytes, kOp); });
-  auto attributes = dependent_cluster_attributes(p.cluster);
+  once(how.device,
+       [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), how.device, kOp); });
+  LaunchAttributes attributes(device_limits(how.device), p.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(how.max_clusters * p.cluster));
   config.blockDim = how.block;
-  config.dynamicSmemBytes = kBackwardSharedBytes;
-  config.attrs = attributes.data();
-  config.numAttrs = attributes.size();
   config.stream = how.stream;
-  const int64_t clusters =
-      std::min<int64_t>(how.max_clusters, resident_clusters(kernel, config, p.cluster, known));
+  attributes.add_to(config);
+  int64_t clusters = how.max_clusters;
+  if (p.cluster > 1) {
+    config.dynamicSmemBytes = static_cast<size_t>(norm_backward_room(device_limits(how.device)));
+    clusters = std::min<int64_t>(clusters, resident_clusters(kernel, config, p.cluster, known));
+  }
   config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
   config.dynamicSmemBytes = how.shared_bytes;
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
@@ -116,7 +118,7 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
                                 .read_bytes = x_bytes * (args.residual_grad ? 2 : 1) + dy_bytes,
                                 .write_bytes = x_bytes,
                                 .max_parts = ceil_div(rows, kRowsPerColumnPart),
-                                .multiprocessors = multiprocessors(args.x.device)};
+                                .device = device_limits(args.x.device)};
   const NormBackwardPolicy policy = policy_of(shape);
   if (policy.cluster == 0) return false;
   const Problem p{.dy = args.dy.data,

@@ -17,6 +17,7 @@ namespace {
 
 constexpr const char* kOp = "norm_forward";
 constexpr int kMaxThreads = 1024;
+constexpr int kBlocksSharing = blocks_sharing(0, 1, kMaxThreads);
 
 struct Codes {};  // the result type of FP8
 
@@ -210,7 +211,7 @@ __device__ __forceinline__ void finish(const Problem& p, float amax) {
 
 // kTracked: an amax may be asked for; a null pointer says that it is not.
 template <class In, class Gamma, class Out, NormKind kKind, int kPacks, bool kTracked>
-__global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads)
+__global__ void __launch_bounds__(kPacks == 1 ? 128 : kMaxThreads, kBlocksSharing)
     forward_kernel(const __grid_constant__ Problem p) {
   follow_previous_kernel();
   using R = Row<In, Gamma, kKind, kPacks>;

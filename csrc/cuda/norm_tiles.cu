@@ -59,25 +59,23 @@ __global__ void __launch_bounds__(kThreads, kMoments ? 2 : 3)
 
 template <class In, NormKind kKind, int kRows, bool kMoments>
 void launch(const Problem& p, int64_t tiles, Device device, cudaStream_t stream) {
-  constexpr size_t kMostBytes = 208 << 10;
   constexpr size_t kColumnWarps = kWarps * kUnitRows / kRows;
   const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
-  once(device, [&] { allow_shared_memory(kernel, kMostBytes, kOp); });
-  auto attributes = dependent_cluster_attributes(p.cluster);
+  once(device, [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), device, kOp); });
+  LaunchAttributes attributes(device_limits(device), p.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(tiles * p.cluster));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(p.steps) * kStepElements * sizeof(In) +
                             kRows * static_cast<size_t>(p.cluster) * kColumnWarps * sizeof(float4);
   config.stream = stream;
-  config.attrs = attributes.data();
-  config.numAttrs = attributes.size();
+  attributes.add_to(config);
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
 }
 
 NormTilesPolicy policy_of(const TensorView& x) {
-  return norm_tiles_policy(x.rows(), x.cols(), size_of(x.dtype), multiprocessors(x.device));
+  return norm_tiles_policy(x.rows(), x.cols(), size_of(x.dtype), device_limits(x.device));
 }
 
 bool fits(const NormForwardArgs& args) {

@@ -37,7 +37,8 @@ __device__ __forceinline__ uint2 encode_octet(const Octet<In>& x, float scale, f
 }
 
 template <class In, class Fp8>
-__global__ void __launch_bounds__(kThreads) cast_kernel(const CastArgs<In> args) {
+__global__ void __launch_bounds__(kThreads, blocks_sharing(0, 1, kThreads))
+    cast_kernel(const CastArgs<In> args) {
   follow_previous_kernel();
   __shared__ BlockAmax<kWarps> block_amax;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kInFlight + threadIdx.x;

@@ -184,7 +184,7 @@ __device__ __forceinline__ void rotate_packs(Pack<T, kVector>& a, Pack<T, kVecto
 }
 
 template <class T, int kVector, bool kInterleaved, bool kBackward>
-__global__ void __launch_bounds__(kThreads, kBlocksInFlight)
+__global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksInFlight, 7, kThreads))
     rope_kernel(const __grid_constant__ Rope<T> args) {
   follow_previous_kernel();
   extern __shared__ __align__(16) float memory[];

@@ -4,10 +4,19 @@
 
 #include <string>
 
+#include "cuda/policy/device_limits.h"
+
 namespace te::cuda {
 
 bool built_with_cuda();
 int device_count();  // 0 where there is no driver or no device
+
+// What kernels and products may use of device `index`. Throws Kind::Unsupported where this build
+// has no code for it.
+DeviceLimits limits_of_device(int index);
+
+// Holds for devices that nobody has asked about yet: call it before anything else.
+void set_device_switches(const DeviceSwitches& on);
 
 // Where a library that is opened at first use lies; "" leaves it to dynlib.h's order. `name` as in
 // TE_<NAME>_PATH. Later calls change nothing for a library that is open.

@@ -4,8 +4,8 @@
 //   dgrad  dx[M,K] = dy[M,N] . w[N,K]                B transposed
 //   wgrad  dw[N,K] = dy[M,N]^T . x[M,K]              both transposed
 // Tensors of higher rank are read as 2-D: the last axis is a row, all others are counted together.
-// FP8 operands are never "transposed": sm_90 multiplies only K-contiguous FP8, so callers hand in
-// the stored transpose.
+// FP8 operands are never "transposed": tensor cores before Blackwell multiply only K-contiguous
+// FP8, so callers hand in the stored transpose.
 //
 // FP8 operands whose blocks have scales of their own (both, and not both 128 x 128) contribute
 // dequantised elements to the sum; they are E4M3, and take no activation and no fast accumulation.
@@ -52,12 +52,13 @@ struct GemmArgs {
 DType gemm_bias_dtype(const GemmArgs& args);
 
 // Checks, then multiplies on CUDA. False where nothing was done because the work is torch's: on
-// the CPU (nobody writes a CPU GEMM here), for k = 0, and for block scales where n or k is less
-// than a block or the library has no kernel; kernels/gemm.py then evaluates the definition.
+// the CPU (nobody writes a CPU GEMM here), for k = 0, for block scales where n or k is less than a
+// block, and for FP8 operands that the device or the library does not multiply; kernels/gemm.py
+// then evaluates the definition.
 [[nodiscard]] bool gemm(const GemmArgs& args, Stream stream);
 
 namespace cuda {
-// False where the library has no kernel for a product of operands with block scales.
+// False where the device, or the library, has no kernel for a product of FP8 operands.
 bool gemm(const GemmArgs& args, Stream stream);
 }  // namespace cuda
 

@@ -1,54 +1,108 @@
-// Bulk copies from global into shared memory by the copy engine, and the barrier on which they end:
+// Copies from global into shared memory that run while the block computes, and the barrier on which
+// they end:
 //
 //   init_barrier(bar) by one thread; then everyone may see it (__syncwarp or __syncthreads)
-//   expect_bytes(bar, n) by one thread; bulk_copy(...) of n bytes in all, by any threads
+//   expect_bytes(bar, n) by one thread; start_copies of n bytes in all, by its warp
 //   wait_barrier(bar, phase) by all who read; phase = 0, 1, 0, ... as the barrier is used again
 //
 // Addresses and sizes are multiples of 16 bytes. A buffer may be refilled once a barrier of the
-// block has separated its last reader from the thread that starts the copy.
+// block has separated its last reader from the warp that starts the copies.
+//
+// From compute capability 9.0 on the copy engine takes whole pieces; before, each lane copies 16
+// bytes at a time and the barrier counts the lanes.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/device/architecture.cuh"
+
 namespace te::cuda {
+
+struct CopyPiece {
+  void* to;  // shared
+  const void* from;
+  uint32_t bytes;
+};
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  // The copy engine and the other blocks of a cluster must see the barrier as initialised.
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "n"(kHasClusters ? 1 : 32)
+               : "memory");
+  if constexpr (kHasClusters) {
+    // The copy engine and the other blocks of a cluster must see the barrier as initialised.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
 }
 
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
+  if constexpr (kHasClusters)
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) {
+  if constexpr (kHasClusters)
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+  else
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(const CopyPiece& piece, uint64_t* barrier) {
   asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(phase)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(piece.to)),
+      "l"(piece.from), "r"(piece.bytes), "r"(shared_address(barrier))
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
+// Lane `lane` of a warp copies its share of a piece.
+__device__ __forceinline__ void copy_share(const CopyPiece& piece, uint32_t lane) {
+  const auto* from = static_cast<const uint8_t*>(piece.from);
+#pragma unroll 4
+  for (uint32_t at = 16 * lane; at < piece.bytes; at += 16 * 32)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(piece.to) + at),
+                 "l"(from + at)
+                 : "memory");
+}
+
+// By all lanes of one warp: piece(i) for all i below `count`; pieces of no bytes are left out.
+template <class Piece>
+__device__ __forceinline__ void start_copies(int count, uint64_t* barrier, Piece&& piece) {
+  const unsigned lane = threadIdx.x % 32;
+  if constexpr (kHasClusters) {
+#pragma unroll 1
+    for (int i = static_cast<int>(lane); i < count; i += 32)
+      if (const CopyPiece copy = piece(i); copy.bytes > 0) bulk_copy(copy, barrier);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) copy_share(piece(i), lane);
+    asm volatile(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+        : "memory");
+  }
 }
 
 }  // namespace te::cuda

@@ -1,9 +1,10 @@
 // Packed FP8 conversions, several values at a time; one instruction per pair.
 //
-// They give the codes of E4M3::encode and E5M2::encode (core/float8.h). The conversion itself
-// rounds to nearest even and saturates, infinities included; NaN becomes 0x7f (and is
-// positive after any arithmetic, such as the multiplication by a scale). The first value is the
-// lowest byte: what a little-endian store puts first in memory.
+// They give the codes of E4M3::encode and E5M2::encode (core/float8.h), which is what runs where
+// there is no instruction for it (before compute capability 8.9). The instruction rounds to nearest
+// even and saturates, infinities included; NaN becomes 0x7f (and is positive after any arithmetic,
+// such as the multiplication by a scale). The first value is the lowest byte: what a little-endian
+// store puts first in memory.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,6 +12,7 @@
 #include <type_traits>
 
 #include "core/float8.h"
+#include "cuda/device/architecture.cuh"
 
 namespace te::cuda {
 
@@ -21,8 +23,12 @@ inline constexpr __nv_fp8_interpretation_t kInterpretation =
 // One piece of assembly, so that the second conversion merges into the first's register.
 template <class Fp8>
 __device__ __forceinline__ uint32_t encode4(float a, float b, float c, float d) {
-  uint32_t codes;
-  if constexpr (std::is_same_v<Fp8, E4M3>)
+  uint32_t codes = 0;
+  if constexpr (!kHasFp8Conversion)
+    codes = static_cast<uint32_t>(Fp8::encode(a)) | static_cast<uint32_t>(Fp8::encode(b)) << 8 |
+            static_cast<uint32_t>(Fp8::encode(c)) << 16 |
+            static_cast<uint32_t>(Fp8::encode(d)) << 24;
+  else if constexpr (std::is_same_v<Fp8, E4M3>)
     asm("{\n.reg .b16 low, high;\n"
         "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
         "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"

@@ -3,9 +3,9 @@
 // batch
 //   pass 1 adds to dgamma and dbeta and finds the two means that dx needs,
 //   pass 2 reads the values again and writes dx.
-// Batches come into shared memory by bulk copies, a few batches ahead. The sums of a row meet
-// within a block by a barrier, within a cluster by asynchronous stores into each other's shared
-// memory.
+// Batches come into shared memory by asynchronous copies, a few batches ahead. The sums of a row
+// meet within a block by a barrier, within a cluster by asynchronous stores into each other's
+// shared memory.
 #pragma once
 
 #include "cuda/device/cluster.cuh"
@@ -39,7 +39,7 @@ struct Problem {
 
 // What the groups of a block share besides the stages.
 struct Shared {
-  uint64_t arrived[kBackwardStages];  // bulk copies of a stage
+  uint64_t arrived[kBackwardStages];  // copies of a stage
   uint64_t summed[2];                 // sums of a batch from the whole cluster; taking turns
   // Of each group, from each warp of each block of the cluster: {sum of g dy xhat, sum of g dy}.
   // Groups times warps is at most the number of warps of a block.
@@ -196,18 +196,17 @@ class Worker {
     }
     __syncwarp();
     uint8_t* to = stages_ + stage * stage_bytes();
-#pragma unroll 1
-    for (int i = thread(); i < pieces * tensors; i += 32) {
+    start_copies(pieces * tensors, barrier, [&](int i) -> CopyPiece {
       const int tensor = i / pieces, r = i % pieces;
       const bool is_dy = tensor == 1;
       const int element = static_cast<int>(is_dy ? sizeof(Gradient) : sizeof(In));
       const int place = tensor == 0 ? 0 : is_dy ? x_bytes() : x_bytes() + dy_bytes();
       const void* from = tensor == 0 ? p.x : is_dy ? p.dy : p.residual_grad;
       const int64_t index = int64_t{row + r} * p.cols + rank_ * p.width;
-      bulk_copy(to + place + r * p.width * element,
-                static_cast<const uint8_t*>(from) + index * element,
-                static_cast<uint32_t>(count * element), barrier);
-    }
+      return {to + place + r * p.width * element,
+              static_cast<const uint8_t*>(from) + index * element,
+              static_cast<uint32_t>(count * element)};
+    });
   }
 
   // x - mean, dy and g of pack j.

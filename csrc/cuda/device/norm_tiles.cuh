@@ -107,15 +107,12 @@ class Worker {
       expect_bytes(barrier, static_cast<uint32_t>(rows_ * my_columns() * sizeof(In)));
     }
     __syncwarp();
-#pragma unroll 1
-    for (int i = lane_; i < p.steps * kUnitRows; i += 32) {
+    start_copies(p.steps * kUnitRows, barrier, [&](int i) -> CopyPiece {
       const int step = i / kUnitRows, row = i % kUnitRows;
-      const int count = columns(step);
-      if (row < rows_ && count > 0)
-        bulk_copy(unit(step) + row * kUnitCols,
-                  static_cast<const In*>(p.x) + (row_ + row) * p.cols + first_column(step),
-                  static_cast<uint32_t>(count * sizeof(In)), barrier);
-    }
+      return {unit(step) + row * kUnitCols,
+              static_cast<const In*>(p.x) + (row_ + row) * p.cols + first_column(step),
+              static_cast<uint32_t>(row < rows_ ? columns(step) * sizeof(In) : 0)};
+    });
   }
 
   // Mean and sum of squares around it, of the columns of this warp, to every block of the cluster.

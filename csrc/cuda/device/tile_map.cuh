@@ -51,6 +51,11 @@ template <class In, class Function>
 constexpr TileMapPolicy policy_of(bool wide, bool moments) {
   return tile_map_policy<Function>(wide, moments, std::is_same_v<In, Half>);
 }
+template <class In, class Function>
+constexpr int blocks_of(bool wide, bool moments) {
+  const TileMapPolicy policy = policy_of<In, Function>(wide, moments);
+  return blocks_sharing(policy.blocks_per_multiprocessor, policy.blocks_elsewhere(), kTileThreads);
+}
 
 // What a thread gathers over its 8 x 8 values of each output.
 template <int kOutputs>
@@ -235,8 +240,7 @@ struct TileColumnSums {
 };
 
 template <class In, class Function, bool kWide, bool kMoments>
-__global__ void __launch_bounds__(
-    kTileThreads, policy_of<In, Function>(kWide, kMoments).blocks_per_multiprocessor)
+__global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, kMoments))
     tile_map_kernel(const TileMap<Function> map) {
   constexpr int kOutputs = Function::kOutputs;
   constexpr int kWarps = kTileThreads / 32;

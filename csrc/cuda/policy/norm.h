@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/policy/device_limits.h"
+
 namespace te::cuda {
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) {
@@ -37,20 +39,24 @@ struct NormTilesPolicy {
 };
 
 inline constexpr int64_t kStepElements = 16384;
-inline constexpr int64_t kMaxCluster = 8;  // what every Hopper chip launches
+// Besides the steps: what a block shares with its cluster, and its own sums and tables.
+inline constexpr int64_t kTileReserve = 16 << 10;
 
 constexpr NormTilesPolicy norm_tiles_policy(int64_t rows, int64_t cols, int64_t element_size,
-                                            int multiprocessors) {
-  // Three blocks of 64 KiB on a multiprocessor hide each other's waits; wide rows take more.
-  const int64_t small = (64 << 10) / (kStepElements * element_size);
-  const int64_t large = (192 << 10) / (kStepElements * element_size);
+                                            const DeviceLimits& device) {
+  // Three blocks of a third of a multiprocessor's memory hide each other's waits; wide rows take
+  // more.
+  const int64_t step_bytes = kStepElements * element_size;
+  const int64_t large = (device.shared_bytes - kTileReserve) / step_bytes;
+  const int64_t small = std::max<int64_t>(device.shared_bytes / 3 / step_bytes, 1);
   for (const int64_t tile_rows : {64, 32}) {
     const int64_t units = (cols + kStepElements / tile_rows - 1) / (kStepElements / tile_rows);
-    int64_t steps = std::max<int64_t>((units + kMaxCluster - 1) / kMaxCluster, 1);
-    if (steps > (tile_rows == 64 ? small : large)) continue;
+    int64_t steps = std::max<int64_t>((units + device.cluster - 1) / device.cluster, 1);
+    if (steps > (tile_rows == 64 ? std::min(small, large) : large)) continue;
     // Where there is enough to do, larger pieces of rows and fewer of them.
     const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-    while (steps < small && tiles * ((units + steps) / (steps + 1)) >= multiprocessors) ++steps;
+    while (steps < small && tiles * ((units + steps) / (steps + 1)) >= device.multiprocessors)
+      ++steps;
     const int64_t cluster = (units + steps - 1) / steps;
     return {static_cast<int>(tile_rows), static_cast<int>((units + cluster - 1) / cluster),
             static_cast<int>(cluster)};
@@ -76,7 +82,7 @@ struct NormBackwardShape {
   int64_t read_bytes = 0;  // per element: x, dy and the residual gradient
   int64_t write_bytes = 0;
   int64_t max_parts = 0;  // rows of partial sums that there is room for
-  int multiprocessors = 0;
+  DeviceLimits device;
 
   bool operator==(const NormBackwardShape&) const = default;
 };
@@ -84,25 +90,32 @@ struct NormBackwardShape {
 inline constexpr int64_t kBackwardThreads = 512;
 inline constexpr int64_t kBackwardGroups = 16;
 inline constexpr int64_t kBackwardStages = 3;  // with fewer the memory waits for the sums
-inline constexpr int64_t kBackwardSharedBytes = 216 << 10;
+inline constexpr int64_t kBackwardFewestStages = 2;
+
+// Bytes that the batches and gamma may take: with more than this nothing is gained.
+constexpr int64_t norm_backward_room(const DeviceLimits& device) {
+  constexpr int64_t kMost = 216 << 10, kReserve = 4 << 10;
+  return std::min(device.shared_bytes - kReserve, kMost);
+}
 
 constexpr NormBackwardPolicy norm_backward_candidate(const NormBackwardShape& s, int64_t cluster,
-                                                     int64_t packs) {
+                                                     int64_t packs, int64_t stages) {
   const int64_t width = round_up((s.cols + cluster - 1) / cluster, 8);
   const int64_t threads = round_up((width + s.pack * packs - 1) / (s.pack * packs), 32);
   if ((cluster - 1) * width >= s.cols || threads > kBackwardThreads) return {};
-  const int64_t room = (kBackwardSharedBytes - 4 * width) / (width * s.read_bytes);
-  const int64_t groups =
-      std::min({kBackwardThreads / threads, kBackwardGroups, room / kBackwardStages});
-  if (groups == 0) return {};
+  const int64_t room = (norm_backward_room(s.device) - 4 * width) / (width * s.read_bytes);
+  const int64_t groups = std::min({kBackwardThreads / threads, kBackwardGroups, room / stages});
+  if (groups <= 0) return {};
   return {static_cast<int>(cluster), static_cast<int>(width), static_cast<int>(threads),
-          static_cast<int>(groups),  static_cast<int>(packs), static_cast<int>(kBackwardStages)};
+          static_cast<int>(groups),  static_cast<int>(packs), static_cast<int>(stages)};
 }
 
 constexpr int64_t norm_backward_clusters(const NormBackwardShape& s, const NormBackwardPolicy& p) {
   const int64_t batches = (s.rows + p.groups - 1) / p.groups;
-  // The processing clusters of a Hopper chip have 16 or 18 multiprocessors.
-  const int64_t usable = p.cluster == 1 ? s.multiprocessors : s.multiprocessors / 16 * 16;
+  // The parts of a chip within which clusters lie differ in size: on Hopper 16 or 18
+  // multiprocessors.
+  const int64_t all = s.device.multiprocessors;
+  const int64_t usable = p.cluster == 1 ? all : all / 16 * 16;
   return std::max<int64_t>(std::min({batches, s.max_parts, usable / p.cluster}), 1);
 }
 
@@ -121,20 +134,24 @@ constexpr int64_t norm_backward_clocks(const NormBackwardShape& s, const NormBac
   const int64_t issued_per_10_clocks = std::min<int64_t>(3 * warps / 2 + 1, 22);
   const int64_t meeting = p.cluster == 1 ? 400 : 800 + 100 * p.cluster;
   const int64_t round = std::max(memory, instructions * 10 / issued_per_10_clocks + meeting);
-  return rounds * round + clusters * s.cols * 16 / (20 * int64_t{s.multiprocessors});
+  return rounds * round + clusters * s.cols * 16 / (20 * int64_t{s.device.multiprocessors});
 }
 
 constexpr NormBackwardPolicy norm_backward_policy(const NormBackwardShape& s) {
   NormBackwardPolicy best;
-  for (const int64_t cluster : {1, 2, 4, 8}) {
-    for (const int64_t packs : {4, 2}) {
-      auto candidate = norm_backward_candidate(s, cluster, packs);
-      // Fewer groups may divide the rows better.
-      for (const int fewest = (candidate.groups + 1) / 2;
-           candidate.groups > 0 && candidate.groups >= fewest; --candidate.groups)
-        if (best.cluster == 0 || norm_backward_clocks(s, candidate) < norm_backward_clocks(s, best))
-          best = candidate;
+  for (int64_t stages = kBackwardStages; stages >= kBackwardFewestStages; --stages) {
+    for (int64_t cluster = 1; cluster <= s.device.cluster; cluster *= 2) {
+      for (const int64_t packs : {4, 2}) {
+        auto candidate = norm_backward_candidate(s, cluster, packs, stages);
+        // Fewer groups may divide the rows better.
+        for (const int fewest = (candidate.groups + 1) / 2;
+             candidate.groups > 0 && candidate.groups >= fewest; --candidate.groups)
+          if (best.cluster == 0 ||
+              norm_backward_clocks(s, candidate) < norm_backward_clocks(s, best))
+            best = candidate;
+      }
     }
+    if (best.cluster != 0) break;
   }
   return best;
 }

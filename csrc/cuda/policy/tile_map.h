@@ -6,6 +6,11 @@ namespace te::cuda {
 struct TileMapPolicy {
   int blocks_per_multiprocessor;  // the register budget: 65536 / (256 * blocks) a thread
   int loads_in_flight;            // 16-byte loads that a thread issues before it uses the first
+
+  // On architectures that were not measured, which want some registers more.
+  constexpr int blocks_elsewhere() const {
+    return blocks_per_multiprocessor > 1 ? blocks_per_multiprocessor - 1 : 1;
+  }
 };
 
 // Two aims: enough loads in flight to hide memory (32 KiB on each multiprocessor would do, this is

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine import _devices, _env
+
 Availability = bool | tuple[bool, str]
 
 _NOT_HERE = "{} is not implemented: it needs the tensor cores of compute capability 10.0"
@@ -13,8 +15,17 @@ def _answer(reason: str, return_reason: bool) -> Availability:
     return (not reason, reason) if return_reason else not reason
 
 
+def _why_no_product(in_blocks: bool) -> str:
+    if not torch.cuda.is_available():
+        return ""
+    limits = _devices.limits_of(get_device_compute_capability(), _env.device_variables())
+    return _devices.why_no_product(limits, in_blocks)
+
+
 def is_fp8_available(return_reason: bool = False) -> Availability:
-    """Whether FP8 runs here: always true on CPUs; on GPUs from compute capability 8.9 on.
+    """Whether FP8 is multiplied as such: on CPUs; on GPUs from compute capability 8.9 on.
+
+    Other GPUs run FP8, too, with the same casts: they multiply in bf16, no faster than bf16.
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where FP8 is available.
@@ -23,19 +34,13 @@ def is_fp8_available(return_reason: bool = False) -> Availability:
     >>> available == (reason == "")
     True
     """
-    reason = ""
-    if torch.cuda.is_available():
-        capability = get_device_compute_capability()
-        if capability < (8, 9):
-            reason = (
-                "FP8 tensor cores need compute capability 8.9 or higher, this GPU has "
-                f"{capability[0]}.{capability[1]}"
-            )
-    return _answer(reason, return_reason)
+    return _answer(_why_no_product(in_blocks=False), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:
-    """Whether `Float8BlockScaling` runs here: always on CPUs; on GPUs from Hopper on.
+    """Whether `Float8BlockScaling` is multiplied as such: on CPUs and Hopper GPUs.
+
+    Other GPUs run it, too: they multiply the dequantised operands in fp32, which is slow.
 
     Args:
         return_reason: return `(available, reason)`; the reason is empty where it is available.
@@ -44,12 +49,10 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Availability:
     >>> available == (reason == "")
     True
     """
-    reason = ""
-    if torch.cuda.is_available():
+    reason = _why_no_product(in_blocks=True)
+    if torch.cuda.is_available() and not reason:
         cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-        if get_device_compute_capability() < (9, 0):
-            reason = "block scaling needs a GPU of compute capability 9.0 or higher"
-        elif cuda < (12, 9):
+        if cuda < (12, 9):
             reason = f"block scaling needs CUDA 12.9 or newer, torch brings {torch.version.cuda}"
     return _answer(reason, return_reason)
 

@@ -12,6 +12,7 @@ from transformer_engine import _C, _env
 
 for _library in ("CUBLASLT", "CUDNN", "NCCL"):
     _C.set_library_path(_library, _env.library_path(_library))
+_C.set_device_switches(*_env.device_variables())
 
 
 def _allocate_workspace(size: int, device: int) -> torch.Tensor:

@@ -13,6 +13,9 @@ Where blocks have scales (`kernels.quantize_blocks`), those of both operands do,
 blocks of 1 x 128; codes are E4M3, sums fp32 sums, and there is no activation.
 Where such a product has less than a block of columns or of terms, torch multiplies the dequantised
 operands on a GPU too.
+
+A GPU that multiplies no FP8 codes (`_devices.py` knows) multiplies what they mean in bf16, which
+holds each code exactly: sums are in fp32, and scales follow them, as in the definition.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine import _C
+from transformer_engine import _C, _devices
 from transformer_engine.pytorch._torch_private import allows_tf32
 from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.kernels.cast import cast
@@ -214,8 +217,9 @@ def _define(
 ) -> None:
     """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
     del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
-    if d.is_cuda and a_format != PLAIN and layout_of(a_format).in_blocks:
-        _announce_slow_product(d.shape[:-1].numel(), *b.shape, layout_of(a_format))
+    if d.is_cuda and a_format != PLAIN:
+        sizes = d.shape[:-1].numel(), b.shape[0], b.shape[-1]
+        _announce_replacement(d.device.index, sizes, layout_of(a_format))
     with _without_autocast(d.device.type):
         value = _value(a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
         if accumulate:
@@ -228,15 +232,21 @@ def _define(
             bias_grad.copy_(summands.sum(1))
 
 
+def _announce_replacement(index: int, sizes: tuple[int, int, int], layout: ScaleLayout) -> None:
+    """The result is exact, but the time is not that of an FP8 product."""
+    m, n, k = sizes
+    if m and k and min(n, k) >= layout.run:
+        limits = _devices.device_limits(index)
+        what = "block scales" if layout.in_blocks else "FP8 operands"
+        reason = _devices.why_no_product(limits, layout.in_blocks)
+        reason = reason or f"cuBLASLt has no kernel for {what} at m = {m}, n = {n}, k = {k}"
+        _announce_slow_product(f"[gemm] {reason}: {_devices.replacement(layout.in_blocks)}")
+
+
 @functools.cache
-def _announce_slow_product(m: int, n: int, k: int, layout: ScaleLayout) -> None:
-    """Once for each size: the result is exact, but the time is not that of an FP8 product."""
-    if m and min(n, k) >= layout.run:
-        warnings.warn(
-            f"[gemm] cuBLASLt has no kernel for block scales at m = {m}, n = {n}, k = {k}: torch "
-            "multiplies the dequantised operands",
-            stacklevel=2,
-        )
+def _announce_slow_product(text: str) -> None:
+    """Once for each GPU; for each size where only some are slow."""
+    warnings.warn(text, stacklevel=4)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -287,12 +297,28 @@ def _value(
     a_transposed: bool,
     b_transposed: bool,
 ) -> torch.Tensor:
-    value = (
-        _matrix(a, a_scales, a_format, a_transposed)
-        @ _matrix(b, b_scales, b_format, b_transposed).t()
-    )
+    if a.is_cuda and a_format != PLAIN and not layout_of(a_format).in_blocks:
+        value = _product_of_codes(a, b, a_format, b_format)
+    else:
+        value = (
+            _matrix(a, a_scales, a_format, a_transposed)
+            @ _matrix(b, b_scales, b_format, b_transposed).t()
+        )
     if a_scales is not None and b_scales is not None and not layout_of(a_format).in_blocks:
         value *= a_scales[0] * b_scales[0]
+    return value
+
+
+def _product_of_codes(
+    a: torch.Tensor, b: torch.Tensor, a_format: int, b_format: int
+) -> torch.Tensor:
+    """`a b^T` of FP8 codes in fp32, `[m, n]`: by bf16 tensor cores on a GPU."""
+    plain_a, plain_b = (
+        codes.reshape(-1, codes.shape[-1]).view(TORCH_FP8[format]).to(torch.bfloat16)
+        for codes, format in ((a, a_format), (b, b_format))
+    )
+    value = a.new_empty((plain_a.shape[0], plain_b.shape[0]), dtype=torch.float32)
+    gemm_into(value, plain_a, plain_b, accumulate=False)
     return value
 
 

@@ -1,0 +1,29 @@
+// What the instruction set that device code is compiled for has. Host code asks device_limits()
+// instead (cuda/device_limits.h), which also knows what the device has and what was switched off.
+#pragma once
+
+namespace te::cuda {
+
+#ifdef __CUDA_ARCH__
+inline constexpr int kArchitecture = __CUDA_ARCH__ / 10;  // 10 * major + minor
+#else
+inline constexpr int kArchitecture = 0;
+#endif
+
+inline constexpr bool kHasFp8Conversion = kArchitecture >= 89;
+// Clusters of blocks, bulk copies by the copy engine, dependent launch.
+inline constexpr bool kHasClusters = kArchitecture >= 90;
+
+// The second argument of __launch_bounds__: how many blocks of so many threads share the registers
+// of a multiprocessor. `measured` is the best number on Hopper, 0 the compiler's choice. For other
+// architectures, which nobody has measured, it is `elsewhere`, with which nothing spills, and no
+// more than the multiprocessor holds.
+constexpr int blocks_sharing(int measured, int elsewhere, int threads) {
+  if (kArchitecture == 0 || kArchitecture == 90) return measured;
+  constexpr bool kSmall = kArchitecture == 86 || kArchitecture == 89 || kArchitecture == 120;
+  constexpr int kMostThreads = kSmall ? 1536 : 2048;
+  const int most = kMostThreads / threads;
+  return elsewhere < most ? elsewhere : most;
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,80 @@
+#include "cuda/device/dependent_launch.cuh"
+#include "cuda/runtime.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr const char* kOp = "device limits";
+constexpr size_t kMaxDevices = 64;
+
+__global__ void nothing_kernel() { follow_previous_kernel(); }
+
+DeviceSwitches& switches() {
+  static DeviceSwitches set;
+  return set;
+}
+
+int attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, name, device), kOp);
+  return value;
+}
+
+int capability_of(int device) {
+  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
+// Of the code that runs on the current device: all kernels are compiled alike.
+int code_of(int device) {
+  cudaFuncAttributes kernel{};
+  const cudaError_t status = cudaFuncGetAttributes(&kernel, nothing_kernel);
+  if (status == cudaErrorNoKernelImageForDevice) {
+    cudaGetLastError();
+    const int capability = capability_of(device);
+    fail(Kind::Unsupported, kOp, "this build has no code for a GPU of compute capability ",
+         capability / 10, '.', capability % 10,
+         "; build it with TE_CUDA_ARCHS (docs/how-to/gpus.md)");
+  }
+  check(status, kOp);
+  return kernel.ptxVersion;
+}
+
+DeviceFacts facts_of(Device device) {
+  const DeviceGuard guard(device);
+  return {.capability = capability_of(device.index),
+          .code = code_of(device.index),
+          .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device.index),
+          .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)};
+}
+
+}  // namespace
+
+void set_device_switches(const DeviceSwitches& on) { switches() = on; }
+
+const DeviceLimits& device_limits(Device device) {
+  static std::array<DeviceLimits, kMaxDevices> known{};
+  static std::array<std::once_flag, kMaxDevices> asked;
+  const auto index = static_cast<size_t>(device.index);
+  std::call_once(asked.at(index), [&] { known[index] = limits_of(facts_of(device), switches()); });
+  return known[index];
+}
+
+DeviceLimits limits_of_device(int index) { return device_limits({DeviceType::CUDA, index}); }
+
+const DeviceLimits& current_device_limits() {
+  int current = 0;
+  check(cudaGetDevice(&current), kOp);
+  return device_limits({DeviceType::CUDA, current});
+}
+
+void allow_shared_memory(const void* kernel, Device device, std::string_view op) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
+  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             most - static_cast<int>(attributes.sharedSizeBytes)),
+        op);
+}
+
+}  // namespace te::cuda

@@ -1,0 +1,59 @@
+// What launch policies and products may use of a device. Plain arithmetic without CUDA, so that a
+// CPU test, and the table of the documentation, can ask for any device.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace te::cuda {
+
+// What the driver and the kernels' code say.
+struct DeviceFacts {
+  int capability = 0;  // 10 * major + minor
+  // The same of the instruction set that the kernels were compiled for: lower where the driver
+  // compiled them from portable code (PTX).
+  int code = 0;
+  int multiprocessors = 0;
+  int64_t shared_bytes = 0;  // the most that a block may have
+};
+
+// What the user left on: variables of the environment that docs/how-to/gpus.md lists.
+struct DeviceSwitches {
+  bool fp8_products = true;
+  bool clusters = true;
+  bool dependent_launch = true;
+  int64_t shared_bytes = 0;  // that a block may have; 0: as the device says
+};
+
+struct DeviceLimits {
+  int capability = 0;
+  int code = 0;
+  int multiprocessors = 0;
+  int64_t shared_bytes = 0;
+  int cluster = 1;  // the most blocks of a cluster; 1: there are no clusters
+  bool dependent_launch = false;
+  bool fp8_conversion =
+      false;                  // by an instruction; else by integer arithmetic, with the same codes
+  bool fp8_products = false;  // cuBLASLt multiplies codes
+  bool block_scales = false;  // cuBLASLt multiplies codes whose blocks of 128 have scales
+
+  bool operator==(const DeviceLimits&) const = default;
+};
+
+inline constexpr int kMaxCluster = 8;  // what every device with clusters launches
+
+constexpr DeviceLimits limits_of(const DeviceFacts& facts, const DeviceSwitches& on) {
+  constexpr int kAda = 89, kHopper = 90;
+  const int64_t most = on.shared_bytes > 0 ? on.shared_bytes : facts.shared_bytes;
+  return {.capability = facts.capability,
+          .code = facts.code,
+          .multiprocessors = facts.multiprocessors,
+          .shared_bytes = std::min(facts.shared_bytes, most),
+          .cluster = facts.code >= kHopper && on.clusters ? kMaxCluster : 1,
+          .dependent_launch = facts.code >= kHopper && on.dependent_launch,
+          .fp8_conversion = facts.code >= kAda,
+          .fp8_products = facts.capability >= kAda && on.fp8_products,
+          .block_scales = facts.capability == kHopper && on.fp8_products};
+}
+
+}  // namespace te::cuda
