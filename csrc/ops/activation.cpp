@@ -37,6 +37,7 @@ void check_result(const Result& result, const TensorView& like, std::string_view
     check::dtype(result.plain, like.dtype, op, name);
   }
   if (result.quantized) check::quantized(result.quantized, like.rows(), like.cols(), like, op);
+  check::running_amax(result.quantized, like, op);
   check::tile_moments(result.moments, like, op);
   if (result.moments && !result.takes_moments) check::defined(result.plain, op, name);
   if (!result.current) return;

@@ -82,6 +82,12 @@ void workspace(const TensorView& t, int64_t needed, const TensorView& like, std:
 
 }  // namespace
 
+void running_amax(const QuantizedView& q, const TensorView& like, std::string_view op) {
+  if (!q.amax) return;
+  vector(q.amax, 1, DType::Float32, op, "amax");
+  same_device(q.amax, like, op, "amax");
+}
+
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op) {
   require(is_fp8(q.dtype), Kind::Type, op, "expected an FP8 format, got ", q.dtype);
@@ -93,10 +99,7 @@ void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorV
     vector(q.scale, 1, DType::Float32, op, "scale");
     same_device(q.scale, like, op, "scale");
   }
-  if (q.amax) {
-    vector(q.amax, 1, DType::Float32, op, "amax");
-    same_device(q.amax, like, op, "amax");
-  }
+  running_amax(q, like, op);
 }
 
 void column_sum_workspace(const TensorView& t, const TensorView& like, int64_t rows, int64_t cols,

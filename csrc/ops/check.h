@@ -28,6 +28,8 @@ void codes(const TensorView& t, int64_t rows, int64_t cols, const TensorView& li
 // The inverse scales of the blocks of a [rows, cols] matrix.
 void block_scales(const TensorView& t, ScaleBlocks blocks, int64_t rows, int64_t cols,
                   const TensorView& like, std::string_view op, std::string_view name);
+// The amax that a producer raises, whether or not it writes codes; may be absent.
+void running_amax(const QuantizedView& q, const TensorView& like, std::string_view op);
 // All parts of an FP8 result for a [rows, cols] value on the device of `like`.
 void quantized(const QuantizedView& q, int64_t rows, int64_t cols, const TensorView& like,
                std::string_view op);

@@ -53,6 +53,7 @@ void check_outputs(const NormForwardArgs& args, std::string_view op) {
     check::quantized(args.quantized, args.x.rows(), args.x.cols(), args.x, op);
     check::defined(args.quantized.scale, op, "the scale of FP8 outputs");
   }
+  check::running_amax(args.quantized, args.x, op);
   if (!args.current) return;
   require(args.y && !args.quantized, Kind::Value, op,
           "expected a plain output alone with a current scale, got ",

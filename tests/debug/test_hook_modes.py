@@ -1,5 +1,7 @@
 """Hooks where calls differ: micro-batches, cached weights, recomputation, calibration."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from fake_manager import session
@@ -322,12 +324,15 @@ def test_statistics_are_attached_and_not_called_for() -> None:
         logged_call = "look_at_tensor_before_process"
 
     class Noting(IdentityQuantizer):
+        statistics = Mock()  # told of every forward
+
         def process_gemm_output(self, x):
             shapes.append(tuple(x.shape))
             return x
 
     class Provider:
-        def attach(self, inner, calls, features):
+        def attach(self, inner, calls, features, owner):
+            assert owner is module
             due = calls.iteration == 1
             return (Noting() if due else None), (None if due else 1)
 
@@ -336,6 +341,7 @@ def test_statistics_are_attached_and_not_called_for() -> None:
         s.manager.statistics = Provider()
         train(module, None, steps=3, after_step=s.step)
     assert shapes == [(4, 8, 48), (4, 8, 48)]  # from iteration 1 on, for good
+    Noting.statistics.enter.assert_called_with(False)
     assert not looked_at(feature)
     assert s.manager.messages[-1:] == [
         "layer: Feature=Statistics, API=look_at_tensor_before_process: output"

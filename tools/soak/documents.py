@@ -49,6 +49,7 @@ PYYAML_REFUSES = {
     "constructor for the tag 'tag:yaml.org,2002:value'": "a lone = is a text to us",
     "expected the node content, but found": "nothing between two commas, or in a document, is null",
     "expected '<document start>', but found": "a line of a block's text that begins with %",
+    'found unknown escape character "\'"': "yaml-cpp reads \\' in double quotes as an apostrophe",
     "while scanning a directive": "a line of a block's text that begins with %",
 }
 

@@ -20,7 +20,7 @@ from outcome import ROOT, Outcome, until
 
 _OPTIONS = (
     *("--device", "cpu", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32"),
-    *("--batch", "2", "--steps", "24", "--validate-every", "2", "--sample", "0", "--fp8-weights"),
+    *("--batch", "2", "--steps", "12", "--validate-every", "3", "--sample", "0", "--fp8-weights"),
 )
 _MOST_KILLS = 4  # of one run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -71,4 +72,5 @@ def _machine() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return platform.machine() + " CPU"
+    under = os.environ.get("TE_SOAK_UNDER", "")
+    return platform.machine() + " CPU" + (f" under {under}" if under else "")

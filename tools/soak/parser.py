@@ -45,7 +45,8 @@ def run(seconds: float, seed: int) -> Outcome:
         ran = subprocess.run(fuzzer, cwd=folder, capture_output=True, text=True, check=False)
         said = ran.stdout + ran.stderr
     count = re.search(r"number_of_executed_units: (\d+)|(\d+) inputs, none crashed", said)
-    found.count("inputs", int(next(filter(None, count.groups()))) if count else 0)
+    under = f"under {sanitizers}" if sanitizers else "without sanitizers"
+    found.count(f"inputs {under}", int(next(filter(None, count.groups()))) if count else 0)
     slowest = float(found_ms[1]) if (found_ms := re.search(r"slowest: ([\d.]+) ms", said)) else 0.0
     found.most("ms of CPU time for the slowest", slowest)
     if ran.returncode:

@@ -335,6 +335,16 @@ ONE = torch.ones(1)
         (lambda: op.activation_backward(X.half(), X, 0), TypeError, "float32 for dy, got float16"),
         (lambda: op.activation_backward(X, X, 0, False), ValueError, "dx, an FP8 output or dbias"),
         (
+            lambda: op.activation_backward(X, X, 0, amax=torch.zeros(1, dtype=torch.float16)),
+            TypeError,
+            "expected float32 for amax, got float16",
+        ),
+        (
+            lambda: op.activation_forward(X, 0, amax=torch.zeros(0)),
+            ValueError,
+            "expected 1 elements for amax",
+        ),
+        (
             lambda: op.activation_backward(X, X, 0, dbias=torch.float64),
             TypeError,
             "bfloat16 for dbias, got float64",

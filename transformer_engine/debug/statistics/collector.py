@@ -64,6 +64,7 @@ class Collector:
         self._tensors: dict[_Key, TensorStatistics | None] = {}
         # Modules that a tensor belongs to; those of hooks called by hand have none.
         self._owners: dict[_Key, weakref.WeakSet[torch.nn.Module]] = {}
+        self._looked_through = 0  # tensors, for modules that are gone
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
@@ -195,6 +196,8 @@ class Collector:
         Those that ranks reduce stay, because garbage is not collected on all ranks at once, and
         those whose rows captured graphs may hold.
         """
+        if len(self._tensors) == self._looked_through:  # no layer has come
+            return
         local = self._reductions.by_group().get(LOCAL, ())
         gone = [key for key, owners in self._owners.items() if not owners]
         for key in gone:
@@ -203,6 +206,7 @@ class Collector:
                 del self._owners[key], self._tensors[key]
                 if found is not None:
                     found.free()
+        self._looked_through = len(self._tensors)
 
     def _live(self) -> list[TensorStatistics]:
         return [tensor for tensor in list(self._tensors.values()) if tensor is not None]
