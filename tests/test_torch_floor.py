@@ -28,7 +28,13 @@ def _text(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("version", "fits"),
-    [("2.4.1+cu121", False), ("2.9.1", False), ("2.10.0", False), ("2.11.0", True), ("3.0.0a0+git1", True)],
+    [
+        ("2.4.1+cu121", False),
+        ("2.9.1", False),
+        ("2.10.0", False),
+        ("2.11.0", True),
+        ("3.0.0a0+git1", True),
+    ],
 )
 def test_versions_are_compared_by_their_numbers(version: str, fits: bool) -> None:
     assert (_torch_floor.complaint(version) == "") == fits

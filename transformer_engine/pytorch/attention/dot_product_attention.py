@@ -110,6 +110,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         torch.Size([16, 2, 512])
     """
 
+    former_extra_state = "fused_attention._extra_state"
     softmax_offset: nn.Parameter
 
     def __init__(
@@ -293,8 +294,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
                 (query, key, value), own, inference_params, self.layer_number
             )
             cache = inference_params.kind if step is None else step.kind
-        shapes = query.shape, key.shape, value.shape
-        call = self._call(shapes, query.device, own, cache, casts)
+        call = self._call((query.shape, key.shape, value.shape), query.device, own, cache, casts)
         out = self._core(query, key, value, call)
         if casts is not None and casts.columns is not None:
             casts.columns.record_amaxes(out)
@@ -379,8 +379,6 @@ class DotProductAttention(SharedByRanks, ScaledModule):
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
         return super().updates(scope) and wants_fp8(scope.recipe)
-
-    former_extra_state = "fused_attention._extra_state"
 
     def get_extra_state(self) -> torch.Tensor:
         """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""

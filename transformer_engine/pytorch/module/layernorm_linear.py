@@ -115,18 +115,15 @@ class LayerNormLinear(SingleGemmModule):
         super().__init__(1, name, eps, in_features=in_features, out_features=out_features)
         asked = overlap_arguments(LayerNormLinear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
-        ask(self.ranks, asked, self.parallel_mode, named=True)
-        if self.parallel_mode == "row" and self.ranks.size > 1:
+        mode = self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
+        ask(self.ranks, asked, mode, named=True)
+        if mode == "row" and self.ranks.size > 1:
             raise NotImplementedError(
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "
                 f"needs all features of a token on each rank (layer {self.name})"
             )
         self.delay_wgrad_compute = delay_wgrad_compute
-        sections = sections_of(parameters_split)
-        shared = SharedLinear(
-            self.parallel_mode, self.ranks, sections, delays=delay_wgrad_compute
-        )
+        shared = SharedLinear(mode, self.ranks, sections_of(parameters_split), delay_wgrad_compute)
         self.in_features = in_features
         self.out_features = shared.outputs("out_features", out_features)
         self.eps = eps

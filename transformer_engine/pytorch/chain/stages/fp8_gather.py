@@ -36,7 +36,9 @@ def gather_rows(
         found = Fp8Matrix(rows, scales.wait(), matrix.format)
         return transposed(found) if as_columns else found
 
-    as_they_come = not (as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
+    as_they_come = not (
+        as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS
+    )
     return codes.then(finish, finish if as_they_come else None)
 
 
