@@ -87,7 +87,7 @@ def test_without_torch(tmp_path, kind):
 
 def test_old_torch():
     found = doctor._torch_version(SimpleNamespace(__version__="2.1.0+cpu", __file__=None))
-    assert (found.status, found.value) == (doctor.MISSING, "2.1.0+cpu, older than 2.10")
+    assert (found.status, found.value) == (doctor.MISSING, "2.1.0+cpu, older than 2.11")
     assert found.fix == "python -m pip install --upgrade torch"
 
 

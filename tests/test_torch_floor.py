@@ -51,4 +51,4 @@ def test_an_older_torch_is_refused_in_words(tmp_path: Path) -> None:
     )
     *_, said = done.stderr.splitlines()
     assert said.startswith("ImportError: [transformer_engine] expected torch 2.11 or newer")
-    assert "got 2.4.1+cpu: python -m pip install --upgrade 'torch>=2.10'" in said
+    assert "got 2.4.1+cpu: python -m pip install --upgrade 'torch>=2.11'" in said

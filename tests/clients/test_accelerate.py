@@ -72,7 +72,7 @@ def trained(accelerator: Accelerator, net: nn.Module) -> tuple[nn.Module, list[f
 def by_hand(device: str, recipe: DelayedScaling) -> list[float]:
     """The same steps with `te.convert` and the contexts that accelerate opens."""
     net = model()
-    te.convert(net)
+    te.convert(net, fuse=False)
     net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -188,7 +188,7 @@ def experts(rank: int, folder: Path) -> Logged:
 
 
 def evaluation(rank: int, folder: Path) -> Logged:
-    """The first rank alone evaluates between two steps: what it sees belongs to the second."""
+    """The first rank alone evaluates between two steps: what it sees counts in neither."""
     with debugging(folder, section("LogTensorStats", tensors=["activation"], stats=["l1_norm"])):
         layer = te.Linear(16, 16, device=here(), name="layer")
         for step in range(2):

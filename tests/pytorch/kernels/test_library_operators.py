@@ -57,7 +57,7 @@ ONE, PAIR, SEED = torch.ones(1), torch.ones(2), torch.tensor([12345])
 FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
 FP8_PAIR, PLAIN_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3), (None, None, -1, -1)
 SCALING, UNSEEN = (False, False, 0.0), (None, None)
-PRODUCT, INTO = (False, False, False, None, 0, None), (False, False, True, False, None, True)
+PRODUCT, INTO = (False, False, False, None, 0, None), (False, False, True, False, None, True, None)
 BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
     "activation_backward": lambda: (plain(), plain(), 0, True, *FP8_OUTPUT, *SCALING, F32, *UNSEEN),
