@@ -1,4 +1,4 @@
-"""Equal bits: the same seed twice, recordings on and off, one thread and two, with the debugger."""
+"""Equal bits: the same seed twice, recordings on and off, with the debugger."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "the same again": nullcontext,
         "without recordings": _without_recordings,
-        "one thread": _one_thread,
         "every statistic": _inspected,
         "deterministic algorithms": _deterministic,
     }
@@ -82,16 +81,6 @@ def _without_recordings() -> Any:
         yield
     finally:
         segments.HOST_BOUND_BYTES = before
-
-
-@contextmanager
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

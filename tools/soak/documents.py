@@ -50,6 +50,7 @@ PYYAML_REFUSES = {
     "expected the node content, but found": "nothing between two commas, or in a document, is null",
     "expected '<document start>', but found": "a line of a block's text that begins with %",
     'found unknown escape character "\'"': "yaml-cpp reads \\' in double quotes as an apostrophe",
+    r"found character '\t' that cannot start any token": "a tab between words is a space to us",
     "while scanning a directive": "a line of a block's text that begins with %",
 }
 
