@@ -22,10 +22,9 @@ from transformer_engine.debug.statistics.differences import RankFacts, Row, diff
 from transformer_engine.debug.statistics.layout import Layout
 from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row, merge_ranks
 from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch.parallel.collectives import gather_into
 
 _LEAST_CAPACITY = 64
-# all_gather_into_tensor is what torch called it before 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RanksDifferError(RuntimeError):
@@ -103,7 +102,7 @@ class GroupRows:
         gathered = payload.new_empty(self.size * self._capacity, WIDTH)
         started = time.monotonic()
         try:
-            _all_gather(gathered, payload, group=self.group)
+            gather_into(gathered, payload, group=self.group)
         except RuntimeError as error:
             waited = time.monotonic() - started
             doing = f"step() of iteration {iteration}"
