@@ -4,7 +4,6 @@ Each rank trains with a rank's rows of every batch; `losses` are means over both
 """
 
 import os
-import traceback
 import warnings
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attempts import attempt
 from rank_device import here
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -65,18 +65,30 @@ def check(net: nn.Module, kind: str) -> None:
     assert (sharded, replicated) == (kind == "FSDP2", kind == "DDP"), kind
 
 
+def losses_of(
+    net: nn.Module,
+    optimizer: Any,
+    fp8: bool,
+    backward: Callable[[torch.Tensor], object],
+    batch: Callable[[int], torch.Tensor] = own,
+    mean: Callable[[torch.Tensor], float] = both,
+) -> list[float]:
+    """Of some steps with these batches."""
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(net, batch(step), fp8)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses
+
+
 def by_hand(fp8: bool) -> list[float]:
     """One process with the rows of both ranks."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(net, rows(step), fp8)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of(net, optimizer, fp8, torch.Tensor.backward, rows, torch.Tensor.item)
 
 
 def lightning(kind: str, fp8: bool) -> list[float]:
@@ -104,14 +116,7 @@ def lightning(kind: str, fp8: bool) -> list[float]:
     net = fabric.setup_module(model())
     check(net, kind)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.5))
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(net, own(step), fp8)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(both(loss))
-    return losses
+    return losses_of(net, optimizer, fp8, fabric.backward)
 
 
 def sharding() -> Any:
@@ -147,14 +152,7 @@ def accelerate(kind: str, fp8: bool) -> list[float]:
         net = model()
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
         check(net, kind)
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(net, own(step), fp8)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(both(loss))
-        return losses
+        return losses_of(net, optimizer, fp8, accelerator.backward)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -225,6 +223,10 @@ RUNS: dict[str, Callable[[bool], list[float]]] = {
 }
 
 
+def _with(expected: list[float], run: Callable[[bool], list[float]], fp8: bool) -> Any:
+    return run(fp8), expected
+
+
 def trained(rank: int, names: list[str]) -> dict[str, Any]:
     """Losses through each trainer, by hand, or what went wrong, by name and precision."""
     warnings.simplefilter("ignore")  # these libraries have many to give
@@ -236,8 +238,5 @@ def trained(rank: int, names: list[str]) -> dict[str, Any]:
     for fp8 in (False, True):
         expected = by_hand(fp8)
         for name in names:
-            try:
-                found[f"{name}, {fp8}"] = RUNS[name](fp8), expected
-            except Exception:
-                found[f"{name}, {fp8}"] = traceback.format_exc()
+            found[f"{name}, {fp8}"] = attempt(_with, expected, RUNS[name], fp8)
     return found

@@ -6,7 +6,7 @@ positions, the stream of context parallelism and its slices of sequences. `megat
 runs these on GPUs.
 """
 
-import traceback
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attempts import attempt
 from rank_device import here
 
 import transformer_engine.pytorch as te
@@ -183,11 +184,17 @@ def _stage(model: Any, ids: Any, positions: Any, labels: Any) -> torch.Tensor | 
     return loss
 
 
-def _compared(layout: dict[str, Any], recipe: str | None) -> tuple[list[float], list[float]]:
+@functools.cache
+def _alone(recipe: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters that one rank alone begins with, and its losses."""
     with groups({}) as state:
         alone = gpt({}, recipe)
         whole = {name: p.detach().clone() for name, p in alone.named_parameters()}
-        expected = losses(alone, {}, state)
+        return whole, losses(alone, {}, state)
+
+
+def _compared(layout: dict[str, Any], recipe: str | None) -> tuple[list[float], list[float]]:
+    whole, expected = _alone(recipe)
     with groups(layout) as state:
         if "context_parallel_size" in layout and here().type == "cpu":
             model = gpt({}, recipe)  # Megatron would make a CUDA stream
@@ -206,8 +213,5 @@ def compared(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         for precision, recipe in PRECISIONS.items():
-            try:
-                found[f"{name}, {precision}"] = _compared(layout, recipe)
-            except Exception:
-                found[f"{name}, {precision}"] = traceback.format_exc()
+            found[f"{name}, {precision}"] = attempt(_compared, layout, recipe)
     return found

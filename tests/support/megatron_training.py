@@ -1,11 +1,12 @@
 """Megatron-Core's own schedules and its distributed optimizer on two GPUs, beside one GPU."""
 
-import traceback
+import functools
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attempts import attempt
 from megatron_ranks import LAYOUTS, LENGTH, STEPS, batch, gpt, groups, take_parts
 
 import transformer_engine.pytorch as te
@@ -75,13 +76,21 @@ def trained(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         for precision, recipe in FP8.items():
-            try:
-                with groups({}) as state:
-                    model = gpt({}, recipe, dtype=torch.bfloat16)
-                    whole = {key: p.detach().clone() for key, p in model.named_parameters()}
-                    expected = _trained({}, recipe, whole, state)
-                with groups(layout) as state:
-                    found[f"{name}, {precision}"] = _trained(layout, recipe, whole, state), expected
-            except Exception:
-                found[f"{name}, {precision}"] = traceback.format_exc()
+            found[f"{name}, {precision}"] = attempt(_compared, layout, recipe)
     return found
+
+
+@functools.cache
+def _alone(recipe: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters that one rank alone begins with, and its losses."""
+    with groups({}) as state:
+        model = gpt({}, recipe, dtype=torch.bfloat16)
+        whole = {key: p.detach().clone() for key, p in model.named_parameters()}
+        return whole, _trained({}, recipe, whole, state)
+
+
+def _compared(layout: dict[str, Any], recipe: str | None) -> tuple[list[float], list[float]]:
+    """Losses of ranks that share a model, and of one rank alone."""
+    whole, expected = _alone(recipe)
+    with groups(layout) as state:
+        return _trained(layout, recipe, whole, state), expected

@@ -1,7 +1,6 @@
 """What each rank of distributed/test_parallelize runs: a model of one process, and shared ones."""
 
 import copy
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from attempts import failures
 from rank_device import here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -246,11 +246,4 @@ SCENARIOS = {
 
 def scenarios(rank: int) -> dict[str, str]:
     """What each of them found wrong."""
-    found = {}
-    for name, run in SCENARIOS.items():
-        try:
-            run(rank)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    return failures(SCENARIOS, rank)

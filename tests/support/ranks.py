@@ -5,7 +5,8 @@ that has done that, which has the environment of the first start. CUDA does not 
 """
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,21 +56,11 @@ def start_ranks(
 
 def run_rank(rank: int, backend: str, store: str, results: str) -> None:
     """Save what every scenario gives on this rank, by name."""
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    outcomes = {run.__name__: run(rank) for run in SCENARIOS}
-    for session in SESSIONS:
-        outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
-    torch.save(outcomes, f"{results}.{rank}")
-    dist.destroy_process_group()
+    with _joined(rank, 2, backend, store, seconds=60):
+        outcomes = {run.__name__: run(rank) for run in SCENARIOS}
+        for session in SESSIONS:
+            outcomes[session.__name__] = session(rank, Path(results) / session.__name__)
+        torch.save(outcomes, f"{results}.{rank}")
 
 
 def run_ranks(
@@ -85,15 +76,23 @@ def run_ranks(
 def _run_one(
     rank: int, world_size: int, backend: str, folder: str, function: Any, arguments: Any
 ) -> None:
+    # Processors may be busy.
+    with _joined(rank, world_size, backend, f"{folder}/store", seconds=240):
+        torch.save(function(rank, *arguments), f"{folder}/{rank}")
+
+
+@contextmanager
+def _joined(rank: int, world_size: int, backend: str, store: str, seconds: float) -> Iterator[None]:
+    """This process is a rank, with one thread; an error ends it."""
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=240),  # processors may be busy
+        timeout=timedelta(seconds=seconds),
     )
-    torch.save(function(rank, *arguments), f"{folder}/{rank}")
+    yield
     dist.destroy_process_group()

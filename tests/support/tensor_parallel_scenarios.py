@@ -3,7 +3,6 @@
 A scenario returns what it found wrong, or nothing.
 """
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attempts import failures
 from tensor_parallel_options import OPTIONS
 from tensor_parallel_overlap import overlap_on_request
 from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
@@ -342,11 +342,4 @@ SCENARIOS = {
 
 def scenarios(rank: int) -> dict[str, str]:
     """What each of them found wrong."""
-    found = {}
-    for name, run in SCENARIOS.items():
-        try:
-            run(rank)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    return failures(SCENARIOS, rank)
