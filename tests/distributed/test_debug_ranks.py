@@ -28,7 +28,7 @@ def test_halves_of_a_batch_are_logged_as_the_whole(outcomes, precision: str) -> 
     for outcome in both(outcomes, "halves_and_whole"):
         halves, whole = outcome[precision]
         assert len(halves) == 2 * 5
-        assert_alike(halves, whole)
+        assert_alike(halves, whole, rtol=1e-5)  # a GPU multiplies half the rows by another kernel
         if precision == "delayed":
             lost = [halves[step, "layer", "gradient"]["underflows%"] for step in range(2)]
             assert all(0 < share < 100 for share in lost)

@@ -109,6 +109,8 @@ def take_parts(model: Any, whole: dict[str, torch.Tensor], layout: dict[str, Any
                 dim = parameter.partition_dim
                 value = torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
             parameter.copy_(value)
+            if hasattr(parameter, "get_high_precision_init_val"):  # master weights begin with it
+                parameter.get_high_precision_init_val().copy_(value)
 
 
 def share_sequences(model: Any, group: Any) -> None:

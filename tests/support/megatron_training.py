@@ -26,11 +26,12 @@ def _trained(layout: dict[str, Any], recipe: str | None, whole: Any, state: Any)
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
     model = gpt(layout, recipe, dtype=torch.bfloat16, fp8_param=recipe is not None)
     take_parts(model, whole, layout)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(model.config, config, model)
+    wrapped = DistributedDataParallel(model.config, config, Float16Module(model.config, model))
     settings = OptimizerConfig(
         optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True, clip_grad=1.0
     )

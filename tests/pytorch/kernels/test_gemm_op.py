@@ -92,6 +92,7 @@ def skip_where_the_library_cannot(kind, out):
         pytest.skip(str(error))
 
 
+@pytest.mark.filterwarnings("ignore:.*cuBLASLt has no kernel")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("kind", "out"), KINDS, ids=str)
 def test_gelu(device, kind, out, with_bias):

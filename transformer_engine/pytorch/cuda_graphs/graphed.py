@@ -109,7 +109,7 @@ class Graphed:
     out_structure: TreeSpec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leaves, self.structure = tree_flatten((self.args, self.kwargs))
+        self.leaves, self.structure = _flattened(self.args, self.kwargs)
         self.inputs: Tensors = tuple(t for t in self.leaves if isinstance(t, torch.Tensor))
         self.parameters: Tensors = ()
         self.surface: Tensors = ()
@@ -282,7 +282,7 @@ class Graphed:
         return bool(kwargs.pop("is_first_microbatch"))
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flattened(args, kwargs)
         if structure != self.structure:
             raise TypeError(
                 f"[make_graphed_callables] expected arguments as {self.subject.where} was captured "
@@ -347,6 +347,11 @@ class _Replay(torch.autograd.Function):
 
 def _own(gradient: torch.Tensor, copies: bool) -> torch.Tensor:
     return gradient.clone() if copies else gradient.detach()
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure, which the order of keywords does not change."""
+    return tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
 def _has_gradient(t: Any) -> bool:

@@ -314,7 +314,9 @@ def _product_of_codes(
 ) -> torch.Tensor:
     """`a b^T` of FP8 codes in fp32, `[m, n]`: by bf16 tensor cores on a GPU."""
     plain_a, plain_b = (
-        codes.reshape(-1, codes.shape[-1]).view(TORCH_FP8[format]).to(torch.bfloat16)
+        codes.reshape(codes.shape[:-1].numel(), codes.shape[-1])
+        .view(TORCH_FP8[format])
+        .to(torch.bfloat16)
         for codes, format in ((a, a_format), (b, b_format))
     )
     value = a.new_empty((plain_a.shape[0], plain_b.shape[0]), dtype=torch.float32)

@@ -63,6 +63,7 @@ def quantize_master_weights(
     start_offsets: Sequence[int | None],
     group: Any,
     fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
 ) -> None:
     """Cast this rank's pieces of fp32 masters into the codes of weights with one scale.
 
@@ -75,12 +76,15 @@ def quantize_master_weights(
         start_offsets: where each begins in its weight, read as flat.
         group: of the ranks with the other pieces; None is the default one, where there is one.
         fsdp_shard_model_weights: not implemented: `fully_shard` keeps pieces by itself.
+        manual_post_all_gather_processing: the caller will call `post_all_gather_processing`. The
+            transposed codes are dropped here in any case, and made again when they are needed.
 
     Raises:
         ValueError: lists of different lengths; pieces that reach beyond their weights.
         TypeError: weights of another kind.
         NotImplementedError: `fsdp_shard_model_weights` with anything but None in it.
     """
+    del manual_post_all_gather_processing
     if any(shard is not None for shard in fsdp_shard_model_weights or ()):
         raise NotImplementedError(
             "[quantize_master_weights] fsdp_shard_model_weights: fully_shard keeps pieces of FP8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.nn.functional import layer_norm, rms_norm
+from torch.nn.functional import layer_norm
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import (
@@ -127,7 +127,8 @@ class Norm(Stage):
         assert gamma is not None
         factor = gamma.float() + 1.0 if self.zero_centered else gamma.float()
         if self.kind == RMS_NORM:
-            y = rms_norm(x.float(), factor.shape, factor, plan.epsilon)
+            x_float = x.float()  # torch's rms_norm has no ONNX form on a GPU
+            y = x_float * (x_float.square().mean(-1, keepdim=True) + plan.epsilon).rsqrt() * factor
         else:
             offset = None if beta is None else beta.float()
             y = layer_norm(x.float(), factor.shape, factor, offset, plan.epsilon)
