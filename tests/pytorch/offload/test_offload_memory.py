@@ -1,4 +1,4 @@
-"""What offloaded layers leave on the device: nothing but weights and what is smaller than a page."""
+"""What offloaded layers leave on the device: nothing but weights and what is very small."""
 
 import gc
 from collections.abc import Callable
