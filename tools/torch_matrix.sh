@@ -27,7 +27,8 @@ prepare() {
   [ -x "$python" ] || "$PYTHON" -m venv "$2"
   "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$release')" 2>/dev/null ||
     "$python" -m pip install -qq "torch==$release+cpu" 2>/dev/null || "$python" -m pip install -qq "torch==$release"
-  printf 'torch==%s\n' "$("$python" -c 'import torch; print(torch.__version__)')" >"$2/constraints.txt"
+  # As pip knows it: torch.__version__ may name a CUDA that the wheel's own version does not.
+  printf 'torch==%s\n' "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" >"$2/constraints.txt"
   "$python" -m pip install -qq -r tools/requirements.txt -c "$2/constraints.txt"
   [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || "$python" -m pip wheel -qq --no-build-isolation --no-deps -w "$wheels" .
   "$python" -m pip install -qq --no-deps --force-reinstall "$wheels"/*.whl
