@@ -145,3 +145,10 @@ try_wheel "${pythons[0]}" "$(echo "$WORK"/new/*.whl)"
 
 say "made"
 du -h --apparent-size "${made[@]}" dist/*.tar.gz
+"$tools" - "${made[@]}" <<'PY'
+import sys, zipfile
+for path in sys.argv[1:]:
+    for one in zipfile.ZipFile(path).infolist():
+        if one.filename.endswith(".so"):
+            print(f"  {one.filename}: {one.file_size / 1e6:.1f} MB, {one.compress_size / 1e6:.1f} MB in the wheel")
+PY
