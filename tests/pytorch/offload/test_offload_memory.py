@@ -1,6 +1,7 @@
 """What offloaded layers leave on the device: nothing but weights and what is very small."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -63,20 +64,27 @@ def test_what_stays_is_small_or_a_weight(name: str, recipe: str) -> None:
     assert weights and sum(others) < LAYERS * 4096
 
 
-def allocated_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> int:
-    """Bytes that a forward leaves."""
+def requested() -> Counter[int]:
+    """How many tensors of which sizes there are, without what the allocator adds to them."""
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    return Counter(b["requested_size"] for b in blocks if b["state"] == "active_allocated")
+
+
+def left_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> Counter[int]:
+    """The sizes of what a forward leaves."""
     context, synchronize = te.get_cpu_offload_context(
         offloaded > 0, max(offloaded, 1), True, False, model_layers=len(modules)
     )
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = requested()
     x = torch.randn(128, HIDDEN, HIDDEN, dtype=torch.bfloat16, device="cuda")
     for module in modules:
         with scope(recipe), context:
             x = module(x)
         x = synchronize(x)
     torch.cuda.synchronize()
-    found = torch.cuda.memory_allocated() - before
+    found = requested()
+    found.subtract(before)
     x.float().sum().backward()
     for module in modules:
         module.zero_grad()
@@ -89,13 +97,14 @@ def allocated_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> i
 def test_offloaded_layers_leave_their_weights(name: str, recipe: str) -> None:
     """As many layers, all offloaded but the last, take the memory of one and their FP8 weights."""
     modules = [MODULES[name](device="cuda", params_dtype=torch.bfloat16) for _ in range(LAYERS)]
-    allocated_behind(modules, recipe, LAYERS - 1)  # workspaces, scales, pinned memory
-    whole = allocated_behind(modules, recipe, 0)
-    one = allocated_behind(modules[:1], recipe, 0)
-    offloaded = allocated_behind(modules, recipe, LAYERS - 1)
+    left_behind(modules, recipe, LAYERS - 1)  # workspaces, scales, pinned memory
+    one = left_behind(modules[:1], recipe, 0)
+    offloaded = left_behind(modules, recipe, LAYERS - 1)
+    offloaded.subtract(one)
     parameters = sum(
         p.numel() for m in modules[1:] for k, p in m.named_parameters() if "weight" in k
     )
-    weights = 0 if recipe == "high precision" else 2 * parameters
-    left = (offloaded - one - weights) / MIB
-    assert left < 0.1, f"{left:.2f} MiB beside weights, of {(whole - one) / MIB:.2f} offloaded"
+    weights = 0 if recipe == "high precision" else 2 * parameters  # codes, of either side
+    left = sum(size * count for size, count in offloaded.items()) - weights
+    sizes = {size: count for size, count in offloaded.items() if count and size >= 4096}
+    assert left < 0.1 * MIB, f"{left / MIB:.2f} MiB beside weights; sizes and counts: {sizes}"
