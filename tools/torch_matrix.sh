@@ -4,6 +4,7 @@
 #   tools/torch_matrix.sh 2.10.0 2.15.0        these; rows of others stay
 #   TESTS="tests/pytorch/compiled" ...         a part of the tests; the table says so
 #   ENVIRONMENTS=FOLDER                        where each release has its virtual environment (build/torch)
+#   JOBS=1                                     processes that test at a time (one for each processor)
 # One environment has gigabytes where torch comes with CUDA; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # brings the small one.
 set -euo pipefail
@@ -11,6 +12,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 PAGE=$ROOT/docs/torch_releases.md
 ENVIRONMENTS=${ENVIRONMENTS:-$ROOT/build/torch}
 TESTS=${TESTS:-tests}
+JOBS=${JOBS:-$(nproc)}
+for release; do
+  [[ $release =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { sed -n '2,/^[^#]/{/^#/p}' "$0" >&2 && exit 2; }
+done
 wheels=$ENVIRONMENTS/wheel
 mkdir -p "$wheels"
 
@@ -22,7 +27,8 @@ prepare() {
   [ -x "$python" ] || "$PYTHON" -m venv "$2"
   "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$release')" 2>/dev/null ||
     "$python" -m pip install -qq "torch==$release+cpu" 2>/dev/null || "$python" -m pip install -qq "torch==$release"
-  printf 'torch==%s\n' "$("$python" -c 'import torch; print(torch.__version__)')" >"$2/constraints.txt"
+  # As pip knows it: torch.__version__ may name a CUDA that the wheel's own version does not.
+  printf 'torch==%s\n' "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" >"$2/constraints.txt"
   "$python" -m pip install -qq -r tools/requirements.txt -c "$2/constraints.txt"
   [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || "$python" -m pip wheel -qq --no-build-isolation --no-deps -w "$wheels" .
   "$python" -m pip install -qq --no-deps --force-reinstall "$wheels"/*.whl
@@ -47,7 +53,7 @@ for release in "${releases[@]}"; do
   log=$ENVIRONMENTS/$release.log
   prepare "$release" "$environment"
   # shellcheck disable=SC2086 # TESTS are several words
-  PYTHONSAFEPATH=1 "$environment/bin/python" -P -m pytest -q -n "$(nproc)" $TESTS 2>&1 | tee "$log" || true
+  PYTHONSAFEPATH=1 "$environment/bin/python" -P -m pytest -q -n "$JOBS" $TESTS 2>&1 | tee "$log" || true
   line=$(row "$release" "$log")
   say "$line"
   sed -i "/^| $release |/d" "$PAGE"

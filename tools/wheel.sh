@@ -88,9 +88,10 @@ prepare_yaml_cpp() {
 
 # Options of the build: the oldest headers that it takes, so that the wheels of one release are alike.
 settings() {
-  printf -- '-C\ncmake.define.%s\n' "TE_GLIBC_STUBS=$WORK/glibc-$GLIBC" "yaml-cpp_ROOT=$WORK/yaml-cpp"
+  # In full: the pip of Python 3.10 does not know -C.
+  printf -- '--config-settings\ncmake.define.%s\n' "TE_GLIBC_STUBS=$WORK/glibc-$GLIBC" "yaml-cpp_ROOT=$WORK/yaml-cpp"
   if [ "$TE_CUDA" != OFF ]; then
-    tools/fetch_cuda_headers.sh | sed 's/^-D/-C\ncmake.define./'
+    tools/fetch_cuda_headers.sh | sed 's/^-D/--config-settings\ncmake.define./'
   fi
 }
 
@@ -145,3 +146,10 @@ try_wheel "${pythons[0]}" "$(echo "$WORK"/new/*.whl)"
 
 say "made"
 du -h --apparent-size "${made[@]}" dist/*.tar.gz
+"$tools" - "${made[@]}" <<'PY'
+import sys, zipfile
+for path in sys.argv[1:]:
+    for one in zipfile.ZipFile(path).infolist():
+        if one.filename.endswith(".so"):
+            print(f"  {one.filename}: {one.file_size / 1e6:.1f} MB, {one.compress_size / 1e6:.1f} MB in the wheel")
+PY

@@ -40,6 +40,9 @@ def activation_backward(
     dbias: torch.Tensor | None,
     moments: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.7020000219345093,
+    offset: float = 1.0,
 ) -> None: ...
 def activation_forward(
     x: torch.Tensor | None,
@@ -56,6 +59,9 @@ def activation_forward(
     epsilon: float,
     moments: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.7020000219345093,
+    offset: float = 1.0,
 ) -> None: ...
 def activation_takes_moments(x: torch.Tensor | None, dy: torch.Tensor | None = None) -> bool: ...
 def amax(

@@ -29,26 +29,37 @@ void forward_into(const TensorView& x, int kind, const TensorView& y, int format
                   const TensorView& rowwise, const TensorView& columnwise, const TensorView& scales,
                   const TensorView& scale, const TensorView& amax, const TensorView& current_scales,
                   bool power_of_2, float epsilon, const TensorView& moments,
-                  const TensorView& active) {
+                  const TensorView& active, float limit, float alpha, float offset) {
   const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
                current_scales, power_of_2, epsilon, stream);
   const auto sink = moments_sink(moments, active, x, stream);
-  activation_forward({static_cast<ActivationKind>(kind), x, y, quantized, current, sink}, stream);
+  activation_forward(
+      {static_cast<ActivationKind>(kind), {limit, alpha, offset}, x, y, quantized, current, sink},
+      stream);
 }
 
 void backward_into(const TensorView& dy, const TensorView& x, int kind, const TensorView& dx,
                    int format, const TensorView& rowwise, const TensorView& columnwise,
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
                    const TensorView& current_scales, bool power_of_2, float epsilon,
-                   const TensorView& dbias, const TensorView& moments, const TensorView& active) {
+                   const TensorView& dbias, const TensorView& moments, const TensorView& active,
+                   float limit, float alpha, float offset) {
   const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
                current_scales, power_of_2, epsilon, stream);
-  ActivationBackwardArgs args{
-      static_cast<ActivationKind>(kind), dy, x, dx, quantized, current, dbias, {}, {}};
+  ActivationBackwardArgs args{.kind = static_cast<ActivationKind>(kind),
+                              .parameters = {limit, alpha, offset},
+                              .dy = dy,
+                              .x = x,
+                              .dx = dx,
+                              .quantized = quantized,
+                              .current = current,
+                              .dbias = dbias,
+                              .workspace = {},
+                              .moments = {}};
   args.moments = moments_sink(moments, active, x, stream);
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   activation_backward(args, stream);
@@ -59,14 +70,17 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
 void bind_activation(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
+  constexpr ActivationParameters kGptOss;
   m.def("activation_forward", recordable<&forward_into>, arg("x"), arg("kind"), arg("y"),
         arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"), arg("amax"),
         arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("moments") = none(),
-        arg("active") = none());
+        arg("active") = none(), arg("limit") = kGptOss.limit, arg("alpha") = kGptOss.alpha,
+        arg("offset") = kGptOss.offset);
   m.def("activation_backward", recordable<&backward_into>, arg("dy"), arg("x"), arg("kind"),
         arg("dx"), arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"),
         arg("amax"), arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("dbias"),
-        arg("moments") = none(), arg("active") = none());
+        arg("moments") = none(), arg("active") = none(), arg("limit") = kGptOss.limit,
+        arg("alpha") = kGptOss.alpha, arg("offset") = kGptOss.offset);
   m.def("activation_takes_moments", &activation_takes_moments, arg("x"), arg("dy") = none());
 }
 

@@ -5,6 +5,8 @@
 //   y  = x s                        s = sigmoid(p(x)),  p(x) = x (linear + cubic x^2)
 //   y' = s + x s (1 - s) p'(x)      p'(x) = linear + 3 cubic x^2
 // ReLU and squared ReLU are the other pair. NaN goes through both.
+//
+// A gated activation is act(x1) * h(x2): h is x2 itself, or x2 clamped and shifted.
 #pragma once
 
 #include <cmath>
@@ -15,7 +17,8 @@
 
 namespace te {
 
-// The numbers are part of the Python binding; the odd ones are gated.
+// The numbers are part of the Python binding; the odd ones are gated. The clamped unit has no plain
+// form, so 10 is none.
 enum class ActivationKind : int32_t {
   Gelu = 0,  // tanh form
   Geglu = 1,
@@ -27,6 +30,14 @@ enum class ActivationKind : int32_t {
   Sreglu = 7,
   Silu = 8,  // x * sigmoid(x)
   Swiglu = 9,
+  ClampedSwiglu = 11,  // g sigmoid(alpha g) * (clamp(x2) + offset), g = min(x1, limit)
+};
+
+// Of the clamped kind; others ignore them. The defaults are those of gpt-oss.
+struct ActivationParameters {
+  float limit = 7.0f;  // of x1 from above, of x2 from both sides
+  float alpha = 1.702f;
+  float offset = 1.0f;  // added to the clamped x2
 };
 
 constexpr bool is_gated(ActivationKind kind) { return static_cast<int32_t>(kind) % 2 == 1; }
@@ -65,6 +76,8 @@ TE_HD float at_most(float x, float bound) {
 #endif
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 struct ValueAndGradient {
   float value;     // act(x)
   float gradient;  // dy * act'(x)
@@ -86,7 +99,6 @@ struct SigmoidUnit {
   TE_HD float hold(float x) const { return at_most(at_least(x, -limit), limit); }
   // sigmoid(p(x)): the exponential is taken to the base that the hardware has.
   TE_HD float sigmoid(float x) const {
-    constexpr float kLog2E = 1.44269504f;
     return reciprocal_of_1_plus_exp2(x * (-kLog2E * linear + -kLog2E * cubic * (x * x)));
   }
 };
@@ -104,23 +116,71 @@ struct RectifiedUnit {
   }
 };
 
-// Calls f(unit) with the unit behind the kind, gated or not.
+// g sigmoid(alpha g), g = min(x, limit). The gradient is zero where x was cut off, as that of
+// torch.clamp is. Below `lowest` the sigmoid is 0.
+struct ClampedUnit {
+  float alpha, lowest, limit;
+
+  TE_HD float value(float x) const {
+    const float held = hold(x);
+    return held * sigmoid(held);
+  }
+  TE_HD ValueAndGradient value_and_gradient(float x, float dy) const {
+    const float held = hold(x), s = sigmoid(held), value = held * s;
+    return {value, x > limit ? 0.0f : dy * (s + alpha * (value - value * s))};
+  }
+
+ private:
+  TE_HD float hold(float x) const { return at_most(at_least(x, lowest), limit); }
+  TE_HD float sigmoid(float x) const { return reciprocal_of_1_plus_exp2(x * (-kLog2E * alpha)); }
+};
+
+// The factor h(x2) of a gated activation, and dy * h'(x2).
+struct NoFactor {
+  static constexpr bool kGated = false;
+};
+
+struct PlainFactor {
+  static constexpr bool kGated = true;
+
+  TE_HD float value(float x) const { return x; }
+  TE_HD float gradient(float, float dy) const { return dy; }
+};
+
+struct ClampedFactor {
+  static constexpr bool kGated = true;
+  float limit, offset;
+
+  TE_HD float value(float x) const { return at_most(at_least(x, -limit), limit) + offset; }
+  TE_HD float gradient(float x, float dy) const { return x < -limit || x > limit ? 0.0f : dy; }
+};
+
+// Calls f(unit, factor) with what is behind the kind.
 template <class F>
-decltype(auto) dispatch_activation(ActivationKind kind, F&& f) {
+decltype(auto) dispatch_activation(ActivationKind kind, const ActivationParameters& p, F&& f) {
   constexpr float kGeluLinear = 1.5957691216f;  // 2 sqrt(2 / pi)
+  constexpr float kSiluLimit = 92.0f, kMostLimit = 3e38f;
+  const auto plain_or_gated = [&](auto unit) {
+    return is_gated(kind) ? f(unit, PlainFactor{}) : f(unit, NoFactor{});
+  };
   switch (kind) {
     case ActivationKind::Gelu:
-    case ActivationKind::Geglu: return f(SigmoidUnit{kGeluLinear, 0.044715f * kGeluLinear, 10.25f});
+    case ActivationKind::Geglu:
+      return plain_or_gated(SigmoidUnit{kGeluLinear, 0.044715f * kGeluLinear, 10.25f});
     case ActivationKind::Qgelu:
-    case ActivationKind::Qgeglu: return f(SigmoidUnit{1.702f, 0.0f, 54.0f});
+    case ActivationKind::Qgeglu: return plain_or_gated(SigmoidUnit{1.702f, 0.0f, 54.0f});
     case ActivationKind::Silu:
-    case ActivationKind::Swiglu: return f(SigmoidUnit{1.0f, 0.0f, 92.0f});
+    case ActivationKind::Swiglu: return plain_or_gated(SigmoidUnit{1.0f, 0.0f, kSiluLimit});
     case ActivationKind::Relu:
-    case ActivationKind::Reglu: return f(RectifiedUnit{false});
+    case ActivationKind::Reglu: return plain_or_gated(RectifiedUnit{false});
     case ActivationKind::Srelu:
-    case ActivationKind::Sreglu: return f(RectifiedUnit{true});
+    case ActivationKind::Sreglu: return plain_or_gated(RectifiedUnit{true});
+    case ActivationKind::ClampedSwiglu:
+      return f(ClampedUnit{p.alpha, -std::fmin(kSiluLimit / p.alpha, kMostLimit), p.limit},
+               ClampedFactor{p.limit, p.offset});
   }
-  fail(Kind::Value, "activation", "expected a kind from 0 to 9, got ", static_cast<int32_t>(kind));
+  fail(Kind::Value, "activation", "expected a kind from 0 to 9, or 11, got ",
+       static_cast<int32_t>(kind));
 }
 
 }  // namespace te

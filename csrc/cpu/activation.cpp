@@ -15,23 +15,29 @@ namespace {
 constexpr int64_t kRowsPerBlock = 64;
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-template <class In, class Unit>
-void forward_row(const Unit& unit, bool gated, const In* x, std::vector<float>& y) {
+template <class In, class Unit, class Factor>
+void forward_row(const Unit& unit, const Factor& factor, const In* x, std::vector<float>& y) {
   const size_t n = y.size();
-  for (size_t j = 0; j < n; ++j) y[j] = unit.value(static_cast<float>(x[j]));
-  if (!gated) return;
-  for (size_t j = 0; j < n; ++j) y[j] *= static_cast<float>(x[n + j]);
+  for (size_t j = 0; j < n; ++j) {
+    y[j] = unit.value(static_cast<float>(x[j]));
+    if constexpr (Factor::kGated) y[j] *= factor.value(static_cast<float>(x[n + j]));
+  }
 }
 
-template <class In, class Unit>
-void backward_row(const Unit& unit, bool gated, const In* dy, const In* x, std::vector<float>& dx) {
-  const size_t n = gated ? dx.size() / 2 : dx.size();
+template <class In, class Unit, class Factor>
+void backward_row(const Unit& unit, const Factor& factor, const In* dy, const In* x,
+                  std::vector<float>& dx) {
+  const size_t n = Factor::kGated ? dx.size() / 2 : dx.size();
   for (size_t j = 0; j < n; ++j) {
-    const float out = static_cast<float>(dy[j]);
-    const float scale = gated ? static_cast<float>(x[n + j]) : 1.0f;
-    const auto [value, gradient] = unit.value_and_gradient(static_cast<float>(x[j]), out * scale);
-    dx[j] = gradient;
-    if (gated) dx[n + j] = out * value;
+    const float x1 = static_cast<float>(x[j]), out = static_cast<float>(dy[j]);
+    if constexpr (Factor::kGated) {
+      const float x2 = static_cast<float>(x[n + j]);
+      const auto [value, gradient] = unit.value_and_gradient(x1, out * factor.value(x2));
+      dx[j] = gradient;
+      dx[n + j] = factor.gradient(x2, out * value);
+    } else {
+      dx[j] = unit.value_and_gradient(x1, out).gradient;
+    }
   }
 }
 
@@ -68,37 +74,37 @@ void for_each_row(int64_t rows, int64_t cols, const RowSink& sink, const TensorV
   });
 }
 
-// f(tag of the dtype, unit): the two run-time choices of every call.
-template <class F>
-void dispatch(DType dtype, ActivationKind kind, F&& f) {
-  dispatch_high_precision(dtype, "activation", [&](auto tag) {
-    dispatch_activation(kind, [&](auto unit) { f(tag, unit); });
+// f(tag of the dtype, unit, factor): the run-time choices of every call.
+template <class Args, class F>
+void dispatch(const Args& args, F&& f) {
+  dispatch_high_precision(args.x.dtype, "activation", [&](auto tag) {
+    dispatch_activation(args.kind, args.parameters,
+                        [&](auto unit, auto factor) { f(tag, unit, factor); });
   });
 }
 
 }  // namespace
 
 void activation_forward(const ActivationForwardArgs& args) {
-  const bool gated = is_gated(args.kind);
-  const int64_t rows = args.x.rows(), width = args.x.cols(), cols = gated ? width / 2 : width;
+  const int64_t rows = args.x.rows(), width = args.x.cols();
+  const int64_t cols = is_gated(args.kind) ? width / 2 : width;
   const RowSink sink(rows, cols, args.y, args.quantized, args.current);
-  dispatch(args.x.dtype, args.kind, [&](auto tag, auto unit) {
+  dispatch(args, [&](auto tag, auto unit, auto factor) {
     using In = typename decltype(tag)::type;
     for_each_row(rows, cols, sink, {}, [&](int64_t row, std::vector<float>& y) {
-      forward_row(unit, gated, args.x.ptr<In>() + row * width, y);
+      forward_row(unit, factor, args.x.ptr<In>() + row * width, y);
     });
   });
   if (args.moments) cpu::moments({args.y, args.moments});
 }
 
 void activation_backward(const ActivationBackwardArgs& args) {
-  const bool gated = is_gated(args.kind);
-  const int64_t rows = args.x.rows(), width = args.x.cols(), n = gated ? width / 2 : width;
+  const int64_t rows = args.x.rows(), width = args.x.cols(), n = args.dy.cols();
   const RowSink sink(rows, width, args.dx, args.quantized, args.current);
-  dispatch(args.x.dtype, args.kind, [&](auto tag, auto unit) {
+  dispatch(args, [&](auto tag, auto unit, auto factor) {
     using In = typename decltype(tag)::type;
     for_each_row(rows, width, sink, args.dbias, [&](int64_t row, std::vector<float>& dx) {
-      backward_row(unit, gated, args.dy.ptr<In>() + row * n, args.x.ptr<In>() + row * width, dx);
+      backward_row(unit, factor, args.dy.ptr<In>() + row * n, args.x.ptr<In>() + row * width, dx);
     });
   });
   if (args.moments) cpu::moments({args.dx, args.moments});

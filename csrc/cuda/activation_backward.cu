@@ -10,32 +10,36 @@ namespace {
 constexpr const char* kOp = "activation_backward";
 
 // In: dy, x or dy, x1, x2. Out: dx or dx1, dx2.
-template <class Unit, bool kGated>
+template <class Unit, class Factor>
 struct Backward {
+  static constexpr bool kGated = Factor::kGated;
   static constexpr int kInputs = kGated ? 3 : 2;
   static constexpr int kOutputs = kGated ? 2 : 1;
   static constexpr int kPitch(int k) { return k == 0 ? 1 : kOutputs; }
   static constexpr bool kPlain = true, kColumnSums = true, kCopies = false;
   Unit unit;
+  Factor factor;
 
   __device__ __forceinline__ void operator()(const float (&in)[kInputs],
                                              float (&out)[kOutputs]) const {
     if constexpr (kGated) {
-      const auto [value, gradient] = unit.value_and_gradient(in[1], in[0] * in[2]);
+      const auto [value, gradient] = unit.value_and_gradient(in[1], in[0] * factor.value(in[2]));
       out[0] = gradient;
-      out[1] = in[0] * value;
+      out[1] = factor.gradient(in[2], in[0] * value);
     } else {
       out[0] = unit.value_and_gradient(in[1], in[0]).gradient;
     }
   }
 };
 
-template <class Unit, bool kGated>
-void backward(const ActivationBackwardArgs& args, const Unit& unit, cudaStream_t stream) {
+template <class Unit, class Factor>
+void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor& factor,
+              cudaStream_t stream) {
+  constexpr bool kGated = Factor::kGated;
   const TensorView& x = args.x;
   const int64_t cols = args.dy.cols();
-  TileMap<Backward<Unit, kGated>> map{
-      .function = {unit},
+  TileMap<Backward<Unit, Factor>> map{
+      .function = {unit, factor},
       .inputs = {args.dy.data, x.data},
       .rows = x.rows(),
       .cols = tile_map_cols(cols, kOp),
@@ -54,10 +58,8 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, cudaStream_t
 void activation_backward(const ActivationBackwardArgs& args, Stream on) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t stream = stream_of(on);
-  dispatch_activation(args.kind, [&](auto unit) {
-    dispatch_bool(is_gated(args.kind),
-                  [&](auto gated) { backward<decltype(unit), gated()>(args, unit, stream); });
-  });
+  dispatch_activation(args.kind, args.parameters,
+                      [&](auto unit, auto factor) { backward(args, unit, factor, stream); });
   if (args.dbias)
     reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
                         args.dbias, stream);

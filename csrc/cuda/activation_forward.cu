@@ -7,26 +7,30 @@ namespace {
 
 constexpr const char* kOp = "activation_forward";
 
-template <class Unit, bool kGated>
+template <class Unit, class Factor>
 struct Forward {
+  static constexpr bool kGated = Factor::kGated;
   static constexpr int kInputs = kGated ? 2 : 1;
   static constexpr int kOutputs = 1;
   static constexpr int kPitch(int) { return kInputs; }  // x1 and x2 are halves of rows
   static constexpr bool kPlain = true, kColumnSums = false, kCopies = false;
   Unit unit;
+  Factor factor;
 
   __device__ __forceinline__ void operator()(const float (&in)[kInputs],
                                              float (&out)[kOutputs]) const {
     out[0] = unit.value(in[0]);
-    if constexpr (kGated) out[0] *= in[1];
+    if constexpr (kGated) out[0] *= factor.value(in[1]);
   }
 };
 
-template <class Unit, bool kGated>
-void forward(const ActivationForwardArgs& args, const Unit& unit, cudaStream_t stream) {
+template <class Unit, class Factor>
+void forward(const ActivationForwardArgs& args, const Unit& unit, const Factor& factor,
+             cudaStream_t stream) {
+  constexpr bool kGated = Factor::kGated;
   const TensorView& x = args.x;
   const int64_t cols = x.cols() / (kGated ? 2 : 1);
-  TileMap<Forward<Unit, kGated>> map{.function = {unit},
+  TileMap<Forward<Unit, Factor>> map{.function = {unit, factor},
                                      .inputs = {x.data},
                                      .rows = x.rows(),
                                      .cols = tile_map_cols(cols, kOp),
@@ -43,10 +47,8 @@ void forward(const ActivationForwardArgs& args, const Unit& unit, cudaStream_t s
 
 void activation_forward(const ActivationForwardArgs& args, Stream stream) {
   const DeviceGuard guard(args.x.device);
-  dispatch_activation(args.kind, [&](auto unit) {
-    dispatch_bool(is_gated(args.kind), [&](auto gated) {
-      forward<decltype(unit), gated()>(args, unit, stream_of(stream));
-    });
+  dispatch_activation(args.kind, args.parameters, [&](auto unit, auto factor) {
+    forward(args, unit, factor, stream_of(stream));
   });
 }
 

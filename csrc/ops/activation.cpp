@@ -1,5 +1,7 @@
 #include "ops/activation.h"
 
+#include <cmath>
+
 #include "ops/check.h"
 #include "ops/dispatch.h"
 
@@ -15,7 +17,17 @@ struct Result {
   bool takes_moments;
 };
 
-void check_input(ActivationKind kind, const TensorView& x, std::string_view op) {
+void check_parameters(const ActivationParameters& p, std::string_view op) {
+  require(p.limit > 0.0f && std::isfinite(p.limit), Kind::Value, op,
+          "expected a finite limit above 0, got ", p.limit);
+  require(p.alpha > 0.0f && std::isfinite(p.alpha), Kind::Value, op,
+          "expected a finite alpha above 0, got ", p.alpha);
+  require(std::isfinite(p.offset), Kind::Value, op, "expected a finite offset, got ", p.offset);
+}
+
+void check_input(ActivationKind kind, const ActivationParameters& parameters, const TensorView& x,
+                 std::string_view op) {
+  if (kind == ActivationKind::ClampedSwiglu) check_parameters(parameters, op);
   check::high_precision(x, op, "x");
   check::contiguous(x, op, "x");
   require(!is_gated(kind) || x.cols() % 2 == 0, Kind::Value, op,
@@ -55,7 +67,7 @@ bool activation_takes_moments(const TensorView& x, const TensorView& dy) {
 
 void activation_forward(const ActivationForwardArgs& args, Stream stream) {
   constexpr const char* kOp = "activation_forward";
-  check_input(args.kind, args.x, kOp);
+  check_input(args.kind, args.parameters, args.x, kOp);
   require(args.y || args.quantized, Kind::Value, kOp,
           "expected a plain or an FP8 output, got neither");
   check_result(
@@ -68,7 +80,7 @@ void activation_forward(const ActivationForwardArgs& args, Stream stream) {
 
 void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
   constexpr const char* kOp = "activation_backward";
-  check_input(args.kind, args.x, kOp);
+  check_input(args.kind, args.parameters, args.x, kOp);
   check::same_shape(args.dy, half_of(args.kind, args.x), kOp, "dy");
   check::dtype(args.dy, args.x.dtype, kOp, "dy");
   require(args.dx || args.quantized || args.dbias, Kind::Value, kOp,

@@ -1,6 +1,6 @@
 // Activations, forward and backward, optionally straight to FP8 with the bias gradient.
 //   plain  y = act(x)                 x [..., n]  -> y [..., n]
-//   gated  y = act(x1) * x2           x = [x1 | x2], [..., 2n] -> y [..., n]
+//   gated  y = act(x1) * h(x2)        x = [x1 | x2], [..., 2n] -> y [..., n]
 // Everything is computed in fp32 from x; FP8 results are rounded once, from the fp32 value. All
 // plain tensors of one call have the dtype of x. Delayed scaling (`quantized`) and current scaling
 // (`current`) exclude each other.
@@ -14,6 +14,7 @@ namespace te {
 
 struct ActivationForwardArgs {
   ActivationKind kind = ActivationKind::Gelu;
+  ActivationParameters parameters;
   TensorView x;             // [..., n] or [..., 2n], fp32/fp16/bf16, contiguous
   TensorView y;             // [..., n], plain result; may be absent
   QuantizedView quantized;  // FP8 result; may be absent
@@ -23,6 +24,7 @@ struct ActivationForwardArgs {
 
 struct ActivationBackwardArgs {
   ActivationKind kind = ActivationKind::Gelu;
+  ActivationParameters parameters;
   TensorView dy;            // [..., n]
   TensorView x;             // [..., n] or [..., 2n]: what forward read
   TensorView dx;            // shape of x, plain result; may be absent

@@ -33,11 +33,12 @@ double derivative(ActivationKind kind, double x) {
 }
 
 float value(ActivationKind kind, float x) {
-  return dispatch_activation(kind, [&](auto unit) { return unit.value(x); });
+  return dispatch_activation(kind, {}, [&](auto unit, auto) { return unit.value(x); });
 }
 
 ValueAndGradient value_and_gradient(ActivationKind kind, float x, float dy) {
-  return dispatch_activation(kind, [&](auto unit) { return unit.value_and_gradient(x, dy); });
+  return dispatch_activation(kind, {},
+                             [&](auto unit, auto) { return unit.value_and_gradient(x, dy); });
 }
 
 TEST(ActivationMath, ValueAndDerivativeFollowTheDefinition) {
@@ -78,6 +79,55 @@ TEST(ActivationMath, NaNGoesThrough) {
     EXPECT_TRUE(std::isnan(value_and_gradient(kind, kNaN, 1.0f).value));
     EXPECT_TRUE(std::isnan(value_and_gradient(kind, 1.0f, kNaN).gradient));
   }
+}
+
+constexpr ActivationParameters kTight{.limit = 2.0f, .alpha = 1.5f, .offset = 0.5f};
+
+// y = act(x1) * h(x2) of the clamped kind, and its two derivatives for dy = 1.
+struct Clamped {
+  float y, dx1, dx2;
+};
+
+Clamped clamped(float x1, float x2) {
+  return dispatch_activation(
+      ActivationKind::ClampedSwiglu, kTight, [&](auto unit, auto factor) -> Clamped {
+        if constexpr (decltype(factor)::kGated) {
+          const auto [value, gradient] = unit.value_and_gradient(x1, factor.value(x2));
+          return {value * factor.value(x2), gradient, factor.gradient(x2, value)};
+        }
+        return {};
+      });
+}
+
+TEST(ActivationMath, ClampedSwigluFollowsItsDefinition) {
+  const auto gate = [](double x) {
+    const double held = std::fmin(x, 2.0);
+    return held / (1.0 + std::exp(-1.5 * held));
+  };
+  const auto factor = [](double x) { return std::fmax(std::fmin(x, 2.0), -2.0) + 0.5; };
+  for (float x1 = -30.0f; x1 <= 6.0f; x1 += 1.0f / 16.0f) {
+    for (const float x2 : {-9.0f, -2.0f, -1.5f, 0.0f, 1.25f, 2.0f, 2.5f, kInfinity}) {
+      const auto [y, dx1, dx2] = clamped(x1, x2);
+      const double expected = gate(x1) * factor(x2);
+      EXPECT_NEAR(y, expected, 4e-6 * std::fabs(expected) + 1e-12) << x1 << " " << x2;
+      const double slope = (gate(x1 + 1e-5) - gate(x1 - 1e-5)) / 2e-5;
+      if (x1 != 2.0f) {
+        EXPECT_NEAR(dx1, slope * factor(x2), 2e-5) << x1 << " " << x2;
+      }
+      EXPECT_NEAR(dx2, std::fabs(x2) <= 2.0f ? gate(x1) : 0.0, 2e-5) << x1 << " " << x2;
+    }
+  }
+}
+
+TEST(ActivationMath, ClampedSwigluHoldsInfinityAndKeepsNaN) {
+  EXPECT_EQ(clamped(-kInfinity, 1.0f).y, 0.0f);
+  EXPECT_EQ(clamped(-kInfinity, 1.0f).dx1, 0.0f);
+  EXPECT_EQ(clamped(kInfinity, -kInfinity).y, clamped(2.0f, -2.0f).y);
+  EXPECT_EQ(clamped(kInfinity, 1.0f).dx1, 0.0f);
+  EXPECT_GT(clamped(2.0f, 2.0f).dx1, 0.0f);  // the limits themselves are not cut off
+  EXPECT_GT(clamped(2.0f, 2.0f).dx2, 0.0f);
+  EXPECT_TRUE(std::isnan(clamped(kNaN, 1.0f).y) && std::isnan(clamped(kNaN, 1.0f).dx1));
+  EXPECT_TRUE(std::isnan(clamped(1.0f, kNaN).y) && std::isnan(clamped(1.0f, kNaN).dx1));
 }
 
 TEST(ActivationMath, UnknownKindsAreRefused) {

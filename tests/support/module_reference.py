@@ -14,6 +14,10 @@ GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    if name == "clamped_swiglu":
+        a, b = x.chunk(2, dim=-1)
+        a = a.clamp(max=7)
+        return a * torch.sigmoid(1.702 * a) * (b.clamp(-7, 7) + 1)
     name = "srelu" if name == "squared_relu" else name
     if name in GATED:
         a, b = x.chunk(2, dim=-1)

@@ -112,9 +112,10 @@ def _activation(d: Draw, backward: bool) -> tuple[Any, ...]:
     kind = d.random.randrange(12)
     x = d.plain(d.rows, d.cols * (1 + kind % 2))
     scaled = (*_fp8(d), False, False, 0.0)
+    numbers = (float(d.positive()), float(d.positive()), d.one((0.0, 1.0)))  # of kind 11
     if backward:
-        return (d.plain(), x, kind, d.flag(), *scaled, d.dtype_or_none(), None, None)
-    return (x, kind, d.flag(), *scaled, None, None)
+        return (d.plain(), x, kind, d.flag(), *scaled, d.dtype_or_none(), None, None, *numbers)
+    return (x, kind, d.flag(), *scaled, None, None, *numbers)
 
 
 def _gemm(d: Draw) -> tuple[Any, ...]:

@@ -133,7 +133,7 @@ def test_modules(recipe, device):
 
 
 def test_norms_and_activations(device):
-    kinds = ["geglu", "qgelu", "reglu", "srelu", "silu"]  # each function once
+    kinds = ["geglu", "qgelu", "reglu", "srelu", "silu", "clamped_swiglu"]  # each function once
     model = Several(
         te.LayerNorm(16, device=device),
         te.RMSNorm(16, zero_centered_gamma=True, device=device),

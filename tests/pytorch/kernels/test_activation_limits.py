@@ -4,9 +4,11 @@ import fp8_reference as fp8
 import pytest
 import torch
 from cases import activation as cases
-from rulers import assert_bitwise
+from rulers import assert_bitwise, assert_codes_close
 
 from transformer_engine.pytorch.kernels import activation as op
+
+F32 = torch.float32
 
 
 @pytest.mark.parametrize("name", list(cases.PLAIN))
@@ -75,3 +77,75 @@ def test_saturation(format, device):
     relu = op.activation_kind("relu")
     codes = op.activation_forward(x, relu, False, format, scale, rowwise=True)[1]
     assert_bitwise(codes.cpu(), fp8.encode(torch.relu(x.cpu()), format, 1000.0))
+
+
+CLAMPS = [{"limit": 1.5, "alpha": 1.3, "offset": 0.25}, {"limit": 2.0, "alpha": 1.0, "offset": 0.0}]
+FP8 = {"scale": 3.0, "rowwise": True, "columnwise": True}
+
+
+def clamped_both_ways(x, dy, device, numbers, **fp8_arguments):
+    """The results of forward and backward, on the CPU."""
+    kind, x, dy = op.activation_kind("clamped_swiglu"), x.to(device), dy.to(device)
+    if fp8_arguments:
+        fp8_arguments["scale"] = torch.tensor([fp8_arguments["scale"]], device=device)
+    forward = op.activation_forward(x, kind, **fp8_arguments, **numbers)
+    backward = op.activation_backward(dy, x, kind, dbias=F32, **fp8_arguments, **numbers)
+    return [None if t is None else t.cpu() for t in (*forward, *backward)]
+
+
+@pytest.mark.parametrize("numbers", CLAMPS, ids=str)
+def test_clamps_where_the_numbers_say(numbers, device):
+    """Halves beyond the limit, on it and inside it; the bias gradient sums what is left."""
+    for dtype, bound in ((F32, 4e-6), (torch.bfloat16, 4e-3)):
+        x, dy = (torch.randn(33, 2 * 40) * 2).to(dtype), torch.randn(33, 40).to(dtype)
+        x[0, :2], x[0, 40:42] = numbers["limit"], -numbers["limit"]
+        y, *_, dx, _, _, _, dbias = clamped_both_ways(x, dy, device, numbers)
+        expected = cases.reference("clamped_swiglu", x.double(), **numbers)
+        gradient = cases.reference_backward("clamped_swiglu", dy, x, **numbers)
+        assert (gradient == 0).sum() > 500  # most kinds of numbers are cut off
+        torch.testing.assert_close(y.double(), expected, rtol=bound, atol=1e-6)
+        torch.testing.assert_close(dx.double(), gradient, rtol=bound, atol=2e-6)
+        assert torch.equal(dx == 0, gradient == 0)
+        torch.testing.assert_close(dbias.double(), gradient.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("numbers", CLAMPS, ids=str)
+def test_clamps_before_the_cast(numbers, device):
+    x, dy = torch.randn(66, 2 * 48).bfloat16() * 2, torch.randn(66, 48).bfloat16()
+    _, codes, transposed, _, _, back, back_transposed, *_ = clamped_both_ways(
+        x, dy, device, numbers, **FP8
+    )
+    forward = cases.reference("clamped_swiglu", x.double(), **numbers)
+    assert_codes_close(codes, fp8.encode(forward, fp8.E4M3, 3.0))
+    backward = cases.reference_backward("clamped_swiglu", dy, x, **numbers)
+    assert_codes_close(back, fp8.encode(backward, fp8.E4M3, 3.0))
+    assert torch.equal(transposed, codes.t()) and torch.equal(back_transposed, back.t())
+
+
+def test_clamped_halves_at_infinity(device):
+    inf = float("inf")
+    x = torch.tensor([[-inf, inf, 3e38, 1.0, 1.0, 1.0, -inf, inf]])
+    y, *_, dx, _, _, _, _ = clamped_both_ways(x, torch.ones(1, 4), device, {})
+    gelu = 1 / (1 + torch.exp(torch.tensor(-1.702)))
+    top = 7 / (1 + torch.exp(torch.tensor(-1.702 * 7)))
+    torch.testing.assert_close(y, torch.stack([gelu * 0, top * 2, top * -6, gelu * 8])[None])
+    assert dx[0, :3].tolist() == [0, 0, 0] and dx[0, 6:].tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", CLAMPS, ids=str)
+def test_clamped_agrees_on_both_devices(numbers):
+    for dtype in fp8.HIGH_PRECISION:
+        for shape in ((64, 128), (33, 257), (130, 72)):
+            x, dy = (
+                (torch.randn(shape[0], 2 * shape[1]) * 2).to(dtype),
+                torch.randn(shape).to(dtype),
+            )
+            cpu = clamped_both_ways(x, dy, "cpu", numbers, **FP8)
+            cuda = clamped_both_ways(x, dy, "cuda", numbers, **FP8)
+            for i, (got, want) in enumerate(zip(cuda, cpu, strict=True)):
+                if want.dtype is torch.uint8:
+                    assert_codes_close(got, want)
+                else:
+                    bound = 1e-4 if i == 8 else {F32: 8e-6, torch.float16: 1e-3}.get(dtype, 8e-3)
+                    torch.testing.assert_close(got, want, rtol=bound, atol=1e-4 if i == 8 else 2e-6)

@@ -311,7 +311,14 @@ ONE = torch.ones(1)
             ValueError,
             "plain or an FP8 output, got neither",
         ),
-        (lambda: op.activation_forward(X, 10), ValueError, "a kind from 0 to 9, got 10"),
+        (lambda: op.activation_forward(X, 10), ValueError, "0 to 9, or 11, got 10"),
+        (lambda: op.activation_forward(X, 11, limit=0.0), ValueError, "limit above 0, got 0"),
+        (lambda: op.activation_forward(X, 11, alpha=-1.0), ValueError, "alpha above 0, got -1"),
+        (
+            lambda: op.activation_backward(X[:, :3], X, 11, offset=float("nan")),
+            ValueError,
+            "expected a finite offset, got nan",
+        ),
         (
             lambda: op.activation_forward(X, 0, False, current=True, rowwise=True),
             ValueError,

@@ -56,12 +56,14 @@ def table(device: str) -> torch.Tensor:
 ONE, PAIR, SEED = torch.ones(1), torch.ones(2), torch.tensor([12345])
 FP8_OUTPUT = (fp8.E4M3, ONE, None, True, True)
 FP8_PAIR, PLAIN_PAIR = (PAIR, PAIR, fp8.E4M3, fp8.E4M3), (None, None, -1, -1)
-SCALING, UNSEEN = (False, False, 0.0), (None, None)
+SCALING, UNSEEN, NUMBERS = (False, False, 0.0), (None, None), (0.5, 1.0, 0.0)
 PRODUCT, INTO = (False, False, False, None, 0, None), (False, False, True, False, None, True, None)
 BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
-    "activation_backward": lambda: (plain(), plain(), 0, True, *FP8_OUTPUT, *SCALING, F32, *UNSEEN),
-    "activation_forward": lambda: (plain(), 0, True, *FP8_OUTPUT, *SCALING, *UNSEEN),
+    "activation_backward": lambda: (
+        *(plain(), plain(ROWS, 2 * COLS), 11, True, *FP8_OUTPUT, *SCALING, F32, *UNSEEN, *NUMBERS),
+    ),
+    "activation_forward": lambda: (*(plain(), 11, True, *FP8_OUTPUT, *SCALING, *UNSEEN, *NUMBERS),),
     "amax": lambda: (plain(),),
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS), None, True),
     "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),

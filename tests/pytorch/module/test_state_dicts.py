@@ -96,7 +96,9 @@ TABLE: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any], State]] = [
         (te.LayerNormMLP, (HIDDEN, FFN), {"activation": name}, mlp(first=rows))
         for name, rows in {
             **dict.fromkeys(("relu", "qgelu", "srelu", "silu"), FFN),
-            **dict.fromkeys(("geglu", "reglu", "swiglu", "qgeglu", "sreglu"), 2 * FFN),
+            **dict.fromkeys(
+                ("geglu", "reglu", "swiglu", "clamped_swiglu", "qgeglu", "sreglu"), 2 * FFN
+            ),
         }.items()
     ),
     (te.DotProductAttention, (HEADS, HEAD), {}, EXTRA),

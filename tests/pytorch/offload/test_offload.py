@@ -45,7 +45,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def _all_sizes(monkeypatch):
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", 16)
+    monkeypatch.setattr(module, "LEAST_BYTES", 64)
 
 
 def model(layers: int, device: str = "cpu") -> nn.ModuleList:
@@ -249,7 +249,7 @@ def test_errors() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_transformer_layers(number: int, precision: str, monkeypatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", 256 * 1024)
+    monkeypatch.setattr(module, "LEAST_BYTES", 16 * 1024)
 
     def run(wrap) -> tuple[list[torch.Tensor], int]:
         reset_autocast()

@@ -25,11 +25,14 @@ def defined(name: str, x: torch.Tensor) -> torch.Tensor:
     if name in PLAIN:
         return PLAIN[name](x)
     gate, linear = x.chunk(2, dim=-1)
+    if name == "ClampedSwiGLU":
+        gate = gate.clamp(max=7)
+        return PLAIN["QGELU"](gate) * (linear.clamp(-7, 7) + 1)
     return PLAIN[GATED[name]](gate) * linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*PLAIN, *GATED])
+@pytest.mark.parametrize("name", [*PLAIN, *GATED, "ClampedSwiGLU"])
 def test_activations(name: str, dtype: torch.dtype, device: str) -> None:
     module = getattr(ops, name)(cache_quantized_input=False)
     x = torch.randn(3, 5, 32).to(dtype)

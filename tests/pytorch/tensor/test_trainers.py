@@ -6,6 +6,7 @@ import torch.distributed as dist
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.dtypes import DType
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
@@ -15,6 +16,7 @@ from transformer_engine.pytorch.tensor import (
     Float8Tensor,
 )
 from transformer_engine.pytorch.tensor.utils import (
+    _largest,
     cast_master_weights_to_fp8,
     post_all_gather_processing,
     replace_raw_data,
@@ -183,17 +185,19 @@ def test_codes_move_into_a_buffer(device):
         replace_raw_data(x, buffer)
 
 
-@pytest.mark.parametrize("kind", ["delayed", "current", "weights"])
+@pytest.mark.parametrize("kind", ["delayed", "current", "weights", "squares", "block weights"])
 def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
     """Two ranks with uneven pieces, one without any of the second weight: as one cast of all."""
-    shapes = [(16, 48), (32, 32)]
+    in_blocks = kind in ("squares", "block weights")
+    shapes = [(144, 272), (256, 128)] if in_blocks else [(16, 48), (32, 32)]
     masters = [values(device, *shape) * (i + 1) for i, shape in enumerate(shapes)]
-    cuts = [(0, 301, 768), (0, 1024, 1024)]
+    sizes = [master.numel() for master in masters]
+    cuts = [(0, 301 if not in_blocks else 130 * 272 + 129, sizes[0]), (0, sizes[1], sizes[1])]
 
     def weights():
-        if kind != "weights":
+        if "weights" not in kind:
             return [KINDS[kind](device)(torch.zeros_like(m)) for m in masters]
-        with te.quantized_model_init():
+        with te.quantized_model_init(recipe=Float8BlockScaling() if in_blocks else None):
             layers = [te.Linear(s[1], s[0], device=device, bias=False) for s in shapes]
         return [layer.weight for layer in layers]
 
@@ -201,7 +205,9 @@ def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
     with torch.no_grad():
         for weight, master in zip(expected, masters, strict=True):
             weight.quantize_(master)
-    whole = torch.stack([m.abs().max() for m in masters])
+    whole = torch.cat([_largest(w, m, 0) for w, m in zip(expected, masters, strict=True)])
+    if not in_blocks:
+        assert torch.equal(whole, torch.stack([m.abs().max() for m in masters]))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda t, op, group: t.copy_(torch.maximum(t, whole)))
     ranks = [weights(), weights()]
@@ -212,12 +218,21 @@ def test_pieces_of_masters_give_the_weight(kind, device, monkeypatch):
             ]
             pieces = [p if p.numel() else None for p in pieces]
             cast_master_weights_to_fp8(own, pieces, [c[rank] for c in cuts], None)
+    data, scale = ("_rowwise_data", "_rowwise_scale_inv") if in_blocks else ("_data", "_scale_inv")
     for i, weight in enumerate(expected):
-        codes = [own[i]._data.flatten() for own in ranks]
+        codes = [getattr(own[i], data).flatten() for own in ranks]
         cut = cuts[i][1]
-        assert_bitwise(torch.cat([codes[0][:cut], codes[1][cut:]]), weight._data.flatten())
+        gathered = torch.cat([codes[0][:cut], codes[1][cut:]])
+        assert_bitwise(gathered, getattr(weight, data).flatten())
         for own in ranks:
-            assert_bitwise(own[i]._scale_inv, weight._scale_inv)
+            assert_bitwise(getattr(own[i], scale), getattr(weight, scale))
+            getattr(own[i], data).view(-1).copy_(gathered)
+            post_all_gather_processing([own[i]])
+            assert_bitwise(own[i].dequantize(), weight.dequantize())
+            assert own[i].get_usages() == weight.get_usages()
+            if kind == "squares":
+                assert_bitwise(own[i]._columnwise_data, weight._columnwise_data)
+                assert_bitwise(own[i]._columnwise_scale_inv, weight._columnwise_scale_inv)
             if kind == "delayed":
                 assert own[i]._quantizer.amax == whole[i]
 
@@ -227,8 +242,8 @@ def test_refused_masters(device):
     piece = torch.zeros(200, device=device)
     with pytest.raises(ValueError, match=r"a piece of 256 values .* got 200 from 100 on"):
         cast_master_weights_to_fp8([weight], [piece], [100], None)
-    with pytest.raises(TypeError, match="got Float8BlockwiseQTensor"):
-        cast_master_weights_to_fp8([blocks(2)(values(device, 16, 16))], [piece], [0], None)
+    with pytest.raises(TypeError, match="got Float8BlockwiseQTensor of 1 x 128 blocks"):
+        cast_master_weights_to_fp8([blocks(1)(values(device, 16, 16))], [piece], [0], None)
     with pytest.raises(NotImplementedError, match="fully_shard keeps pieces"):
         cast_master_weights_to_fp8([weight], [piece], [0], None, [weight])
     cast_master_weights_to_fp8([], [], [], None)

@@ -10,7 +10,9 @@ PLAIN = {
     "silu": torch.nn.functional.silu,
 }
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+GATED["clamped_swiglu"] = "silu"  # of clamped halves
 KINDS = [*PLAIN, *GATED]
+GPT_OSS = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
 
 # (rows, n): tiles and their neighbours, vectors and their neighbours, thin and empty ones.
 SHAPES = [(64, 128), (128, 64), (96, 80), (130, 72), (33, 257), (7, 1), (1, 40), (0, 16), (3, 0)]
@@ -22,22 +24,34 @@ BENCHMARK_SHAPES = [
     (8192, 14336, "swiglu"),
     (8192, 4096, "gelu"),
     (8192, 4096, "swiglu"),
+    (8192, 4096, "clamped_swiglu"),
     (8192, 3072, "gelu"),
 ]
 
 
-def reference(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The definition, in the dtype of `x`."""
+def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
+    """The clamped SwiGLU of gpt-oss, in the dtype of `x`."""
+    gate, linear = x.chunk(2, dim=-1)
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear + offset)
+
+
+def reference(name: str, x: torch.Tensor, **numbers: float) -> torch.Tensor:
+    """The definition, in the dtype of `x`; numbers are those of the clamped kind."""
+    if name == "clamped_swiglu":
+        return clamped(x, **{**GPT_OSS, **numbers})
     if name in PLAIN:
         return PLAIN[name](x)
     first, second = x.chunk(2, dim=-1)
     return PLAIN[GATED[name]](first) * second
 
 
-def reference_backward(name: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def reference_backward(
+    name: str, dy: torch.Tensor, x: torch.Tensor, **numbers: float
+) -> torch.Tensor:
     """`dx` by autograd in float64."""
     x = x.double().detach().requires_grad_()
-    return torch.autograd.grad(reference(name, x), x, dy.double())[0]
+    return torch.autograd.grad(reference(name, x, **numbers), x, dy.double())[0]
 
 
 def width(name: str, n: int) -> int:

@@ -89,8 +89,16 @@ class ChainOperator:
         self._plans: dict[int, CallPlan] = {}  # by lengths of histories
         self._traces: dict[Any, _Trace] = {}
 
-    def bound(self, state: Sequence[torch.Tensor], staged: bool = False) -> CallPlan:
-        """A plan of calls with this scaling state; `staged` ones cast with copies of its scales."""
+    def bound(
+        self,
+        state: Sequence[torch.Tensor],
+        staged: bool = False,
+        apart: torch.Tensor | None = None,
+    ) -> CallPlan:
+        """A plan of calls with this scaling state; `staged` ones cast with copies of its scales.
+
+        `apart` is that of `CallPlan`.
+        """
         facts, columns = self.facts, None
         of_gemms: list[Any] = [None] * len(facts.gemms)
         if state:
@@ -98,8 +106,22 @@ class ChainOperator:
             columns, of_gemms = columns_in_memory(state, len(of_gemms), *how)
         gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
         plan = CallPlan(facts.dtype, facts.needs, gemms)
-        plan.columns = columns
+        plan.columns, plan.apart = columns, apart
         return self.chain.prepare(plan)
+
+    def run_staged(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> Any:
+        """A call that is traced stage by stage.
+
+        The partitioner of AOTAutograd may merge equal casts of two checkpoints, of which it then
+        has to save one result and to compute another again, which torch 2.15 cannot. It merges no
+        uninitialised tensors, and so nothing that takes one.
+        """
+        first = inputs[0]
+        assert first is not None
+        apart = None
+        if self.facts.recomputed:
+            apart = torch.empty(0, dtype=torch.int32, device=first.device)
+        return call_chain(self.bound(state, staged=True, apart=apart), None, *inputs)
 
     def _planned(self, state: Sequence[torch.Tensor]) -> CallPlan:
         """The plan of recorded calls; made in the first one, outside of what is traced."""
@@ -325,7 +347,7 @@ def chain(key: str, inputs: list[Any], state: list[torch.Tensor]) -> list[torch.
     operator = _OPERATORS[key]
     if operator.staged(inputs):
         with nullcontext() if type(inputs[0]) is torch.Tensor else compiling():
-            made = call_chain(operator.bound(state, staged=True), None, *inputs)
+            made = operator.run_staged(inputs, state)
         return [*made] if isinstance(made, tuple) else [made]
     if any(operator.facts.needs):
         return [*_CompiledNode.apply(key, state, *inputs)]

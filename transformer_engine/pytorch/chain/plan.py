@@ -34,6 +34,8 @@ class CallPlan:
         fp8_weights: which inputs are weights that exist in FP8 alone.
         caching: the stages that read what they have cached, with their plans.
         operator: the key of the operator that the call is in compiled code; else empty.
+        apart: a tensor of no values that the kernels of forward take, so that a compiler does not
+            take them for those of an equal call; None: it may.
         state: of such a plan: the memory of scaling state, or stand-ins for it.
         bind: makes the same plan with other state than these stand-ins.
         stage_plans: of each stage.
@@ -47,6 +49,7 @@ class CallPlan:
 
     __slots__ = (
         "accumulates",
+        "apart",
         "bind",
         "caching",
         "chain",
@@ -105,6 +108,7 @@ class CallPlan:
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""
+        self.apart: torch.Tensor | None = None
 
     @property
     def in_tf32(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +13,7 @@ from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
-# Names of the documented `activation` argument. An odd number is a gated kind: act(x1) * x2.
+# Names of the documented `activation` argument. An odd number is a gated kind: act(x1) * h(x2).
 ACTIVATION_KINDS = {
     "gelu": 0,
     "geglu": 1,
@@ -24,10 +26,23 @@ ACTIVATION_KINDS = {
     "sreglu": 7,
     "silu": 8,
     "swiglu": 9,
+    "clamped_swiglu": 11,
 }
+CLAMPED_SWIGLU = ACTIVATION_KINDS["clamped_swiglu"]
 
-# What they compute, by half of their number.
-DEFINITIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+
+class ActivationParameters(NamedTuple):
+    """Of `clamped_swiglu`, with the numbers of gpt-oss; other kinds ignore them."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+
+
+DEFAULT_PARAMETERS = ActivationParameters()
+
+# What the others compute of x or x1, by half of their number.
+_UNITS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     partial(torch.nn.functional.gelu, approximate="tanh"),
     lambda x: x * torch.sigmoid(1.702 * x),
     torch.nn.functional.relu,
@@ -52,6 +67,61 @@ def activation_kind(name: str) -> int:
 def is_gated(kind: int) -> bool:
     """Whether the kind reads `[..., 2n]` and gives `[..., n]`."""
     return kind % 2 == 1
+
+
+def activation_parameters(
+    kind: int, params: Mapping[str, Any] | None, op: str
+) -> ActivationParameters:
+    """The documented `activation_params` of a kind.
+
+    Args:
+        kind: see `activation_kind`.
+        params: some of them by name; None for the defaults.
+        op: who asks, for messages.
+
+    Raises:
+        TypeError: no mapping, unknown names, or values that are no numbers.
+        ValueError: parameters of a kind that has none; a limit or an alpha that is not above 0;
+            numbers that are not finite.
+
+    >>> activation_parameters(CLAMPED_SWIGLU, {"limit": 10}, "doc")
+    ActivationParameters(limit=10.0, alpha=1.702, glu_linear_offset=1.0)
+    """
+    if params is None:
+        return DEFAULT_PARAMETERS
+    names = ActivationParameters._fields
+    if not isinstance(params, Mapping) or not set(params) <= set(names):
+        raise TypeError(
+            f"[{op}] expected activation_params to be a dict with {', '.join(names)}, got"
+            f" {params!r}"
+        )
+    if params and kind != CLAMPED_SWIGLU:
+        name = next(name for name, number in ACTIVATION_KINDS.items() if number == kind)
+        raise ValueError(
+            f"[{op}] expected activation_params with activation='clamped_swiglu' alone, got"
+            f" {params!r} with {name!r}"
+        )
+    for name, value in params.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"[{op}] expected {name} to be a number, got {value!r}")
+    made = ActivationParameters(**{name: float(value) for name, value in params.items()})
+    if not (made.limit > 0 and made.alpha > 0 and all(map(math.isfinite, made))):
+        raise ValueError(
+            f"[{op}] expected finite numbers, limit > 0 and alpha > 0, got {dict(params)!r}"
+        )
+    return made
+
+
+def define_activation(kind: int, parameters: ActivationParameters, x: torch.Tensor) -> torch.Tensor:
+    """What a kind computes, in torch's operators and the dtype of `x`."""
+    if not is_gated(kind):
+        return _UNITS[kind // 2](x)
+    gate, linear = x.chunk(2, dim=-1)
+    if kind != CLAMPED_SWIGLU:
+        return _UNITS[kind // 2](gate) * linear
+    limit, alpha, offset = parameters
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + offset)
 
 
 def _outputs(
@@ -84,10 +154,13 @@ def activation_forward(
     epsilon: float = 0.0,
     moments: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
     *,
     launch: bool = True,
 ) -> Result:
-    """`y = act(x)`, or `act(x1) * x2` of the halves of `x` with a gated kind.
+    """`y = act(x)`, or `act(x1) * h(x2)` of the halves of `x` with a gated kind.
 
     Args:
         x: `[..., n]` or `[..., 2n]`, fp32, fp16 or bf16, contiguous.
@@ -104,6 +177,9 @@ def activation_forward(
         moments: row that the moments of `y`, in the dtype of `x`, are merged into; see
             `kernels.moments.moments`.
         active: flag on the device for `moments`.
+        limit: see `ActivationParameters`; so are the next two.
+        alpha: see `limit`.
+        offset: its `glu_linear_offset`.
 
     Returns:
         `(y, rowwise, columnwise, scales)`, None where not asked for; `scales` is {1/scale, scale}.
@@ -130,6 +206,9 @@ def activation_forward(
             epsilon,
             moments,
             active,
+            limit,
+            alpha,
+            offset,
         )
     return results if plain else (None, *results[1:])
 
@@ -151,6 +230,9 @@ def activation_backward(
     dbias: torch.dtype | None = None,
     moments: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
     *,
     launch: bool = True,
 ) -> tuple[
@@ -178,6 +260,9 @@ def activation_backward(
         epsilon: as in forward.
         moments: as in forward, for `dx`; so is `active`.
         active: see `moments`.
+        limit: as in forward; so are `alpha` and `offset`.
+        alpha: see `limit`.
+        offset: see `limit`.
 
     Returns:
         `(dx, rowwise, columnwise, scales, dbias)`, None where not asked for.
@@ -208,5 +293,8 @@ def activation_backward(
             bias_grad,
             moments,
             active,
+            limit,
+            alpha,
+            offset,
         )
     return results[0] if plain else None, *results[1:], bias_grad

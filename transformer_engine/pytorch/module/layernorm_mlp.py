@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from transformer_engine.pytorch.chain.stages import Activation, Norm
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.kernels.activation import (
+    activation_kind,
+    activation_parameters,
+    is_gated,
+)
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
@@ -42,8 +46,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         eps: added to the variance.
         bias: learn additive biases.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
-        activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu (or squared_relu), sreglu, silu
-            or swiglu.
+        activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu (or squared_relu), sreglu, silu,
+            swiglu or clamped_swiglu.
+        activation_params: of clamped_swiglu, see `ops.ClampedSwiGLU`: a dict of `limit` (7.0),
+            `alpha` (1.702) and `glu_linear_offset` (1.0).
         init_method: of FC1's weight; None is a normal with deviation 0.023.
         output_layer_init_method: of FC2's weight; likewise.
         get_rng_state_tracker: returns the tracker under which weights are initialised.
@@ -75,8 +81,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         others: arguments that tune overlap of communication; no effect on one rank.
 
     Raises:
-        ValueError: norms or sizes that cannot be.
-        TypeError: unknown arguments; sizes or dtypes that are none.
+        ValueError: norms, sizes or parameters of activations that cannot be.
+        TypeError: unknown arguments; sizes, numbers or dtypes that are none.
         RuntimeError: a GPU that torch does not see.
         NotImplementedError: unknown activations.
 
@@ -96,6 +102,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -124,6 +131,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
         ask(self.ranks, asked, "column", "row")
         kind = activation_kind(activation)
+        numbers = activation_parameters(kind, activation_params, "LayerNormMLP")
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.eps = eps
@@ -161,7 +169,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.chain = Chain.of(
             Norm(normalization, eps, zero_centered_gamma, tap),
             *self._fc1.stages(0, self.name, fuse_wgrad_accumulation, "fc1", gathers),
-            Activation(kind),
+            Activation(kind, numbers),
             *self._fc2.stages(1, self.name, fuse_wgrad_accumulation, "fc2"),
         )
 

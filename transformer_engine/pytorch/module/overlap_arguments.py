@@ -21,7 +21,7 @@ _FLAGS = frozenset({*_GATHERS, *_SCATTERS, _SCATTERS_GRADS, *_ALWAYS, _SWITCH})
 _NAMES = frozenset({"ub_name", "rng_tracker_name", "symmetric_ar_type"})
 
 # Keywords of newer versions, and what they may be so far.
-_LATER = {"activation_params": None, "delay_wgrad_compute": False}
+_LATER = {"delay_wgrad_compute": False}
 
 
 def overlap_arguments(

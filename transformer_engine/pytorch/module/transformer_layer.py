@@ -10,7 +10,7 @@ pass that quantises the GEMM's incoming gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class TransformerLayer(FlowModule):
             without `fuse_qkv_params`.
         bias: learn additive biases.
         activation: of the MLP, see `LayerNormMLP`.
+        activation_params: of `clamped_swiglu`, see there.
         normalization: `LayerNorm` or `RMSNorm`.
         device: of the parameters; None is cuda where there is one, else cpu.
         attn_input_format: `sbhd`, `bshd` or `thd`, that is `[sequence, batch, hidden_size]`,
@@ -145,6 +146,7 @@ class TransformerLayer(FlowModule):
         *,
         bias: bool = True,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
@@ -238,6 +240,7 @@ class TransformerLayer(FlowModule):
             ffn_hidden_size,
             eps=layernorm_epsilon,
             activation=activation,
+            activation_params=activation_params,
             name=f"{self.name}.layernorm_mlp",
             **shared,
         )

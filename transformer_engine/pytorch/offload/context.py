@@ -13,7 +13,9 @@ from torch import nn
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.offload.groups import CudaCopies, Group, View
 
-LEAST_ELEMENTS = 256 * 1024  # smaller tensors stay where they are
+# Smaller tensors stay where they are: scales, seeds, statistics of a norm over few tokens. A copy
+# costs the host some microseconds, and PCIe moves this much in less than one.
+LEAST_BYTES = 16 * 1024
 Sync = Callable[..., Any]
 
 
@@ -188,7 +190,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             wanted
             and type(x) is torch.Tensor
             and not isinstance(x, nn.Parameter)
-            and x.numel() >= LEAST_ELEMENTS
+            and x.numel() * x.itemsize >= LEAST_BYTES
             and x.layout is torch.strided
             and not getattr(x, "never_offloaded", False)
             and self.copies.takes(x)

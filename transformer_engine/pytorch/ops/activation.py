@@ -11,7 +11,14 @@ import torch
 
 from transformer_engine.pytorch.chain.stages import Activation
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
-from transformer_engine.pytorch.kernels.activation import activation_kind, is_gated
+from transformer_engine.pytorch.kernels.activation import (
+    CLAMPED_SWIGLU,
+    DEFAULT_PARAMETERS,
+    ActivationParameters,
+    activation_kind,
+    activation_parameters,
+    is_gated,
+)
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -30,7 +37,10 @@ class _Activation(SingleStageModule, FusibleOperation):
     kind: ClassVar[str]
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(Activation(activation_kind(self.kind)))
+        self._build(DEFAULT_PARAMETERS, cache_quantized_input)
+
+    def _build(self, numbers: ActivationParameters, cache_quantized_input: bool) -> None:
+        super().__init__(Activation(activation_kind(self.kind), numbers))
         if cache_quantized_input:
             raise NotImplementedError(
                 f"[{type(self).__name__}] cache_quantized_input=True: the input is kept as it is"
@@ -113,3 +123,38 @@ class SwiGLU(_Activation):
     """`silu(a) * b`."""
 
     kind = "swiglu"
+
+
+class ClampedSwiGLU(_Activation):
+    """`g * sigmoid(alpha g) * (h + glu_linear_offset)` with both halves clamped, as in gpt-oss.
+
+    `g` is the first half, at most `limit`; `h` the second, from `-limit` to `limit`. Gradients are
+    zero where a half is cut off.
+
+    Args:
+        limit: above 0.
+        alpha: above 0; 1.702 makes the sigmoid unit nearly a GELU.
+        glu_linear_offset: added to the second half.
+        cache_quantized_input: as in all activations.
+
+    Raises:
+        TypeError: numbers that are none.
+        ValueError: numbers that cannot be.
+
+    >>> ClampedSwiGLU(alpha=1.0)(torch.tensor([0.0, 20.0, 5.0, 2.0]))
+    tensor([ 0.0000, 20.9809])
+    """
+
+    kind = "clamped_swiglu"
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+    ) -> None:
+        params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        numbers = activation_parameters(CLAMPED_SWIGLU, params, "ClampedSwiGLU")
+        self._build(numbers, cache_quantized_input)

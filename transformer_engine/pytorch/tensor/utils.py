@@ -12,10 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
 from transformer_engine.pytorch.kernels.quantize import quantize
+from transformer_engine.pytorch.scale_layout import block_layout
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+)
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.weight_quantizer import largest_of_blocks
 
 __all__ = [
     "cast_master_weights_to_fp8",
@@ -65,13 +72,15 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Cast this rank's pieces of fp32 masters into the codes of weights with one scale.
+    """Cast this rank's pieces of fp32 masters into the codes of weights.
 
-    The scale of a weight is that of all its pieces: one collective for all weights. Codes of
-    other pieces are left as they are, for a gather that follows.
+    The scales of a weight, one or those of its blocks of 128 x 128, are those of all its pieces:
+    one collective for all weights. Codes of other pieces are left as they are, for a gather that
+    follows.
 
     Args:
-        model_weights: `Float8Tensor`s, the same on all ranks and in the same order.
+        model_weights: `Float8Tensor`s and `Float8BlockwiseQTensor`s of square blocks, the same on
+            all ranks and in the same order.
         master_weights: fp32 pieces, flat; None where this rank has none of a weight.
         start_offsets: where each begins in its weight, read as flat.
         group: of the ranks with the other pieces; None is the default one, where there is one.
@@ -95,36 +104,52 @@ def quantize_master_weights(
         _check(weight, master, start)
     if not pieces:
         return
-    device = model_weights[0].device
-    none = torch.zeros(1, device=device)
-    amaxes = torch.cat([none if m is None else amax(_row(m)) for _, m, _ in pieces])
+    own = [_largest(weight, master, start or 0) for weight, master, start in pieces]
+    amaxes = torch.cat(own)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-    for (weight, master, start), largest in zip(pieces, amaxes.split(1), strict=True):
-        _write(weight, master, start or 0, largest)
+    of_all = amaxes.split([each.numel() for each in own])
+    for (weight, master, start), largest in zip(pieces, of_all, strict=True):
+        write = _write_blocks if isinstance(weight, Float8BlockwiseQTensor) else _write
+        write(weight, master, start or 0, largest)
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """Drop what was made of codes that a gather has replaced (it is made again on demand)."""
+    """Drop what was made of codes that a gather has replaced, or make it again."""
     for weight in model_weights:
         if isinstance(weight, Float8Tensor):
-            weight.update_usage(columnwise_usage=False)
+            weight.update_usage(columnwise_usage=False)  # made again on demand
+        elif isinstance(weight, Float8BlockwiseQTensor) and weight._is_2D_scaled:
+            _transpose_again(weight)
 
 
 def _check(weight: Any, master: torch.Tensor | None, start: int | None) -> None:
-    if not isinstance(weight, Float8Tensor):
+    squares = isinstance(weight, Float8BlockwiseQTensor) and weight._is_2D_scaled
+    if not isinstance(weight, Float8Tensor) and not squares:
+        blocks = " of 1 x 128 blocks" if isinstance(weight, Float8BlockwiseQTensor) else ""
         raise TypeError(
-            "[quantize_master_weights] expected weights of one scale (Float8Tensor), got"
-            f" {type(weight).__name__}"
+            "[quantize_master_weights] expected weights of one scale (Float8Tensor) or of square"
+            f" blocks (Float8BlockwiseQTensor), got {type(weight).__name__}{blocks}"
         )
     if master is not None and not 0 <= (start or 0) <= weight.numel() - master.numel():
         raise ValueError(
             f"[quantize_master_weights] expected a piece of {weight.numel()} values"
             f" ({weight.label}), got {master.numel()} from {start} on"
         )
+
+
+def _largest(weight: Any, master: torch.Tensor | None, start: int) -> torch.Tensor:
+    """fp32: the magnitude of a piece, or what it adds to each block."""
+    if not isinstance(weight, Float8BlockwiseQTensor):
+        return torch.zeros(1, device=weight.device) if master is None else amax(_row(master))
+    values = torch.zeros(_matrix_shape(weight), device=weight.device)
+    if master is not None:
+        _piece(values, master, start).copy_(master.detach().flatten())
+    layout = block_layout(2)
+    return largest_of_blocks(values, layout.scale_shape(*values.shape), layout.run).flatten()
 
 
 def _write(
@@ -138,7 +163,52 @@ def _write(
         return
     codes = quantize(_row(master), weight._format, None, None, scales, True, False, None)[0]
     assert codes is not None
-    weight._data.view(-1)[start : start + master.numel()].copy_(codes.view(-1))
+    _piece(weight._data, master, start).copy_(codes.view(-1))
+
+
+def _write_blocks(
+    weight: Float8BlockwiseQTensor,
+    master: torch.Tensor | None,
+    start: int,
+    largest: torch.Tensor,
+) -> None:
+    """The same with blocks: all scales, and the codes of a piece.
+
+    Where this rank has no values it takes the largest of the block, so that the cast of the whole
+    finds the scales of the whole.
+    """
+    rows, cols = _matrix_shape(weight)
+    layout = block_layout(2)
+    values = layout.spread(largest.view(layout.scale_shape(rows, cols)), rows, cols).contiguous()
+    if master is not None:
+        _piece(values, master, start).copy_(master.detach().flatten())
+    quantizer: Any = weight._quantizer
+    if quantizer is None:
+        quantizer = Float8BlockQuantizer(weight._fp8_dtype, rowwise=True, columnwise=False)
+    made: Any = quantizer.operands(values, OperandRequest(quantizer, True, False)).rowwise
+    had = weight.get_usages()["columnwise"]
+    weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+    assert weight._rowwise_data is not None and weight._rowwise_scale_inv is not None
+    weight._rowwise_scale_inv.copy_(made.scales)
+    if master is not None:
+        _piece(weight._rowwise_data, master, start).copy_(_piece(made.codes, master, start))
+    weight.update_usage(columnwise_usage=had)
+
+
+def _transpose_again(weight: Float8BlockwiseQTensor) -> None:
+    usages = weight.get_usages()
+    if all(usages.values()):
+        weight.update_usage(columnwise_usage=False)
+        weight.update_usage(columnwise_usage=True)
+
+
+def _piece(whole: torch.Tensor, master: torch.Tensor, start: int) -> torch.Tensor:
+    """Where a piece of a master lies."""
+    return whole.view(-1)[start : start + master.numel()]
+
+
+def _matrix_shape(weight: torch.Tensor) -> tuple[int, int]:
+    return weight.shape[:-1].numel(), weight.shape[-1]
 
 
 def _scales(weight: Float8Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -192,7 +193,7 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         old_scales = scales.to(values.device).view(matrix.scales.shape)
         rows, cols = values.shape
         scale = old_scales.reciprocal()
-        largest = _largest_of_blocks(values, old_scales.shape, self.layout.run)
+        largest = largest_of_blocks(values, old_scales.shape, self.layout.run)
         holds = (old_scales > 0) & (scale > 0) & (largest * scale <= _LARGEST * _ROUNDED)
         chosen = torch.where(holds, old_scales, matrix.scales)
         each = self.layout.spread(chosen.reciprocal(), rows, cols)
@@ -202,7 +203,7 @@ class BlockWeightQuantizer(WeightQuantizer, Float8BlockQuantizer):
         return Fp8Matrix(codes, chosen, matrix.format)
 
 
-def _largest_of_blocks(values: torch.Tensor, grid: torch.Size, side: int) -> torch.Tensor:
+def largest_of_blocks(values: torch.Tensor, grid: Sequence[int], side: int) -> torch.Tensor:
     """fp32 magnitudes, one for each block and zero for what rounding up added; no NaN."""
     rows, cols = values.shape
     whole = values.new_zeros((grid[0] * side, grid[1] * side), dtype=torch.float32)

@@ -15,21 +15,22 @@ from transformer_engine.pytorch.chain.stages.base import (
 )
 from transformer_engine.pytorch.fp8.operands import FusedOutputs, OperandRequest, Operands
 from transformer_engine.pytorch.kernels.activation import (
-    DEFINITIONS,
+    DEFAULT_PARAMETERS,
+    ActivationParameters,
     activation_backward,
     activation_forward,
-    is_gated,
+    define_activation,
 )
 
 
 class Activation(Stage):
-    """No parameters. `kind` is the number of the activation in `kernels.activation`."""
+    """No learned parameters; `kind` and `numbers` are those of `kernels.activation`."""
 
     label = "activation"
     results = ("activated",)
 
-    def __init__(self, kind: int) -> None:
-        self.kind = kind
+    def __init__(self, kind: int, numbers: ActivationParameters = DEFAULT_PARAMETERS) -> None:
+        self.kind, self.numbers = kind, numbers
 
     def recordable(self, plan: CallPlan) -> bool:
         """Always."""
@@ -38,21 +39,18 @@ class Activation(Stage):
     def forward(
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
-        """`act(x)`, or `act(x1) * x2` for gated kinds."""
+        """`act(x)`, or `act(x1) * h(x2)` for gated kinds."""
         (x,) = inputs
         quantizer = quantizer_of(request)
-        made = activation_forward(x, self.kind, *quantizer.fused_arguments(request))
+        fused = quantizer.fused_arguments(request)
+        made = activation_forward(x, self.kind, *fused, *self.numbers)
         value = quantizer.fused_result(request, FusedOutputs(*made))
         return (value,), Saved((x,) if plan.requires_grad else ())
 
     def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
         """In fp32, as it is computed."""
         (x,) = inputs
-        function = DEFINITIONS[self.kind // 2]
-        if not is_gated(self.kind):
-            return (function(x.float()),)
-        gate, linear = x.float().chunk(2, dim=-1)
-        return (function(gate) * linear,)
+        return (define_activation(self.kind, self.numbers, x.float()),)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
@@ -72,5 +70,6 @@ class Activation(Stage):
             None if request is None else request.bias_grad,
             fused.moments,
             fused.active,
+            *self.numbers,
         )
         return (quantizer.fused_result(request, FusedOutputs(*made)),), None

@@ -51,6 +51,7 @@ class MatmulPlan:
         self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
+        self.request.active = self.weight_request.active = call.apart
         bias_grad = call.dtype if self.needs_bias else None
         self.grad_request: OperandRequest | None = None  # only the bias is trained
         if self.needs_input or self.needs_weight:
