@@ -170,19 +170,18 @@ def test_what_has_no_meaning_is_refused_in_words(two, name):
 
 def test_ranks_that_differ_say_so_on_each(two):
     first, second = (found["disagreements"] for found in two)
-    assert "query tokens 4 on rank 0 but 8 on rank 1" in first["tokens"]
-    assert "mask causal on rank 0 but no_mask on rank 1" in first["mask"]
-    assert "dtype torch.float32 on rank 0 but torch.bfloat16 on rank 1" in first["dtype"]
+    assert "query tokens 4 (rank 0), 8 (rank 1)" in first["tokens"]
+    assert "mask causal (rank 0), no_mask (rank 1)" in first["mask"]
+    assert "dtype torch.float32 (rank 0), torch.bfloat16 (rank 1)" in first["dtype"]
     assert "query_layer of each rank" in first["one is uneven"]
-    assert "(on rank 1)" in first["one is uneven"]
-    assert first["asked"] == [0, 0, 0]  # from the first of three calls that are alike on
+    assert "(rank 1)" in first["one is uneven"]
+    assert first["met"] == 1  # in three calls that are alike
     assert first == second
 
 
 def test_a_rank_that_is_alone_with_a_call_ends_with_an_error(two):
     text = two[1]["alone"]
-    assert "expected rank 0 to make a call that is new to rank 1, got none within 1 s" in text
-    assert "'query tokens': '8'" in text
+    assert "ranks 0, 1 to meet in a call of attention, but rank 0 did not come within 1 s" in text
 
 
 def test_dropout_keeps_the_mean_and_the_backward_drops_what_the_forward_dropped(two):

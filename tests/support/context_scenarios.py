@@ -1,6 +1,7 @@
 """What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
 
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from rank_device import here
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import gather_sequence, shard_sequence
-from transformer_engine.pytorch.parallel import agreement
+from transformer_engine.pytorch.parallel.meeting import Meeting
 
 ENDS = torch.tensor([0, 8, 24], dtype=torch.int32)
 CASES = (("sbhd", "self", "p2p"), ("bshd", "decoder", "all_gather"), ("thd", "self", "a2a"))
@@ -170,23 +171,18 @@ def disagreements(rank):
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
     }
-    store = agreement.default_store()
-    asked = []
-    for _ in range(3):
-        call(module)
-        asked.append(store.add(f"te/agree/{world().group_name}/{rank}", 0))
-    found["asked"] = [after - asked[0] for after in asked]
+    with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
+        for _ in range(3):
+            call(module)
+    found["met"] = met.call_count
     return found
 
 
 def alone(rank):
     """What the only rank that makes a call of a new shape says, after a timeout."""
-    found, store = None, agreement.default_store()
-    timeout = store.timeout
+    found, group = None, dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 1:
-        store.set_timeout(timedelta(seconds=1))
-        found = message(lambda: call(attention(), 8))
-        store.set_timeout(timeout)
+        found = message(lambda: call(attention(group=group), 8))
     dist.barrier()
     return found
 

@@ -18,6 +18,7 @@ from transformer_engine.pytorch._torch_private import keep_address
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
+from transformer_engine.pytorch.parallel.agreement import agree, without_addresses
 
 FORWARD, BACKWARD = "forward", "backward"
 ALIGNED = 4  # floats
@@ -103,6 +104,7 @@ class ScalingMembers:
         self._states: list[weakref.ref[ScalingState]] = []
         self._table: torch.Tensor | None = None
         self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
+        self._shared: set[tuple[int, ...]] = set()  # numbers of scales that all ranks have alike
         self.columns = 0
 
     @property
@@ -157,9 +159,23 @@ class ScalingMembers:
             return None
         if dist.get_world_size(self.process_group) == 1:
             return None
+        self._agree(states)
         amaxes = gather_amax(self.table(states), self.columns, None, "most_recent")
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.process_group)
         return amaxes
+
+    def _agree(self, states: list[ScalingState]) -> None:
+        """Raise RuntimeError on all ranks of the group, if they are to reduce other amaxes."""
+        scales = tuple([len(state.scales) for state in states])
+        if scales in self._shared or is_capturing():
+            return
+        facts = {
+            "recipe": without_addresses(self.recipe),
+            "FP8 modules": len(scales),
+            "scales of them": scales,
+        }
+        agree("autocast", [self.process_group], f"the end of a {self.direction} in FP8", facts)
+        self._shared.add(scales)
 
 
 class ScalingGroup:

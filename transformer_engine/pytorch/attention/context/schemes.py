@@ -21,7 +21,8 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
     Before the first call of each structure the ranks meet, see `agree`.
 
     Raises:
-        ValueError: on all ranks, of what none can serve, and of calls that differ.
+        ValueError: on all ranks, of what none can serve.
+        RuntimeError: on all ranks, of calls that differ.
     """
     context = call.context
     assert context is not None
@@ -75,4 +76,4 @@ def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None
     facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
     facts["window"] = (rule.left, rule.right)
     groups = [group for group in (context.heads, context.group) if group is not None]
-    agree("DotProductAttention", groups, facts, error)
+    agree("DotProductAttention", groups, "a call of attention", facts, error)
