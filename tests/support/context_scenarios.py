@@ -162,6 +162,38 @@ def refusals(rank):
     }
 
 
+def in_fp8(rank):
+    """Whether attention in FP8 with heads exchanged is that of whole sequences, bit for bit."""
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    found = []
+    for shared in (False, True):
+        module = te.DotProductAttention(4, 16, qkv_format="bshd")
+        group = dist.group.WORLD if shared else alone
+        if shared:
+            module.set_context_parallel_group(group, None, None, "a2a")
+        tensors = []
+        for step in range(3):  # the first has scales of 1
+            whole = [10.0 * seeded(2, 16, 4, 16, seed=4 * step + i) for i in range(3)]
+            grad = seeded(2, 16, 64, seed=4 * step + 3)
+            if shared:
+                *whole, grad = (shard_sequence(x, group, 1) for x in (*whole, grad))
+            leaves = [x.requires_grad_() for x in whole]
+            recipe = DelayedScaling(fp8_dpa=True, amax_history_len=2)
+            with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
+                out = module(*leaves)
+            out.backward(grad)
+            tensors += [out.detach(), *[x.grad for x in leaves]]
+        if not shared:
+            tensors = [shard_sequence(x, dist.group.WORLD, 1) for x in tensors]
+        found.append([*tensors, *[state.scale for state in module.scaling.values()]])
+    return [torch.equal(x, y) for x, y in zip(*found, strict=True)]
+
+
+def in_some_fp8(module, rank):
+    with te.fp8_autocast(enabled=rank == 1, fp8_recipe=DelayedScaling(fp8_dpa=True)):
+        return call(module)
+
+
 def disagreements(rank):
     """What both ranks say where they differ, and that they can go on."""
     module = attention()
@@ -170,6 +202,7 @@ def disagreements(rank):
         "mask": message(lambda: call(module, attn_mask_type=("causal", "no_mask")[rank])),
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
+        "precision": message(lambda: in_some_fp8(attention("a2a"), rank)),
     }
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
         for _ in range(3):
@@ -234,7 +267,16 @@ def compiled(rank):
         return torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
-SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled, alone)  # it ends all
+SCENARIOS = (
+    layers,
+    helpers,
+    refusals,
+    in_fp8,
+    disagreements,
+    dropping,
+    compiled,
+    alone,
+)  # it ends all
 
 
 def scenarios(rank):

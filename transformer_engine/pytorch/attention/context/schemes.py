@@ -38,7 +38,7 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
-    *("dropout", "softmax", "lengths", "communication", "gradients"),
+    *("dropout", "softmax", "lengths", "communication", "gradients", "precision"),
 )
 
 
@@ -60,6 +60,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         tuple([None if x is None else x.shape[0] - 1 for x in lengths]),
         call.context.comm_type,
         needs[:3],
+        "high precision" if call.casts is None else "FP8",
     )
 
 
