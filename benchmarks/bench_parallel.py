@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ranks import RANKS, Rank, run_on_ranks
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import shard_sequence
+from transformer_engine.pytorch.parallel.collectives import gather_into, scatter_into
 
 OPS = ("context parallel forward", "context parallel forward + backward")
 # Milliseconds of NVIDIA's TE 2.20.2 on two H200s, forward and backward by its ring; our bar.
@@ -111,13 +113,34 @@ def layer_step(rank: Rank, size: Size, name: str, shared: bool) -> Call:
     return step(layer, random(tokens, size.batch, size.hidden), name, group)
 
 
+def collectives_alone(step: Call) -> Call:
+    """The collectives of a step, one after the other, with nothing beside them."""
+    te.parallel_report(reset=True)
+    step()
+    calls: list[Call] = []
+    for sent, (count, nbytes) in te.parallel_report(reset=True).counts.items():
+        gathers = sent.collective == "all-gather"
+        own = torch.zeros(nbytes // count // DTYPE.itemsize, device=DEVICE, dtype=DTYPE)
+        other = own.new_zeros(own.numel() * RANKS if gathers else own.numel() // RANKS)
+        move = gather_into if gathers else scatter_into
+        calls += [partial(move, other, own)] * count
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
 def measure_layers(rank: Rank, size: Size, goals: Goals) -> None:
     """Transformer layers that two ranks share."""
     for name, (nvidia, bar) in goals.items():
         contenders = {shared: layer_step(rank, size, name, shared == "TP2 + SP") for shared in WAYS}
+        contenders["alone"] = collectives_alone(contenders["TP2 + SP"])
         times = rank.time_gpu(contenders, repeats=15, warmup=6)
         half = times["one GPU"].median_us / RANKS
         more = {"bar_ms": bar, "nvidia_ms": nvidia, "half_ms": round(half / 1e3, 3)}
+        more["alone_ms"] = round(times["alone"].median_us / 1e3, 3)  # of its collectives
         row = {**over(times["TP2 + SP"], half), **more}
         rank.row(op="layer, TP2 + SP, forward + backward", case=f"{size} {name}", **row)
         del contenders
