@@ -119,15 +119,18 @@ def collectives_alone(step: Call) -> Call:
     step()
     calls: list[Call] = []
     for sent, (count, nbytes) in te.parallel_report(reset=True).counts.items():
-        gathers = sent.collective == "all-gather"
         own = torch.zeros(nbytes // count // DTYPE.itemsize, device=DEVICE, dtype=DTYPE)
+        if sent.collective == "all-reduce":
+            calls += [partial(dist.all_reduce, own, async_op=True)] * count
+            continue
+        gathers = sent.collective == "all-gather"
         other = own.new_zeros(own.numel() * RANKS if gathers else own.numel() // RANKS)
         move = gather_into if gathers else scatter_into
-        calls += [partial(move, other, own)] * count
+        calls += [partial(move, other, own, async_op=True)] * count
 
     def run() -> None:
         for call in calls:
-            call()
+            call().wait()
 
     return run
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_inspect import ALL, OPERANDS, Config, everywhere
+from bench_parallel import collectives_alone
 from contenders import Size, our_layer, random, step
 from ranks import RANKS, Rank, run_on_ranks
 from torch import nn
@@ -96,27 +97,46 @@ def collectives_of(run: Callable[[], None]) -> int:
     return sum(calls for calls, _ in te.parallel_report(reset=True).counts.values())
 
 
+def part_by_part(layer: nn.Module) -> nn.Module:
+    """A layer that is no single node of autograd's graph, because somebody waits for gradients."""
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return layer
+
+
 def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
-    """Host time of a shared layer, beside that of a layer as large as a rank's part of it."""
+    """Host time of a shared layer, beside that of a layer as large as a rank's part of it.
+
+    What is added is that the layer runs part by part, torch's own calls (`torch_us` of each
+    collective, with nothing around it), and the rest.
+    """
     head = size.hidden // size.heads
     part = Size(size.hidden, size.ffn // RANKS, size.heads // RANKS, size.sequence, size.batch)
-    alone = our_layer(part, attn_input_format="sbhd", kv_channels=head)
+    whole = {"attn_input_format": "sbhd", "kv_channels": head}
     x = random(size.sequence, size.batch, size.hidden)
     own = x.chunk(RANKS)[rank.number].contiguous() if sequence else x
     shared = step(shared_layer(size, sequence), own, name)
-    # Amaxes meet in both, once for all layers of a model: they are not of the layer.
-    contenders = {"a rank's part": step(alone, x, name), "shared": shared}
+    # Amaxes meet in all of them, once for all layers of a model: they are not of the layer.
+    contenders = {
+        "a rank's part": step(our_layer(part, **whole), x, name),
+        "part by part": step(part_by_part(our_layer(part, **whole)), x, name),
+        "shared": shared,
+        "torch": collectives_alone(shared),
+    }
     times = rank.time_host(contenders, loops=60, calls=10, warmup=20)
+    us = {way: timing.median_us for way, timing in times.items()}
     count = collectives_of(shared)
-    added = times["shared"].median_us - times["a rank's part"].median_us
+    added = (us["shared"] - us["a rank's part"]) / count
     rank.row(
         op=f"host time of a collective, {'TP2 + SP' if sequence else 'TP2'}",
         case=f"{size} {name}",
-        us=round(times["shared"].median_us, 1),
-        alone_us=round(times["a rank's part"].median_us, 1),
+        us=round(us["shared"], 1),
+        alone_us=round(us["a rank's part"], 1),
+        part_by_part_us=round(us["part by part"], 1),
         collectives=count,
-        added_us=round(added / count, 2),
-        ratio=round(added / count / MOST_US, 3),
+        added_us=round(added, 2),
+        torch_us=round(us["torch"] / count, 2),
+        ratio=round(added / MOST_US, 3),
         bar=1.0,
         better="lower",
     )
