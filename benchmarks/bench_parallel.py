@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attention_cases import Call, Case
 from contenders import DEVICE, DTYPE, Size, our_layer, random, step
 from harness import over
-from ranks import RANKS, Rank, run_on_ranks
+from two_gpus import RANKS, Rank, run_on_ranks
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import shard_sequence

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from bench_inspect import ALL, OPERANDS, Config, everywhere
 from bench_parallel import collectives_alone
 from contenders import Size, our_layer, random, step
-from ranks import RANKS, Rank, run_on_ranks
 from torch import nn
+from two_gpus import RANKS, Rank, run_on_ranks
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te

@@ -15,13 +15,13 @@ import torch
 from bench_gpt import GPT, training_step
 from contenders import DEVICE, Size, our_layer, random, step
 from harness import Timing
-from ranks import RANKS, Rank, run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from two_gpus import RANKS, Rank, run_on_ranks
 
 import transformer_engine.pytorch as te
 

@@ -10,7 +10,7 @@ DELAYED = "DelayedScaling\\(.*\\)"
 EXPECTED = {
     "a_module_that_one_lacks": r"a call of layer fc1 \(rank 0\), a call of layer fc2 \(rank 1\)",
     "a_replica_with_fewer_modules": (
-        r"FP8 modules 2 \(rank 0\), 1 \(rank 1\); scales of them \(3, 3\) \(rank 0\), \(3,\) .*"
+        r"FP8 modules 2 \(rank 0\), 1 \(rank 1\); scales of them \[3, 3\] \(rank 0\), \[3\] .*"
     ),
     "other_shapes": r"input \[\[16, 64\]\] \(rank 0\), \[\[32, 64\]\] \(rank 1\)",
     "another_recipe": (

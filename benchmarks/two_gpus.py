@@ -1,6 +1,6 @@
 """The processes of a benchmark that two GPUs share, one for each.
 
-    from ranks import Rank, run_on_ranks
+    from two_gpus import Rank, run_on_ranks
 
     def measure(rank: Rank) -> None: ...
 
