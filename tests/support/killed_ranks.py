@@ -35,7 +35,11 @@ def train(rank: int, folder: Path, ports: tuple[int, int], ends: bool) -> None:
     if ends:
         _run("whole", ports[0])
         with patch.object(Training, "step", autospec=True, side_effect=_dying(rank)):
-            _run("parts", ports[1])
+            try:
+                _run("parts", ports[1])
+            except RuntimeError as error:
+                Path(f"error.{rank}").write_text(str(error))
+                raise
     else:
         _run("parts", ports[0], "--resume")
 
