@@ -7,6 +7,7 @@ with embeddings, loss and AdamW.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import contenders
 import torch
@@ -23,12 +24,14 @@ BARS = {"bf16": 0.85, "fp8 delayed": 0.80, "fp8 current": 0.80}
 class GPT(nn.Module):
     """Embeddings, layers, norm and a head; returns the loss."""
 
-    def __init__(self, make_layer: Callable[[Size], nn.Module]) -> None:
+    def __init__(
+        self, make_layer: Callable[[Size], nn.Module], size: Size = SIZE, layers: int = LAYERS
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, SIZE.hidden, **FACTORY)
-        self.position = nn.Embedding(SIZE.sequence, SIZE.hidden, **FACTORY)
-        self.layers = nn.Sequential(*(make_layer(SIZE) for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(SIZE.hidden, **FACTORY)
+        self.token = nn.Embedding(VOCABULARY, size.hidden, **FACTORY)
+        self.position = nn.Embedding(size.sequence, size.hidden, **FACTORY)
+        self.layers = nn.Sequential(*(make_layer(size) for _ in range(layers)))
+        self.norm = nn.LayerNorm(size.hidden, **FACTORY)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -38,13 +41,13 @@ class GPT(nn.Module):
 
 
 def training_step(
-    model: GPT, tokens: torch.Tensor, name: str, capturable: bool = False
+    model: nn.Module, tokens: torch.Tensor, name: str, capturable: bool = False, group: Any = None
 ) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
 
     def run() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with precision(name):
+        with precision(name, group):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where benchmarks are only tried out
 DTYPE = torch.bfloat16
 FACTORY = {"device": DEVICE, "dtype": DTYPE}
 
@@ -29,12 +30,12 @@ RECIPES = {
 }
 
 
-def precision(name: str) -> AbstractContextManager[None]:
-    """The scope of a recipe by name; "torch" and "bf16" have none."""
+def precision(name: str, group: Any = None) -> AbstractContextManager[None]:
+    """The scope of a recipe by name, over the ranks of a group; "torch" and "bf16" have none."""
     recipe = RECIPES.get(name)
     if recipe is None:
         return nullcontext()
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class PlainLayer(nn.Module):
         return x + self.mlp(x)
 
 
-def our_layer(size: Size) -> nn.Module:
+def our_layer(size: Size, **arguments: Any) -> nn.Module:
     """The same layer of ours."""
     return te.TransformerLayer(
         size.hidden,
@@ -92,9 +93,9 @@ def our_layer(size: Size) -> nn.Module:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fuse_qkv_params=True,
-        attn_input_format="bshd",
         params_dtype=DTYPE,
         device=DEVICE,
+        **{"attn_input_format": "bshd", **arguments},
     )
 
 
@@ -108,7 +109,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
-def step(module: nn.Module, x: torch.Tensor, name: str) -> Callable[[], None]:
+def step(module: nn.Module, x: torch.Tensor, name: str, group: Any = None) -> Callable[[], None]:
     """One forward and backward; gradients are new each time, as after an optimizer step."""
     x = x.detach().requires_grad_()
     leaves = [x, *module.parameters()]
@@ -117,7 +118,7 @@ def step(module: nn.Module, x: torch.Tensor, name: str) -> Callable[[], None]:
     def run() -> None:
         for leaf in leaves:
             leaf.grad = None
-        with precision(name):
+        with precision(name, group):
             y = module(x)
         y.backward(upstream)
 

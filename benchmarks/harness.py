@@ -60,12 +60,18 @@ def require_gpu() -> None:
 
 
 def time_gpu_each(
-    contenders: Mapping[str, Call], *, repeats: int = 50, warmup: int = 20, cold: bool = True
+    contenders: Mapping[str, Call],
+    *,
+    repeats: int = 50,
+    warmup: int = 20,
+    cold: bool = True,
+    meet: Call | None = None,
 ) -> dict[str, Timing]:
     """GPU time of one call of each contender, interleaved so that all see the same clocks.
 
     Cold: FLUSH_BYTES are written between calls, so that no input is still in L2. The first
-    `warmup` rounds (allocator, autotuning, clocks) are not counted.
+    `warmup` rounds (allocator, autotuning, clocks) are not counted. `meet` is called before each
+    call, untimed: GPUs that work together wait for each other there.
     """
     require_gpu()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
@@ -74,6 +80,8 @@ def time_gpu_each(
         for name, call in contenders.items():
             if flush is not None:
                 flush.zero_()
+            if meet is not None:
+                meet()
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
             call()
@@ -123,28 +131,45 @@ def peak_mib(step: Call) -> int:
 
 
 def time_host_each(
-    contenders: Mapping[str, Call], *, loops: int = 100, calls: int = 10, warmup: int = 20
+    contenders: Mapping[str, Call],
+    *,
+    loops: int = 100,
+    calls: int = 10,
+    warmup: int = 20,
+    meet: Call | None = None,
 ) -> dict[str, Timing]:
     """Host time of one call of each contender: use tiny shapes, so that the GPU never holds it up.
 
     A loop times `calls` calls in a row after a synchronisation, short enough not to fill the
-    launch queue. Contenders take turns loop by loop; the garbage collector is off.
+    launch queue. Contenders take turns loop by loop; the garbage collector is off. `meet` is called
+    before each loop, untimed.
     """
-    return _time_loops(contenders, loops, calls, warmup, waits=False)
+    return _time_loops(contenders, loops, calls, warmup, meet, waits=False)
 
 
 def time_wall_each(
-    contenders: Mapping[str, Call], *, loops: int = 10, calls: int = 10, warmup: int = 10
+    contenders: Mapping[str, Call],
+    *,
+    loops: int = 10,
+    calls: int = 10,
+    warmup: int = 10,
+    meet: Call | None = None,
 ) -> dict[str, Timing]:
     """Time of one call of each contender, host and GPU, as a training loop sees it.
 
     Loops are those of `time_host_each`, but each waits for the GPU at its end.
     """
-    return _time_loops(contenders, loops, calls, warmup, waits=True)
+    return _time_loops(contenders, loops, calls, warmup, meet, waits=True)
 
 
 def _time_loops(
-    contenders: Mapping[str, Call], loops: int, calls: int, warmup: int, *, waits: bool
+    contenders: Mapping[str, Call],
+    loops: int,
+    calls: int,
+    warmup: int,
+    meet: Call | None,
+    *,
+    waits: bool,
 ) -> dict[str, Timing]:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for call in contenders.values():
@@ -154,6 +179,8 @@ def _time_loops(
     gc.disable()
     for _ in range(loops):
         for name, call in contenders.items():
+            if meet is not None:
+                meet()
             synchronize()
             start = time.perf_counter()
             for _ in range(calls):

@@ -39,8 +39,9 @@ def test_timings():
     assert (timing.min_us, timing.p10_us, timing.median_us, timing.p90_us) == (0, 10, 50, 90)
     called = []
     contenders = {name: lambda name=name: called.append(name) for name in "ab"}
-    both = harness.time_host_each(contenders, loops=2, calls=3, warmup=1)
-    assert "".join(called) == "ab" + "aaabbb" * 2, "in turns"
+    how = {"loops": 2, "calls": 3, "warmup": 1, "meet": lambda: called.append("|")}
+    both = harness.time_host_each(contenders, **how)
+    assert "".join(called) == "ab" + "|aaa|bbb" * 2, "in turns"
     assert both.keys() == contenders.keys() and both["a"].median_us > 0
 
 

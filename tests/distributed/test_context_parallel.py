@@ -157,7 +157,7 @@ REFUSALS = {
     "mask": "expected cu_seqlens_q and cu_seqlens_kv with cp_comm_type='p2p', got a mask",
     "window": "expected no window of padded sequences with cp_comm_type='p2p', got (2, 0)",
     "columns": "4 queries (of this rank) and 8 keys (of all ranks)",
-    "fp8": "got attention in FP8; use a recipe without fp8_dpa and fp8_mha",
+    "fp8": "got attention in FP8; use 'a2a', or a recipe without fp8_dpa",
     "cache": "expected no inference_params",
 }
 
@@ -168,21 +168,25 @@ def test_what_has_no_meaning_is_refused_in_words(two, name):
     assert REFUSALS[name] in text and text.endswith("(layer attend)")
 
 
+def test_fp8_attention_is_that_of_whole_sequences(two):
+    assert all(len(found["in_fp8"]) == 14 and all(found["in_fp8"]) for found in two)
+
+
 def test_ranks_that_differ_say_so_on_each(two):
     first, second = (found["disagreements"] for found in two)
-    assert "query tokens 4 on rank 0 but 8 on rank 1" in first["tokens"]
-    assert "mask causal on rank 0 but no_mask on rank 1" in first["mask"]
-    assert "dtype torch.float32 on rank 0 but torch.bfloat16 on rank 1" in first["dtype"]
+    assert "query tokens 4 (rank 0), 8 (rank 1)" in first["tokens"]
+    assert "mask causal (rank 0), no_mask (rank 1)" in first["mask"]
+    assert "dtype torch.float32 (rank 0), torch.bfloat16 (rank 1)" in first["dtype"]
+    assert "precision high precision (rank 0), FP8 (rank 1)" in first["precision"]
     assert "query_layer of each rank" in first["one is uneven"]
-    assert "(on rank 1)" in first["one is uneven"]
-    assert first["asked"] == [0, 0, 0]  # from the first of three calls that are alike on
+    assert "(rank 1)" in first["one is uneven"]
+    assert first["met"] == 1  # in three calls that are alike
     assert first == second
 
 
 def test_a_rank_that_is_alone_with_a_call_ends_with_an_error(two):
     text = two[1]["alone"]
-    assert "expected rank 0 to make a call that is new to rank 1, got none within 1 s" in text
-    assert "'query tokens': '8'" in text
+    assert "ranks 0, 1 to meet in a call of attention, but rank 0 did not come within 1 s" in text
 
 
 def test_dropout_keeps_the_mean_and_the_backward_drops_what_the_forward_dropped(two):

@@ -154,9 +154,9 @@ def test_every_rank_writes_files_and_a_group_is_one_row(outcomes) -> None:
 @pytest.mark.parametrize(
     ("session", "words"),
     [
-        ("another_config", ["configurations that differ", "of look (rank 0)", "of look (rank 1)"]),
-        ("another_group", ["groups that differ", "(rank 0), the default of ranks 0, 1 (rank 1)"]),
-        ("another_iteration", ["iterations that differ: 0 (rank 0), 7 (rank 1)"]),
+        ("another_config", ["got configuration", "of look (rank 0), ", "of look (rank 1)"]),
+        ("another_group", ["got reduction group", "(rank 0), the default of ranks 0, 1 (rank 1)"]),
+        ("another_iteration", ["got iteration 0 (rank 0), 7 (rank 1)"]),
         (
             "another_layer",
             ["layer a, tensor activation only on rank 0; layer b, tensor", "only on rank 1"],

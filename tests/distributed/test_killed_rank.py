@@ -1,16 +1,26 @@
-"""A rank that dies: the other ends with an error, and the training goes on where it was saved."""
+"""A rank of train_gpt.py that dies: the other ends with an error, and the training goes on."""
 
+import json
 import signal
+import socket
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from killed_ranks import LAST_STEP, train
+from killed_ranks import CONFIG, LAST_STEP, SAVED, train
 from ranks import FORKED
+from train_gpt_runs import STEPS, assert_same_run, write_text
 
 
-def _end(folder: Path, dies: bool) -> list[int | None]:
+def _end(folder: Path, ends: bool) -> list[int | None]:
     """Exit codes of both ranks; None of one that hangs."""
-    ranks = [FORKED.Process(target=train, args=(rank, folder, dies)) for rank in range(2)]
+    with (
+        socket.create_server(("localhost", 0)) as one,
+        socket.create_server(("localhost", 0)) as other,
+    ):
+        ports = (one.getsockname()[1], other.getsockname()[1])
+    ranks = [FORKED.Process(target=train, args=(rank, folder, ports, ends)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -21,12 +31,27 @@ def _end(folder: Path, dies: bool) -> list[int | None]:
     return codes
 
 
-def test_the_other_rank_ends_and_the_training_goes_on(tmp_path: Path) -> None:
-    assert _end(tmp_path, dies=True) == [1, -signal.SIGKILL]
-    assert (tmp_path / "error 0").read_text()
-    assert torch.load(tmp_path / "checkpoint")["done"] == LAST_STEP
-    assert _end(tmp_path, dies=False) == [0, 0]
-    for rank in range(2):
-        found = torch.load(tmp_path / f"found {rank}")
-        assert found["losses"] == found["expected"]
-        assert found["differences"] == []
+def _logged(folder: Path, rank: int) -> dict[tuple[int, str, str, str], Any]:
+    """What a rank has on disk."""
+    lines = (folder / f"statistics_rank-{rank}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    key = ("iteration", "layer", "tensor", "statistic")
+    return {tuple(row[name] for name in key): row["value"] for row in rows}
+
+
+def test_the_training_goes_on_from_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    Path("config.yaml").write_text(CONFIG)
+    assert _end(tmp_path, ends=True) == [1, -signal.SIGKILL]
+    assert Path("error.0").read_text()
+    assert torch.load("parts.pt")["done"] == SAVED < STEPS
+    whole = _logged(Path("whole"), 0)
+    for rank in range(2):  # what was logged before the death
+        before = {key: value for key, value in whole.items() if key[0] < LAST_STEP}
+        assert len(before) == 4 * LAST_STEP and _logged(Path("parts"), rank) == before
+    assert _end(tmp_path, ends=False) == [0, 0]
+    assert_same_run("whole.pt", "parts.pt")
+    assert _logged(Path("parts"), 0) == whole

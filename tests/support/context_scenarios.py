@@ -1,6 +1,7 @@
 """What two ranks that share sequences do beside one call of attention: layers, helpers, errors."""
 
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from rank_device import here
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import gather_sequence, shard_sequence
-from transformer_engine.pytorch.parallel import agreement
+from transformer_engine.pytorch.parallel.meeting import Meeting
 
 ENDS = torch.tensor([0, 8, 24], dtype=torch.int32)
 CASES = (("sbhd", "self", "p2p"), ("bshd", "decoder", "all_gather"), ("thd", "self", "a2a"))
@@ -161,6 +162,38 @@ def refusals(rank):
     }
 
 
+def in_fp8(rank):
+    """Whether attention in FP8 with heads exchanged is that of whole sequences, bit for bit."""
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    found = []
+    for shared in (False, True):
+        module = te.DotProductAttention(4, 16, qkv_format="bshd")
+        group = dist.group.WORLD if shared else alone
+        if shared:
+            module.set_context_parallel_group(group, None, None, "a2a")
+        tensors = []
+        for step in range(3):  # the first has scales of 1
+            whole = [10.0 * seeded(2, 16, 4, 16, seed=4 * step + i) for i in range(3)]
+            grad = seeded(2, 16, 64, seed=4 * step + 3)
+            if shared:
+                *whole, grad = (shard_sequence(x, group, 1) for x in (*whole, grad))
+            leaves = [x.requires_grad_() for x in whole]
+            recipe = DelayedScaling(fp8_dpa=True, amax_history_len=2)
+            with te.fp8_autocast(fp8_recipe=recipe, fp8_group=group):
+                out = module(*leaves)
+            out.backward(grad)
+            tensors += [out.detach(), *[x.grad for x in leaves]]
+        if not shared:
+            tensors = [shard_sequence(x, dist.group.WORLD, 1) for x in tensors]
+        found.append([*tensors, *[state.scale for state in module.scaling.values()]])
+    return [torch.equal(x, y) for x, y in zip(*found, strict=True)]
+
+
+def in_some_fp8(module, rank):
+    with te.fp8_autocast(enabled=rank == 1, fp8_recipe=DelayedScaling(fp8_dpa=True)):
+        return call(module)
+
+
 def disagreements(rank):
     """What both ranks say where they differ, and that they can go on."""
     module = attention()
@@ -169,24 +202,20 @@ def disagreements(rank):
         "mask": message(lambda: call(module, attn_mask_type=("causal", "no_mask")[rank])),
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
+        "precision": message(lambda: in_some_fp8(attention("a2a"), rank)),
     }
-    store = agreement.default_store()
-    asked = []
-    for _ in range(3):
-        call(module)
-        asked.append(store.add(f"te/agree/{world().group_name}/{rank}", 0))
-    found["asked"] = [after - asked[0] for after in asked]
+    with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
+        for _ in range(3):
+            call(module)
+    found["met"] = met.call_count
     return found
 
 
 def alone(rank):
     """What the only rank that makes a call of a new shape says, after a timeout."""
-    found, store = None, agreement.default_store()
-    timeout = store.timeout
+    found, group = None, dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 1:
-        store.set_timeout(timedelta(seconds=1))
-        found = message(lambda: call(attention(), 8))
-        store.set_timeout(timeout)
+        found = message(lambda: call(attention(group=group), 8))
     dist.barrier()
     return found
 
@@ -238,7 +267,16 @@ def compiled(rank):
         return torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
-SCENARIOS = (layers, helpers, refusals, disagreements, dropping, compiled, alone)  # it ends all
+SCENARIOS = (
+    layers,
+    helpers,
+    refusals,
+    in_fp8,
+    disagreements,
+    dropping,
+    compiled,
+    alone,
+)  # it ends all
 
 
 def scenarios(rank):

@@ -1,61 +1,63 @@
-"""What each rank of distributed/test_killed_rank runs: a training of which one rank dies."""
+"""What each rank of distributed/test_killed_rank runs: train_gpt.py, of which one rank dies."""
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from replica_reference import RECIPES, alone, differences, make, one_process, one_rank
-from torch.nn.parallel import DistributedDataParallel
+from train_gpt_runs import TINY
 
-STEPS, LAST_STEP = 4, 2  # of the run, and of rank 1, which then dies
+import train_gpt
+from gpt.training import Training
+
+SAVED, LAST_STEP = 6, 9  # steps of the last checkpoint, and of the second rank, which then dies
+CONFIG = """\
+look:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors: [activation, gradient]
+      stats: [max, l2_norm]
+"""
 
 
-def train(rank: int, folder: Path, dies: bool) -> None:
-    """Go on from the last checkpoint, and save after every step; say how it ended."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / f'store {dies}'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+def train(rank: int, folder: Path, ports: tuple[int, int], ends: bool) -> None:
+    """Train to the end, and then with a rank that dies; or go on from its checkpoint."""
     torch.set_num_threads(1)
-    try:
-        found = _run(rank, folder / "checkpoint", dies)
-    except RuntimeError as error:
-        (folder / f"error {rank}").write_text(str(error))
-        os._exit(1)
-    torch.save(found, folder / f"found {rank}")
-    dist.destroy_process_group()
+    os.chdir(folder)
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost"}
+    if ends:
+        _run("whole", ports[0])
+        with patch.object(Training, "step", autospec=True, side_effect=_dying(rank)):
+            try:
+                _run("parts", ports[1])
+            except RuntimeError as error:
+                Path(f"error.{rank}").write_text(str(error))
+                raise
+    else:
+        _run("parts", ports[0], "--resume")
 
 
-def _run(rank: int, checkpoint: Path, dies: bool) -> dict[str, Any]:
-    recipe, group = RECIPES["delayed"], alone(rank)
-    model, reference = make("TransformerLayer"), make("TransformerLayer")
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    done, losses = 0, []
-    if checkpoint.exists():
-        state = torch.load(checkpoint)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, losses = state["done"], state["losses"]
-    while done < STEPS:
-        if dies and rank == 1 and done == LAST_STEP:
+def _run(name: str, port: int, *more: str) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    results = ["--checkpoint", f"{name}.pt", "--inspect", "config.yaml", "--inspect-log", name]
+    flags = [*TINY, "--data", "text", "--device", "cpu", "--ddp", "--sample", "0"]
+    if train_gpt.main([*flags, *results, *more]):
+        raise AssertionError(f"{name} has failed")
+
+
+def _dying(rank: int) -> Any:
+    step = Training.step
+
+    def run(training: Training) -> None:
+        if rank == 1 and training.done == LAST_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
-        losses += one_rank(wrapped, recipe, rank, optimizer, range(done, done + 1))
-        done += 1
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if rank == 0:
-            torch.save({**state, "done": done, "losses": losses}, checkpoint)
-    adamw = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    expected = one_process(reference, recipe, group, adamw, range(STEPS))
-    return {
-        "losses": losses,
-        "expected": expected,
-        "differences": differences(model, reference),
-    }
+        step(training)
+
+    return run

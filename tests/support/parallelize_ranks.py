@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 
 WORDS, HIDDEN, TOKENS, BATCH = 64, 64, 16, 2
 PLAN = {"embedding": "scatter", "norm": "tokens", "head": "column"}
@@ -200,6 +200,129 @@ def whole_checkpoints(rank: int) -> None:
         assert torch.equal(whole, alone.model.state_dict()[name]), name
 
 
+def weights_in_fp8(rank: int) -> None:
+    """Are parts of what they were, bit for bit, with one scale; and train and travel so."""
+    for recipe in (DelayedScaling(), Float8BlockScaling()):
+        with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            alone, shared, loaded, again = (_fp8_mlp(seed) for seed in (1, 1, 2, 3))
+        mesh = _mesh("tp")
+        for one in (shared, again):
+            te.parallelize(one, mesh)
+        for name, parameter in alone.named_parameters():
+            found = te.distributed.gather_parameter(shared, name)
+            assert torch.equal(found, parameter.detach()), name
+        initial = shared.fc2_weight.get_high_precision_init_val()
+        assert initial.shape == shared.fc2_weight.shape == (256, 128)
+        assert torch.equal(
+            initial, alone.fc2_weight.get_high_precision_init_val().chunk(2, 1)[rank]
+        )
+        optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (alone, shared)]
+        for number in range(3):
+            outs = [
+                _trained(one, optimizer, recipe, number)
+                for one, optimizer in zip((alone, shared), optimizers, strict=True)
+            ]
+            assert _apart(*outs) < 0.02, (recipe, number, _apart(*outs))
+        state = shared.state_dict()
+        with TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            dcp.save(state, checkpoint_id=folder[0])
+            found = again.state_dict()
+            dcp.load(found, checkpoint_id=folder[0])
+            again.load_state_dict(found)
+            dist.barrier()
+        loaded.load_state_dict({k: _whole(x) for k, x in state.items()})
+        for name, parameter in shared.named_parameters():
+            found = te.distributed.gather_parameter(shared, name)
+            assert torch.equal(found, dict(loaded.named_parameters())[name].detach()), name
+            assert torch.equal(parameter, dict(again.named_parameters())[name]), name
+
+
+def weights_in_fp8_that_are_cut_again(rank: int) -> None:
+    """By `fully_shard`, over the other dimension of a mesh."""
+    mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    with te.quantized_model_init():
+        alone, shared = (_fp8_mlp(1) for _ in range(2))
+    te.parallelize(shared, mesh)
+    fully_shard(shared, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (alone, shared)]
+    for number in range(3):
+        outs = [
+            _trained(one, optimizer, DelayedScaling(), number)
+            for one, optimizer in zip((alone, shared), optimizers, strict=True)
+        ]
+        assert _apart(*outs) < 0.02, (number, _apart(*outs))
+    for name, parameter in alone.named_parameters():
+        assert _apart(te.distributed.gather_parameter(shared, name), parameter.detach()) < 0.1, name
+
+
+def _fp8_mlp(seed: int) -> te.LayerNormMLP:
+    torch.manual_seed(seed)
+    return te.LayerNormMLP(256, 256, params_dtype=torch.bfloat16, device=here())
+
+
+def _trained(model: nn.Module, optimizer: Any, recipe: Any, number: int) -> torch.Tensor:
+    """The output of a step."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(TOKENS, BATCH, 256, generator=generator).to(here(), torch.bfloat16)
+    with te.fp8_autocast(fp8_recipe=recipe):
+        out = model(x)
+    out.float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return out.detach().float()
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+class Experts(nn.Module):
+    """Of which ranks have parts: their sum is what one process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = te.GroupedLinear(3, 32, 64, device=here())
+        self.down = te.GroupedLinear(3, 64, 32, bias=False, device=here())
+
+    def forward(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x, sizes)), sizes)
+
+
+def experts(rank: int) -> None:
+    """A GroupedLinear by columns, and one by rows, in fp32 and with weights in FP8."""
+    sizes, x = [16, 0, 32], torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    for in_fp8 in (False, True):
+        with te.quantized_model_init(in_fp8):
+            alone, shared = Experts(), Experts()
+        te.parallelize(shared, _mesh("tp"), {"up": "column", "down": "row"})
+        assert shared.up.weight2.shape == shared.down.weight2.t().shape == (32, 32)
+        outs = []
+        for model in (alone, shared):
+            with te.fp8_autocast(enabled=in_fp8, fp8_recipe=DelayedScaling()):
+                out = model(x.to(here()), sizes)
+            out.sum().backward()
+            outs.append(out.detach())
+        dist.all_reduce(outs[1])
+        bound = 0.02 if in_fp8 else 1e-6
+        assert _apart(outs[1], outs[0]) < bound
+        for name, parameter in alone.named_parameters():
+            grad = dict(shared.named_parameters())[name].grad
+            found = te.distributed.gather_parameter(shared, name, grad)
+            assert found.shape == parameter.grad.shape
+            if parameter.grad.norm():
+                assert _apart(found, parameter.grad) < 4 * bound, name
+        shared.load_state_dict(alone.state_dict())
+        for name, value in shared.state_dict().items():
+            assert torch.equal(_whole(value), alone.state_dict()[name]), name
+
+
 def what_cannot_be_shared(rank: int) -> None:
     """Is refused in words, and the model stays as it was."""
 
@@ -210,20 +333,18 @@ def what_cannot_be_shared(rank: int) -> None:
     mesh = _mesh("tp")
     layer = te.TransformerLayer(48, 64, 3, device="cpu")
     model = nn.ModuleDict({"mlp": te.LayerNormMLP(32, 64, device="cpu"), "layer": layer})
-    with te.quantized_model_init(enabled=True):
-        fp8 = te.LayerNormMLP(32, 64, device="cpu")
     shared = te.parallelize(te.LayerNormMLP(32, 64, device="cpu"), mesh)
     for made, plan, text in (
         (model, {}, "num_attention_heads divisible by tp_size=2, got 3"),
         (nn.Sequential(Own()), {"0": "column"}, "Own, whose constructor is its own"),
-        (nn.Sequential(fp8), {}, "fc1_weight in FP8 (module '0')"),
+        (te.GroupedLinear(2, 32, 32, device="cpu"), {"": "row"}, "bias=False or return_bias=True"),
         (shared, {}, "one for several ranks"),
         (model, {"mpl": "layer"}, "got ['mpl'], which it does not have"),
         (model, {"mlp": "row"}, "that a LayerNormMLP can become, got 'row'"),
     ):
         try:
             te.parallelize(made, mesh, plan)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError) as error:
             assert text in str(error), error
         else:
             raise AssertionError(f"nothing was raised: {text}")
@@ -239,6 +360,9 @@ SCENARIOS = {
         context_parallel,
         checkpoints_of_other_layouts,
         whole_checkpoints,
+        weights_in_fp8,
+        weights_in_fp8_that_are_cut_again,
+        experts,
         what_cannot_be_shared,
     )
 }

@@ -5,7 +5,6 @@ A scenario returns what it found wrong, or nothing.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import agreement, gemm, segments
-from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.chain import gemm, segments
 from transformer_engine.pytorch.parallel import collectives
 
 
@@ -248,76 +246,6 @@ def recipes_that_share_no_amaxes(rank: int) -> None:
         assert text in message and "(layer fc)" in message, message
 
 
-def ranks_that_disagree(rank: int) -> None:
-    """End with an error on every rank, which names rank, layer and difference."""
-    other = 1 - rank
-
-    def shapes() -> Any:
-        column, _ = column_and_row(name="fc")
-        return column(torch.randn(16 * (rank + 1), 64, dtype=torch.bfloat16))
-
-    def scopes() -> Any:
-        column, _ = column_and_row(name="fc")
-        with scope("delayed" if rank else "bf16"):
-            return column(torch.randn(16, 64, dtype=torch.bfloat16))
-
-    def recipes() -> Any:
-        column, _ = column_and_row(name="fc")
-        with scope("delayed" if rank else "current"):
-            return column(torch.randn(16, 64, dtype=torch.bfloat16))
-
-    def gradients() -> Any:
-        column, _ = column_and_row(name="fc")
-        with torch.set_grad_enabled(bool(rank)):
-            return column(torch.randn(16, 64, dtype=torch.bfloat16))
-
-    def layers() -> Any:
-        column, row = column_and_row()
-        column.name, row.name = "fc1", "fc2"
-        x = torch.randn(16, 64, dtype=torch.bfloat16)
-        return column(x) if rank else row(x[:, :32])
-
-    for call, mine, theirs, layer in (
-        (shapes, f"input [[{16 * (rank + 1)}, 64]]", f"[[{16 * (other + 1)}, 64]]", "fc"),
-        (scopes, "GEMMs [", "high precision" if rank else "fp8_delayed_scaling", "fc"),
-        (recipes, "GEMMs [", "fp8_current" if rank else "fp8_delayed", "fc"),
-        (gradients, "gradients [", "False" if rank else "True", "fc"),
-        (layers, f"layer fc{2 - rank}", f"fc{2 - other}", f"fc{2 - rank}"),
-    ):
-        message = raised(RuntimeError, call)
-        for text in (mine, theirs, f"on rank {rank}", f"on rank {other}", f"(layer {layer})"):
-            assert text in message, (call.__name__, text, message)
-    first, second = te.Linear(16, 16, **CPU), None
-    if rank:  # names that were made up differ
-        second = te.Linear(16, 16, **CPU)
-    column, _ = column_and_row()
-    assert column(torch.randn(16, 64, dtype=torch.bfloat16)).shape == (32, 32), (first, second)
-
-
-def agreement_is_free_afterwards(rank: int) -> None:
-    """Ranks compare once for each shape."""
-    counts = process_state().agreements
-    column, _ = column_and_row()
-    before = sum(counts.values())
-    for tokens in (16, 16, 32, 16, 32):
-        column(torch.randn(tokens, 64, dtype=torch.bfloat16))
-    assert sum(counts.values()) == before + 2
-
-
-def rank_that_does_not_come(rank: int) -> None:
-    """Is named when the timeout is over."""
-    found, store = agreement.default_store, dist.HashStore()  # into which no other rank writes
-    store.set_timeout(timedelta(seconds=1))
-    agreement.default_store = lambda: store
-    try:
-        layer = te.Linear(16, 16, parallel_mode="row", tp_group=dist.group.WORLD, name="fc", **CPU)
-        message = raised(RuntimeError, lambda: layer(torch.ones(16, 8)))
-    finally:
-        agreement.default_store = found
-    text = f"expected rank {1 - rank} to run a layer with rank {rank} within 0:00:01, got none"
-    assert text in message and "(layer fc)" in message, message
-
-
 SCENARIOS = {
     run.__name__: run
     for run in (
@@ -331,9 +259,6 @@ SCENARIOS = {
         weight_gradients_under_collectives,
         recordings_around_collectives,
         recipes_that_share_no_amaxes,
-        ranks_that_disagree,
-        agreement_is_free_afterwards,
-        rank_that_does_not_come,
         overlap_on_request,
         *OPTIONS,
     )

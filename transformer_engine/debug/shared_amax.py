@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from nvdlfw_inspect import api
-from transformer_engine.debug.meeting import Facts, Meeting, group_size, listed, ranks_of
 from transformer_engine.pytorch.kernels.amax import amax
+from transformer_engine.pytorch.parallel.agreement import differences, mismatch
+from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, group_size, ranks_of
 
 _PURPOSE = "amax"
 
@@ -65,17 +66,12 @@ class SharedAmax:
 
 
 def _judge(posts: Mapping[int, Facts]) -> Facts:
-    if all(facts == posts[min(posts)] for facts in posts.values()):
-        return {"error": ""}
-    by_facts: dict[str, list[int]] = {}
-    for rank, facts in posts.items():
-        text = f"{facts['what']} by configuration {facts['config']:012x}"
-        by_facts.setdefault(text, []).append(rank)
-    said = ", ".join(f"{text} ({listed(ranks)})" for text, ranks in by_facts.items())
-    return {
-        "error": "[amax] expected all ranks of a group to look for the amax of the same tensor, got"
-        f" {said}"
+    facts = {
+        rank: {"the amax of": f"{said['what']} by configuration {said['config']:012x}"}
+        for rank, said in posts.items()
     }
+    text = differences(facts)
+    return {"error": mismatch(_PURPOSE, text) if text else ""}
 
 
 def groups_of(tensor: str, tp_group: Any, tp_size: int | None) -> tuple[Any, ...]:

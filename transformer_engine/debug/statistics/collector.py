@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvdlfw_inspect.utils import warn_user
-from transformer_engine.debug.meeting import group_size, ranks_of
 from transformer_engine.debug.names import NAMESPACE
 from transformer_engine.debug.shared_amax import SharedAmax
 from transformer_engine.debug.statistics.buffer import DeviceBuffer
@@ -26,6 +25,7 @@ from transformer_engine.debug.statistics.ranks import RanksDifferError
 from transformer_engine.debug.statistics.reductions import LOCAL, Reductions, any_due
 from transformer_engine.debug.statistics.subscription import Subscription
 from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch.parallel.meeting import group_size, ranks_of
 
 if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls

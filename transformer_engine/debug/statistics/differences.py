@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from transformer_engine.debug.meeting import Facts, listed
+from transformer_engine.pytorch.parallel.agreement import differences, mismatch
+from transformer_engine.pytorch.parallel.meeting import Facts, listed
 
 Row = tuple[str, ...]  # device, layer, tensor, what its slot is fed with
 ADVICE = (
@@ -13,8 +14,9 @@ ADVICE = (
     "reduction groups of their own: debug_api.set_tensor_reduction_group(group); a layer that has "
     "not run on a rank yet is known there by debug_api.infer_and_assign_layer_names(model)"
 )
-_EXPECTED = "[statistics] expected all ranks of the reduction group to"
+_OP = "statistics"
 _MOST_NAMED = 3
+_GROUP = "reduction group"
 
 
 @dataclass
@@ -52,10 +54,12 @@ def differ(posts: Mapping[int, Facts]) -> Facts:
     Ranks with different groups do not meet again, so there is an `error` already.
     """
     found = {rank: RankFacts(**facts) for rank, facts in posts.items()}
-    groups = _of_sessions(found)[:1]
     if len({(facts.name, *facts.group) for facts in found.values()}) > 1:
-        set_it = "have set it (debug_api.set_tensor_reduction_group)"
-        return {"alike": False, "error": f"{_EXPECTED} {set_it}, got {groups[0]}"}
+        groups = differences(
+            {rank: {_GROUP: _said(facts)[_GROUP]} for rank, facts in found.items()}
+        )
+        advice = "all of them set it by debug_api.set_tensor_reduction_group, or none"
+        return {"alike": False, "error": mismatch(_OP, f"{groups}; {advice}")}
     of_rows = any(_of_key(found, key) for key in _keys(found))
     return {"alike": not of_rows and not _of_sessions(found)}
 
@@ -75,9 +79,8 @@ def explain(posts: Mapping[int, Facts]) -> Facts:
     if not sessions and known and not any(_of_key(found, key) for key in others):
         return {"error": "", "rows": {r: f.rows[key_of(f.group)] for r, f in found.items()}}
     names = "; ".join(text for key in _keys(found) if (text := _names(found, key)))
-    wanted = "look at the same tensors" if names else "run the same session"
-    got = "; ".join(text for text in (names, *sessions, names and ADVICE) if text)
-    return {"error": f"{_EXPECTED} {wanted}, got {got}"}
+    got = "; ".join(text for text in (names, sessions, names and ADVICE) if text)
+    return {"error": mismatch(_OP, got)}
 
 
 def key_of(ranks: Iterable[int]) -> str:
@@ -104,25 +107,17 @@ def _of_key(found: Mapping[int, RankFacts], key: str) -> bool:
     return len({found[r].digests.get(key) for r in members if r in found}) > 1
 
 
-def _of_sessions(found: Mapping[int, RankFacts]) -> list[str]:
+def _of_sessions(found: Mapping[int, RankFacts]) -> str:
     """What differs whatever the layers are."""
-    texts = []
-    for what, of in (
-        ("reduction groups", _group),
-        ("configurations", lambda facts: f"{facts.config:012x} of {', '.join(facts.sections)}"),
-        ("iterations", lambda facts: str(facts.iteration)),
-    ):
-        by_value: dict[str, list[int]] = {}
-        for rank, facts in found.items():
-            by_value.setdefault(of(facts), []).append(rank)
-        if len(by_value) > 1:
-            said = ", ".join(f"{value} ({listed(ranks)})" for value, ranks in by_value.items())
-            texts.append(f"{what} that differ: {said}")
-    return texts
+    return differences({rank: _said(facts) for rank, facts in found.items()})
 
 
-def _group(facts: RankFacts) -> str:
-    return f"{facts.name or 'the default'} of {listed(facts.group)}"
+def _said(facts: RankFacts) -> dict[str, str]:
+    return {
+        _GROUP: f"{facts.name or 'the default'} of {listed(facts.group)}",
+        "configuration": f"{facts.config:012x} of {', '.join(facts.sections)}",
+        "iteration": str(facts.iteration),
+    }
 
 
 def _names(found: Mapping[int, RankFacts], key: str) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.debug.meeting import Meeting
 from transformer_engine.debug.statistics.buffer import to_device
 from transformer_engine.debug.statistics.differences import RankFacts, Row, differ, explain
 from transformer_engine.debug.statistics.layout import Layout
 from transformer_engine.debug.statistics.rows import WIDTH, Kind, empty_row, merge_ranks
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch.parallel.collectives import gather_into
+from transformer_engine.pytorch.parallel.meeting import Meeting
 
 _LEAST_CAPACITY = 64
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from transformer_engine.debug.meeting import Meeting, group_size, ranks_of
 from transformer_engine.debug.statistics.differences import RankFacts, Row, key_of
 from transformer_engine.debug.statistics.layout import Layout, digest
 from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.tensor import TensorStatistics
+from transformer_engine.pytorch.parallel.meeting import Meeting, group_size, ranks_of
 
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 PURPOSE = "statistics"  # of meetings of the reduction group

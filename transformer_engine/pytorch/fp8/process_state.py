@@ -51,7 +51,6 @@ class ProcessState:
         gemm_counts: GEMMs that ran.
         gemm_groups: how often each group of GEMMs ran as a whole.
         sent: calls and bytes of collectives, see `chain.parallel_report`.
-        agreements: how often ranks have compared what they do, by group.
         inspector: of the debugger's session, see transformer_engine/debug.
     """
 
@@ -68,7 +67,6 @@ class ProcessState:
         self.gemm_counts: dict[tuple[str, str, str], int] = {}
         self.gemm_groups: dict[GemmGroup, int] = {}
         self.sent: dict[Any, tuple[int, int]] = {}
-        self.agreements: dict[str, int] = {}
         self.user_buffers: Any = None  # see `chain.user_buffers`
         self.inspector: Any = None
 
@@ -127,6 +125,6 @@ def process_state() -> ProcessState:
 
 def reset_process_state() -> None:
     """Forget scopes, groups and counts; the debugger's session and what ranks share stay."""
-    shared = {name: getattr(_STATE, name) for name in ("inspector", "agreements", "user_buffers")}
+    shared = {name: getattr(_STATE, name) for name in ("inspector", "user_buffers")}
     _STATE.__init__()  # type: ignore[misc]
     vars(_STATE).update(shared)

@@ -18,6 +18,7 @@ from transformer_engine.pytorch._torch_private import keep_address
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
+from transformer_engine.pytorch.parallel.agreement import agree, without_addresses
 
 FORWARD, BACKWARD = "forward", "backward"
 ALIGNED = 4  # floats
@@ -103,6 +104,8 @@ class ScalingMembers:
         self._states: list[weakref.ref[ScalingState]] = []
         self._table: torch.Tensor | None = None
         self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
+        self._checked: Any = None  # what was `_seen` at the last update over ranks
+        self._alike: set[tuple[int, ...]] = set()  # numbers of scales that all ranks have had
         self.columns = 0
 
     @property
@@ -155,11 +158,30 @@ class ScalingMembers:
         """Row 0 of all states, maximum over the ranks of the group; None on a single rank."""
         if not (self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
             return None
-        if dist.get_world_size(self.process_group) == 1:
+        if dist.get_world_size(self.process_group) <= 1:  # torch says -1 to those outside of it
             return None
-        amaxes = gather_amax(self.table(states), self.columns, None, "most_recent")
+        table = self.table(states)
+        if self._checked is not self._seen:
+            self._agree([len(state.scales) for state in states])
+            self._checked = self._seen
+        amaxes = gather_amax(table, self.columns, None, "most_recent")
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.process_group)
         return amaxes
+
+    def _agree(self, scales: list[int]) -> None:
+        """Raise RuntimeError on all ranks of the group, if they are to reduce other amaxes.
+
+        What they once had alike they do not compare again: one of them may have loaded its states.
+        """
+        if tuple(scales) in self._alike:
+            return
+        facts = {
+            "recipe": without_addresses(self.recipe),
+            "FP8 modules": len(scales),
+            "scales of them": scales,
+        }
+        agree("autocast", [self.process_group], f"the end of a {self.direction} in FP8", facts)
+        self._alike.add(tuple(scales))
 
 
 class ScalingGroup:

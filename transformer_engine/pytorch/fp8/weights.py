@@ -18,11 +18,12 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 from transformer_engine.pytorch.tensor.weight_quantizer import WeightQuantizer
-from transformer_engine.pytorch.tensor.writing import ranks_of
+from transformer_engine.pytorch.tensor.writing import scale_ranks_of
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
+PART_OF_STATE = "_te_part_of_state"  # of layers that ranks share, see `parallelize.checkpoints`
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -170,7 +171,7 @@ def scales_of(module: nn.Module) -> list[torch.Tensor]:
     checkpoints keep one state for all.
     """
     weights = [w for w in fp8_weights(module).values() if not w.is_meta]
-    if any(ranks_of(w) and layout_of(w._format).in_blocks for w in weights):
+    if any(scale_ranks_of(w) and layout_of(w._format).in_blocks for w in weights):
         return []
     return [w.scales for w in weights]
 
@@ -190,9 +191,12 @@ def quantized(
     sizes = [weight.scales.numel() for weight in weights.values()]
     scales = extra_state.weight_scales(raw, sizes, module.name)
     found: dict[str, Any] = {}
+    part_of_state = getattr(module, PART_OF_STATE, None)
     for i, (name, weight) in enumerate(weights.items()):
         values = state.get(prefix + name)
         parameter: Any = module._parameters[name]
+        if part_of_state is not None and isinstance(values, torch.Tensor):
+            values = part_of_state(module, name, values)
         if not isinstance(values, torch.Tensor) or isinstance(values, QuantizedTensor):
             continue
         if values.shape == parameter.shape and values.is_floating_point() and not values.is_meta:

@@ -40,7 +40,7 @@ from transformer_engine.pytorch.module.inputs import (
     checked_dtype,
 )
 from transformer_engine.pytorch.module.names import layer_name
-from transformer_engine.pytorch.module.parameters import ParameterSet
+from transformer_engine.pytorch.module.parameters import ParameterSet, matrices_of
 from transformer_engine.pytorch.notices import warn
 from transformer_engine.pytorch.parallel.groups import (
     SharedByRanks,
@@ -374,8 +374,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             ValueError: damaged contents, too many, or those of a layer with another number of
                 GEMMs.
         """
-        matrices = [p for p in self._parameters.values() if p is not None and p.ndim == 2]
-        restored = extra_state.unpack(state, self.name, matrices)
+        restored = extra_state.unpack(state, self.name, matrices_of(self, self._parameter_set))
         check_columns(restored, self.gemm_count, self.name)
         if restored:
             self.scaling = restored

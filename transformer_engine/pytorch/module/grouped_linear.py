@@ -14,6 +14,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.inputs import check_features
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
+from transformer_engine.pytorch.module.parameters import ParameterSpec
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -24,6 +25,29 @@ class _Part(Linear):
 
 
 _Part.__name__ = "GroupedLinear"  # messages name what users have made
+
+
+class _SetsOfParts:
+    """The parameter sets of all parts, under the names that parameters have in the whole."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._own = {
+            f"{kind}{i}": (part, kind)
+            for i, part in enumerate(parts)
+            for kind in ("weight", "bias")
+        }
+        self.init = parts[0]._parameter_set.init
+
+    def spec(self, name: str) -> ParameterSpec | None:
+        """See `ParameterSet`."""
+        part, kind = self._own.get(name, (None, ""))
+        return None if part is None else part._parameter_set.spec(kind)
+
+    def adopt(self, module: nn.Module, name: str, data: torch.Tensor, trained: bool) -> None:
+        """See `ParameterSet`."""
+        part, kind = self._own[name]
+        part._parameter_set.adopt(part, kind, data, trained)
+        module.register_parameter(name, part._parameters[kind])
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -179,6 +203,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _adopt(self) -> None:
         """Take over the parameters of the parts."""
+        self._parameter_set: Any = _SetsOfParts(self._parts)
         for part, inside, here in self._names():
             self.register_parameter(here, part._parameters[inside])
 

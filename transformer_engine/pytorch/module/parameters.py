@@ -72,7 +72,7 @@ class ParameterSet:
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self._tracker = get_rng_state_tracker
         self._specs: list[ParameterSpec] = []
-        self._init = model_init()
+        self.init = model_init()  # in which scope modules are made
 
     def create(
         self,
@@ -97,9 +97,9 @@ class ParameterSet:
         parameter = _with_attributes(nn.Parameter(data), spec)
         if not data.is_meta:
             self._initialise(spec, parameter)
-        if self._init.enabled and spec.gemm_weight:
+        if self.init.enabled and spec.gemm_weight:
             label = f"{spec.name} of layer {module.name}"
-            fp8_parameter = fp8_weights.make_parameter(parameter.detach(), self._init, label)
+            fp8_parameter = fp8_weights.make_parameter(parameter.detach(), self.init, label)
             parameter = _with_attributes(fp8_parameter, spec)
         module.register_parameter(spec.name, parameter)
 
@@ -142,7 +142,7 @@ class ParameterSet:
             elif isinstance(parameter, QuantizedTensor):
                 values = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
                 self._initialise(spec, values)
-                fp8_weights.initialize(parameter, values, self._init)
+                fp8_weights.initialize(parameter, values, self.init)
             else:
                 self._initialise(spec, parameter)
 
@@ -157,7 +157,7 @@ class ParameterSet:
             return
         values: Any = _with_attributes(nn.Parameter(torch.empty_like(parameter)), spec)
         self._initialise(spec, values)
-        fp8_weights.initialize(piece, values.detach().to_local(), self._init)
+        fp8_weights.initialize(piece, values.detach().to_local(), self.init)
 
 
 def _draws_whole(tracker: Any) -> bool:
@@ -251,6 +251,19 @@ def _part_names(split: Any, layer: str) -> list[str]:
             f" underscores, are not empty and have no dot, got {list(split)}"
         )
     return names
+
+
+def matrices_of(module: nn.Module, own: ParameterSet) -> list[torch.Tensor]:
+    """The weights of a module; of a part that ranks share the whole, too, on meta."""
+    found: list[torch.Tensor] = []
+    for name, parameter in module._parameters.items():
+        if parameter is None or parameter.ndim != 2:
+            continue
+        spec = own.spec(name)
+        found.append(parameter)
+        if spec is not None and spec.shard is not None:
+            found.append(torch.empty(spec.shard.whole_shape(parameter.shape), device="meta"))
+    return found
 
 
 Names = tuple[str | None, ...]

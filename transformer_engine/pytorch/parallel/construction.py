@@ -19,9 +19,13 @@ class Remakable:
         module = super().__new__(cls)
         constructor = cls.__init__
         if constructor.__module__.startswith("transformer_engine."):
-            bound = inspect.signature(constructor).bind_partial(module, *arguments, **keywords)
-            found = {**bound.arguments, **bound.arguments.get("others", {})}
-            left = {*_GROUPS, "self", "others"}
+            signature = inspect.signature(constructor)
+            bound = signature.bind_partial(module, *arguments, **keywords)
+            rest = [k for k, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+            found = dict(bound.arguments)
+            for others in rest:
+                found.update(found.pop(others, {}))
+            left = {*_GROUPS, "self"}
             module.__dict__["_made_with"] = {k: v for k, v in found.items() if k not in left}
         return module
 

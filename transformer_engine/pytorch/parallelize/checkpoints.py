@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
+from transformer_engine.pytorch.fp8.weights import PART_OF_STATE
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.parallelize.parameters import (
     cut_evenly,
@@ -38,6 +39,7 @@ def share_state(module: nn.Module, mesh: DeviceMesh) -> None:
         shards = {one.name: one.shard for one in held(part) if one.shard and "." not in one.name}
         if shards:
             setattr(part, _MESH, mesh)
+            setattr(part, PART_OF_STATE, partial(_part_of_state, shards))
             part.register_state_dict_post_hook(partial(_share, shards))
             part.register_load_state_dict_pre_hook(partial(_take_parts, shards))
 
@@ -147,9 +149,16 @@ def _share(shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str,
 def _take_parts(
     shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str, *_: Any
 ) -> None:
-    for name, shard in shards.items():
-        x, like = state.get(prefix + name), getattr(module, name)
-        if not isinstance(x, torch.Tensor):
-            continue
-        if isinstance(x, DTensor) or x.shape == shard.whole_shape(like.shape):
-            state[prefix + name] = part_like(gather_whole(x, None), shard, like)
+    for name in shards:
+        if isinstance(state.get(prefix + name), torch.Tensor):
+            state[prefix + name] = _part_of_state(shards, module, name, state[prefix + name])
+
+
+def _part_of_state(
+    shards: dict[str, Shard], module: nn.Module, name: str, x: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of what a state dict has for a parameter: whole, cut, or that part."""
+    shard, like = shards.get(name), getattr(module, name)
+    if shard is not None and (isinstance(x, DTensor) or x.shape == shard.whole_shape(like.shape)):
+        return part_like(gather_whole(x, None), shard, like)
+    return x

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
@@ -23,8 +24,8 @@ from transformer_engine.pytorch.parallelize.scatter import scatter_output
 
 _WHOLE_LAYERS = (TransformerLayer, MultiheadAttention, LayerNormMLP)
 _KINDS: dict[str, tuple[type, ...]] = {
-    "column": (Linear, LayerNormLinear),
-    "row": (Linear,),
+    "column": (Linear, LayerNormLinear, GroupedLinear),
+    "row": (Linear, GroupedLinear),
     "heads": (DotProductAttention,),
     "layer": _WHOLE_LAYERS,
     "tokens": (nn.Module,),
@@ -54,13 +55,13 @@ def parallelize(
             dimension `cp` shares sequences (context parallelism, see `shard_sequence`). Others are
             for checkpoints alone, which are cut along all of them.
         plan: for names of modules, or patterns such as `"blocks.*.up"`, what becomes of them:
-            `"column"` (Linear, LayerNormLinear: a rank has some of the outputs), `"row"` (Linear:
-            some of the inputs), `"heads"` (DotProductAttention), `"layer"` (TransformerLayer,
-            MultiheadAttention and LayerNormMLP: what they become without a plan), `"whole"` (every
-            rank has all of it: what others become). With `sequence_parallel` also `"scatter"`: a
-            rank goes on with its part of the output along the first dimension (embeddings), and
-            `"tokens"`: it runs on a rank's tokens, as norms between layers do. Gradients of both
-            are summed by `all_reduce_sequence_parallel_grads`.
+            `"column"` (Linear, LayerNormLinear, GroupedLinear: a rank has some of the outputs),
+            `"row"` (Linear, GroupedLinear: some of the inputs), `"heads"` (DotProductAttention),
+            `"layer"` (TransformerLayer, MultiheadAttention and LayerNormMLP: what they become
+            without a plan), `"whole"` (every rank has all of it: what others become). With
+            `sequence_parallel` also `"scatter"`: a rank goes on with its part of the output along
+            the first dimension (embeddings), and `"tokens"`: it runs on a rank's tokens, as norms
+            between layers do. Gradients of both are summed by `all_reduce_sequence_parallel_grads`.
         sequence_parallel: between layers, ranks of `tp` have parts of the tokens, along the first
             dimension.
         cp_comm_type: `p2p`, `all_gather` or `a2a`, see `DotProductAttention`.
@@ -74,7 +75,6 @@ def parallelize(
             that ranks cannot share; layers that have run, that `fully_shard` has cut, or that
             were made for several ranks.
         TypeError: a kind that a module cannot become; a subclass with a constructor of its own.
-        NotImplementedError: weights in FP8 alone.
 
     Example:
         >>> import torch

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from transformer_engine.pytorch.parallel.exchange import gather_stack
 from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 
 
 class Held(NamedTuple):
@@ -45,6 +46,9 @@ def held(model: nn.Module) -> Iterator[Held]:
 
 def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     """The whole tensor of which every rank has a part; all ranks call it."""
+    piece = piece_of(x)
+    if piece is not None:
+        x = with_piece(x, piece.dequantize())
     if isinstance(x, DTensor):
         placements = [*x.placements]
         for i in reversed(range(len(placements))):

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.fp8.model_init import quantized_model_init
+from transformer_engine.pytorch.fp8.model_init import ModelInit, quantized_model_init
 from transformer_engine.pytorch.parallel.construction import made_with
+from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.parallelize.fp8_parts import fp8_part, share_initial_value
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -36,10 +38,6 @@ def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Mod
             f"constructor is its own; give it tp_group there {where}"
         )
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, QuantizedTensor):
-            raise NotImplementedError(
-                f"[parallelize] expected weights in high precision, got {name} in FP8 {where}"
-            )
         if hasattr(parameter, "device_mesh"):
             raise ValueError(
                 f"[parallelize] expected a model before fully_shard, got {name} cut {where}"
@@ -48,10 +46,18 @@ def counterpart(path: str, module: nn.Module, changes: dict[str, Any]) -> nn.Mod
         raise ValueError(
             f"[parallelize] expected a layer of one process, got one for several ranks {where}"
         )
-    device = {"device": "meta"} if "device" in kind.__init__.__annotations__ else {}
-    with torch.device("meta"), quantized_model_init(enabled=False):
+    takes_device = "device" in {*kind.__init__.__annotations__, *arguments}
+    device = {"device": "meta"} if takes_device else {}
+    with torch.device("meta"), _weights_as_in(module):
         made: nn.Module = kind(**{**arguments, **changes, **device, "name": module.name})
     return made
+
+
+def _weights_as_in(module: nn.Module) -> quantized_model_init:
+    """The scope in which a layer was made whose weights are in FP8, or are not."""
+    sets = [getattr(part, "_parameter_set", None) for part in module.modules()]
+    found = next((one.init for one in sets if one is not None and one.init.enabled), ModelInit())
+    return quantized_model_init(found.enabled, found.recipe, found.preserve)
 
 
 def become(module: Any, made: Any) -> None:
@@ -59,7 +65,7 @@ def become(module: Any, made: Any) -> None:
     for name, part in module.named_children():
         become(part, made.get_submodule(name))
     layer = getattr(module, "name", None)
-    state = module.get_extra_state() if hasattr(module, "scaling") else None
+    scaling = getattr(module, "scaling", None)
     torch_has = vars(nn.Module()).keys()
     changed = {key: value for key, value in vars(made).items() if key not in torch_has}
     vars(module).update(changed)
@@ -68,9 +74,22 @@ def become(module: Any, made: Any) -> None:
     own: Any = getattr(module, "_parameter_set", None)
     for name, parameter in [*module.named_parameters(recurse=False)] if own else ():
         spec = own.spec(name)
-        data = parameter.detach()
-        if spec is not None and spec.shard is not None:
-            data = spec.shard.of(data, spec.shard.ranks.rank).clone()
+        data, shard = parameter.detach(), None if spec is None else spec.shard
+        if shard is not None:
+            data = _part(parameter, shard, made.get_parameter(name))
         own.adopt(module, name, data, parameter.requires_grad)
-    if state is not None:
-        module.set_extra_state(state)
+        if shard is not None:
+            share_initial_value(parameter, module.get_parameter(name), shard, shard.ranks.rank)
+    if scaling:
+        module.scaling = scaling
+
+
+def _part(parameter: torch.Tensor, shard: Shard, made: torch.Tensor) -> torch.Tensor:
+    """This rank's part, in FP8 where the counterpart has that: sizes of parts may not allow it."""
+    rank, data = shard.ranks.rank, parameter.detach()
+    assert rank is not None
+    if not isinstance(data, QuantizedTensor):
+        return shard.of(data, rank).clone()
+    if isinstance(made, QuantizedTensor):
+        return fp8_part(data, shard, rank)
+    return shard.of(data.dequantize(), rank).clone()

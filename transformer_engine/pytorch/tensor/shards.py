@@ -36,10 +36,11 @@ def _rows(x: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     if block is not None:
         scales = scales[start // block[0] : -(-stop // block[0])]
     quantizer: Any = x._quantizer
-    if quantizer.ranks is None:
+    if ranks_of(x) is None:
         initial = getattr(x, "initial_value", None)
         part = None if initial is None else initial.rows(start, stop)
-        quantizer = quantizer.over(ShardRanks(part))
+        layer = () if quantizer.ranks is None else quantizer.ranks.layer
+        quantizer = quantizer.over(ShardRanks(part, layer))
     shape, facts = torch.Size((stop - start, x.shape[1])), {**x.facts, "quantizer": quantizer}
     return x.assembled(shape, [codes[start:stop], scales, *others], facts)
 

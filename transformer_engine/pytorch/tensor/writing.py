@@ -21,16 +21,22 @@ if TYPE_CHECKING:
 
 
 class ShardRanks:
-    """The ranks that have pieces of one weight.
+    """The ranks that have pieces of one weight: its largest magnitude is reduced over them.
 
-    Attributes:
-        groups: over which a largest magnitude is reduced; None until they are known.
+    Args:
         initial: what this rank's piece was initialised with, an `InitialValue`, where it is kept.
+        layer: groups that share the layer, each rank with a part of the weight.
+        groups: of `fully_shard`, which cuts such a part again; None until they are known, () where
+            it has cut nothing.
     """
 
-    def __init__(self, initial: Any = None) -> None:
-        self.groups: tuple[Any, ...] | None = None
-        self.initial = initial
+    def __init__(
+        self,
+        initial: Any = None,
+        layer: tuple[Any, ...] = (),
+        groups: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.initial, self.layer, self.groups = initial, layer, groups
 
     def reduce(self, amaxes: torch.Tensor, label: str) -> torch.Tensor:
         """Reduce magnitudes of pieces to those of whole weights, in place.
@@ -44,14 +50,20 @@ class ShardRanks:
                 f"{label} is written otherwise: its scale is that of all pieces, and until then "
                 "nothing says which ranks have them"
             )
-        for group in self.groups:
+        for group in (*self.groups, *self.layer):
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         return amaxes
 
 
-def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
-    """The ranks that share the weight of a piece; None for what is no piece."""
+def scale_ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
+    """The ranks that have a weight together; None where this one has all of it."""
     return getattr(tensor._quantizer, "ranks", None)
+
+
+def ranks_of(tensor: QuantizedTensor) -> ShardRanks | None:
+    """The same of what `fully_shard` has cut; None for what it has not."""
+    ranks = scale_ranks_of(tensor)
+    return None if ranks is None or ranks.groups == () else ranks
 
 
 def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tensor) -> None:
@@ -84,11 +96,11 @@ def write(tensors: Sequence[QuantizedTensor], values: Sequence[torch.Tensor]) ->
         plain = tensor.writable(value)
         if tensor.is_meta:
             continue
-        ranks = ranks_of(tensor)
+        ranks = scale_ranks_of(tensor)
         if ranks is None or layout_of(tensor._format).in_blocks:
             tensor.overwrite(tensor.quantized(plain))
         else:
-            pieces.setdefault(ranks.groups, []).append((tensor, plain))
+            pieces.setdefault((ranks.groups, ranks.layer), []).append((tensor, plain))
     for found in pieces.values():
         some = found[0][0]
         largest = some._quantizer.ranks.reduce(torch.cat([amax(x) for _, x in found]), some.label)

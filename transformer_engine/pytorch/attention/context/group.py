@@ -81,8 +81,8 @@ def refusal(call: Call) -> Refusal | None:
     """Why ranks cannot serve a call together; None where they can."""
     context, shape = call.context, call.shape
     assert context is not None
-    if call.casts is not None:
-        advice = "use a recipe without fp8_dpa and fp8_mha"
+    if call.casts is not None and context.comm_type != "a2a":
+        advice = "use 'a2a', or a recipe without fp8_dpa and fp8_mha"
         return Refusal("attention in high precision", "attention in FP8", advice)
     if call.cache:
         return Refusal("no inference_params", "a cache", "generate without a cp_group")

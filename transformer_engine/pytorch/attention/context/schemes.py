@@ -21,7 +21,8 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
     Before the first call of each structure the ranks meet, see `agree`.
 
     Raises:
-        ValueError: on all ranks, of what none can serve, and of calls that differ.
+        ValueError: on all ranks, of what none can serve.
+        RuntimeError: on all ranks, of calls that differ.
     """
     context = call.context
     assert context is not None
@@ -37,7 +38,7 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
 _NAMES = (
     *("dtype", "format", "mask", "query heads", "key heads", "size of keys"),
     *("size of values", "sequences", "query tokens", "key tokens", "bias", "bias shape"),
-    *("dropout", "softmax", "lengths", "communication", "gradients"),
+    *("dropout", "softmax", "lengths", "communication", "gradients", "precision"),
 )
 
 
@@ -59,6 +60,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         tuple([None if x is None else x.shape[0] - 1 for x in lengths]),
         call.context.comm_type,
         needs[:3],
+        "high precision" if call.casts is None else "FP8",
     )
 
 
@@ -75,4 +77,4 @@ def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None
     facts["mask"] = next(name for name, kind in MASK_TYPES.items() if kind == rule.type)
     facts["window"] = (rule.left, rule.right)
     groups = [group for group in (context.heads, context.group) if group is not None]
-    agree("DotProductAttention", groups, facts, error)
+    agree("DotProductAttention", groups, "a call of attention", facts, error)

@@ -4,7 +4,8 @@ A collective in which ranks disagree hangs, or mixes what does not belong togeth
 before the first one of a structure, through the key-value store of torch.distributed: each posts
 its facts, the first rank of the group compares them and posts a verdict, which all ranks read. No
 device waits, and nothing is paid afterwards. Who does not come is named when the group's timeout is
-over.
+over. The store it is because a collective that others do not join would be taken for the next one
+that they do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ Judge = Callable[[Mapping[int, Facts]], Facts]  # facts by rank to a verdict
 
 _GRACE = timedelta(seconds=3)  # at most, after a timeout: to be told who did not come
 _MOST_NAMED = 3
+OF_THE_DEBUGGER = (
+    "initialize the debugger with one configuration, run the same layers, and call"
+    " debug_api.step() equally often"
+)
 
 
 def group_size(group: Any) -> int:
@@ -56,9 +61,14 @@ class Meeting:
     Args:
         group: process group; None is all ranks.
         purpose: what they are about; each purpose is counted by itself.
+        op: in messages; the purpose where it is empty.
+        advice: what all ranks must do, for those that some have waited for in vain.
     """
 
-    def __init__(self, group: Any, purpose: str) -> None:
+    def __init__(
+        self, group: Any, purpose: str, op: str = "", advice: str = OF_THE_DEBUGGER
+    ) -> None:
+        self._op, self._advice = op or purpose, advice
         self.ranks = ranks_of(group)
         self.timeout: timedelta = group_timeout(group)
         self._grace = min(_GRACE, self.timeout)
@@ -66,7 +76,7 @@ class Meeting:
         self._rank = dist.get_rank()
         self._store: Any = None if dist.get_backend(group) == "fake" else default_store()
         self._held = self._told = False  # a meeting; of a failure
-        self._count = f"te_debug/{purpose}/{self._rank}/count"
+        self._count = f"te/{purpose}/{self._rank}/count"
         self._number = 0 if self._store is None else self._store.add(self._count, 0)
 
     def hold(self, facts: Facts, doing: str, judge: Judge) -> Facts:
@@ -104,15 +114,19 @@ class Meeting:
             if self._wait(self._key("facts", rank), left):
                 posts[rank] = json.loads(self._store.get(self._key("facts", rank)))[1]
         absent = [rank for rank in self.ranks if rank not in posts]
-        return {"absence": self._absence(doing, absent)} if absent else judge(posts)
+        if absent:
+            return {"absence": self._absence(doing, absent)}
+        for rank in self.ranks:
+            self._store.delete_key(self._key("facts", rank))
+        # All who are here have read the verdict before.
+        self._store.delete_key(self._key("verdict", self.ranks[0], self._number - 1))
+        return judge(posts)
 
     def _absence(self, doing: str, absent: Iterable[int]) -> str:
         waited = f"{self.timeout.total_seconds():g} s"
         return (
-            f"[{self._purpose}] expected {listed(self.ranks)} to meet in {doing}, but"
-            f" {listed(absent)} did not come within {waited}: all ranks of a group must initialize"
-            " the debugger with one configuration, run the same layers, and call debug_api.step()"
-            " equally often"
+            f"[{self._op}] expected {listed(self.ranks)} to meet in {doing}, but {listed(absent)}"
+            f" did not come within {waited}: all ranks of a group must {self._advice}"
         )
 
     def failed(self, doing: str, seconds: float, error: object) -> str:
@@ -123,7 +137,7 @@ class Meeting:
             seconds: that this rank has waited.
             error: what torch says.
         """
-        text = f"[{self._purpose}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
+        text = f"[{self._op}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
         try:
             found = self._stuck(doing)
         except RuntimeError:
@@ -156,7 +170,7 @@ class Meeting:
             if store is None or self._told:
                 return ""
             if self._held and store.check([failed]):
-                return f"[{self._purpose}] {store.get(failed).decode()}, and gave up"
+                return f"[{self._op}] {store.get(failed).decode()}, and gave up"
             self._number += 1  # the meeting that others may have begun
             verdict = self._key("verdict", self.ranks[0])
             if not store.check([verdict]):
@@ -168,8 +182,8 @@ class Meeting:
         absence: str = found.get("absence", "")
         return absence
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"te_debug/{self._purpose}/{self._number}/{what}/{rank}"
+    def _key(self, what: str, rank: int, number: int | None = None) -> str:
+        return f"te/{self._purpose}/{self._number if number is None else number}/{what}/{rank}"
 
     def _wait(self, key: str, timeout: timedelta) -> bool:
         try:

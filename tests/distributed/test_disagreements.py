@@ -1,0 +1,60 @@
+"""Ranks that differ: each of them says what, and on which rank."""
+
+import re
+
+import pytest
+from disagreement_ranks import CASES, disagreements
+from ranks import run_ranks
+
+DELAYED = "DelayedScaling\\(.*\\)"
+EXPECTED = {
+    "a_module_that_one_lacks": r"a call of layer fc1 \(rank 0\), a call of layer fc2 \(rank 1\)",
+    "a_replica_with_fewer_modules": (
+        r"FP8 modules 2 \(rank 0\), 1 \(rank 1\); scales of them \[3, 3\] \(rank 0\), \[3\] .*"
+    ),
+    "other_shapes": r"input \[\[16, 64\]\] \(rank 0\), \[\[32, 64\]\] \(rank 1\)",
+    "another_recipe": (
+        r"GEMMs in fp8_delayed_scaling \(rank 0\), fp8_current_scaling \(rank 1\); "
+        rf"recipe {DELAYED} \(rank 0\), Float8CurrentScaling\(.*\) \(rank 1\)"
+    ),
+    "a_replica_with_another_recipe": (
+        r"recipe DelayedScaling\(.*amax_history_len=4,.*\) \(rank 0\), "
+        r"DelayedScaling\(.*amax_history_len=5,.*\) \(rank 1\)"
+    ),
+    "another_configuration_of_the_debugger": (
+        r"configuration \w{12} of look \(rank 0\), \w{12} of look \(rank 1\)"
+    ),
+    "no_autocast_on_one": (
+        r"GEMMs in high precision \(rank 0\), fp8_delayed_scaling \(rank 1\); "
+        rf"recipe none \(rank 0\), {DELAYED} \(rank 1\)"
+    ),
+    "no_gradients_on_one": r"gradients \[False, .* \(rank 0\), \[False, True.* \(rank 1\)",
+}
+OPS = {"a_replica": "autocast", "another_configuration": "statistics"}
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return run_ranks(2, disagreements)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_rank_says_what_differs(name: str, said: list[dict[str, str]]) -> None:
+    op = next((op for prefix, op in OPS.items() if name.startswith(prefix)), "Linear")
+    for rank, found in enumerate(said):
+        layer = rf" \(layer fc{1 + rank if 'module' in name else ''}\)" if op == "Linear" else ""
+        text = rf"\[{op}\] expected ranks that do the same, got {EXPECTED[name]}{layer}"
+        assert re.fullmatch(text, found[name]), found[name]
+
+
+def test_who_waits_in_vain_names_the_other(said: list[dict[str, str]]) -> None:
+    assert said[0]["a_rank_that_does_not_come"] == (
+        "[Linear] expected ranks 0, 1 to meet in a call of layer fc, but rank 1 did not come within"
+        " 1 s: all ranks of a group must run the same layers, in the same order, with the same"
+        " shapes and recipes"
+    )
+
+
+def test_ranks_that_do_the_same_say_nothing(said: list[dict[str, str]]) -> None:
+    assert [found["nothing"] for found in said] == ["", ""]
+    assert set(EXPECTED) | {"a_rank_that_does_not_come", "nothing"} == set(CASES)

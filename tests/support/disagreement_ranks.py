@@ -1,0 +1,124 @@
+"""What two ranks of distributed/test_disagreements do that is not alike, and what they say."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from debug_session import inspect, section
+from rank_device import here
+from tensor_parallel_ranks import column_and_row, scope
+
+import nvdlfw_inspect.api as debug_api
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.parallel.meeting import Meeting
+
+TOKENS = 16
+
+
+def _shared(recipe: str = "bf16", tokens: int = TOKENS, name: str = "fc") -> Any:
+    """A call of a layer that both ranks share."""
+    column, _ = column_and_row(name=name)
+    with scope(recipe):
+        return column(torch.randn(tokens, 64, dtype=torch.bfloat16))
+
+
+def _replica(layers: int, group: Any = None, **recipe: Any) -> None:
+    """A forward of as many layers in FP8, of which each rank has its own."""
+    modules = [te.Linear(32, 32, device=here()) for _ in range(layers)]
+    with te.fp8_autocast(fp8_recipe=DelayedScaling(**recipe), fp8_group=group):
+        for module in modules:
+            module(torch.randn(TOKENS, 32, device=here()))
+
+
+def a_module_that_one_lacks(rank: int) -> None:
+    for name in ("fc1", "fc2")[rank:]:
+        _shared(name=name)
+
+
+def a_replica_with_fewer_modules(rank: int) -> None:
+    _replica(2 - rank)
+
+
+def other_shapes(rank: int) -> None:
+    _shared(tokens=TOKENS * (1 + rank))
+
+
+def another_recipe(rank: int) -> None:
+    _shared(("delayed", "current")[rank])
+
+
+def a_replica_with_another_recipe(rank: int) -> None:
+    _replica(1, amax_history_len=4 + rank)
+
+
+def another_configuration_of_the_debugger(rank: int) -> None:
+    look = section("LogTensorStats", tensors=["activation"], stats=[("max", "min")[rank]])
+    with TemporaryDirectory() as folder:
+        debug_api.initialize(config_file={"look": look}, log_dir=Path(folder))
+        try:
+            inspect("layer", "activation", torch.ones(4))
+            debug_api.step()
+        finally:
+            debug_api.end_debug()
+
+
+def no_autocast_on_one(rank: int) -> None:
+    _shared(("bf16", "delayed")[rank])
+
+
+def no_gradients_on_one(rank: int) -> None:
+    with torch.set_grad_enabled(bool(rank)):
+        _shared()
+
+
+def a_rank_that_does_not_come(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank == 0:
+        layer = te.Linear(16, 16, parallel_mode="row", tp_group=group, name="fc", device=here())
+        layer(torch.ones(16, 8, device=here()))
+
+
+def nothing(rank: int) -> None:
+    """Names that were made up differ, and calls of one structure meet once."""
+    unnamed = [te.Linear(16, 16, device=here()) for _ in range(1 + rank)]
+    column, _ = column_and_row()
+    with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
+        for tokens in (16, 16, 32, 16, 32):
+            column(torch.randn(tokens, 64, dtype=torch.bfloat16))
+        assert met.call_count == 2, (met.call_count, unnamed)
+
+
+CASES: dict[str, Callable[[int], None]] = {
+    run.__name__: run
+    for run in (
+        a_module_that_one_lacks,
+        a_replica_with_fewer_modules,
+        other_shapes,
+        another_recipe,
+        a_replica_with_another_recipe,
+        another_configuration_of_the_debugger,
+        no_autocast_on_one,
+        no_gradients_on_one,
+        a_rank_that_does_not_come,
+        nothing,
+    )
+}
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    """The error of each case on this rank, by name; "" where there is none."""
+    found = {}
+    for name, run in CASES.items():
+        try:
+            run(rank)
+            found[name] = ""
+        except RuntimeError as error:
+            found[name] = str(error)
+        dist.barrier()
+    return found
