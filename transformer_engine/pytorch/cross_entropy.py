@@ -5,7 +5,7 @@ Compositions of torch operations, on any device. One rank is the same path witho
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,47 +50,105 @@ def parallel_cross_entropy(
     >>> parallel_cross_entropy(logits, torch.tensor([[1, -100]]))
     tensor([[1.3863, 0.0000]], grad_fn=<ViewBackward0>)
     """
-    check_group("parallel_cross_entropy", "dist_process_group", dist_process_group)
-    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
-    _check(inp, target, ranks, ignore_idx, label_smoothing)
-    group = dist_process_group if ranks > 1 else None
+    op = "parallel_cross_entropy"
+    check_group(op, "dist_process_group", dist_process_group)
+    if inp.dtype not in HIGH_PRECISION:
+        raise TypeError(f"[{op}] expected inp of float32, float16 or bfloat16, got {inp.dtype}")
+    if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:
+        raise ValueError(
+            f"[{op}] expected inp [..., classes] and target [...], got "
+            f"{tuple(inp.shape)} and {tuple(target.shape)}"
+        )
+    rules = Rules(label_smoothing, ignore_idx, group_of_several(dist_process_group))
+    check_target(op, target, inp.shape[-1], rules)
     target = target.reshape(-1)
-    losses: torch.Tensor = _CrossEntropy.apply(
-        inp.reshape(-1, inp.shape[-1]), target, label_smoothing, ignore_idx, group
-    )
+    losses: torch.Tensor = _CrossEntropy.apply(inp.reshape(-1, inp.shape[-1]), target, *rules)
     if reduce_loss:
-        return losses.sum() / (target != ignore_idx).sum().clamp(min=1)
+        return losses.sum() / counted(target, ignore_idx)
     return losses.view(inp.shape[:-1])
 
 
-def _check(
-    inp: torch.Tensor, target: torch.Tensor, ranks: int, ignored: int, smoothing: float
-) -> None:
-    if inp.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            "[parallel_cross_entropy] expected inp of float32, float16 or bfloat16, got "
-            f"{inp.dtype}"
-        )
+class Rules(NamedTuple):
+    """What a token's loss is made of.
+
+    Attributes:
+        smoothing: share of the target that is spread evenly over all classes.
+        ignored: the target of tokens with neither loss nor gradient.
+        group: of several ranks that share the classes, or None.
+    """
+
+    smoothing: float
+    ignored: int
+    group: Any
+
+
+def group_of_several(group: Any) -> Any:
+    """The group, or None where this rank is alone in it."""
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def counted(target: torch.Tensor, ignored: int) -> torch.Tensor:
+    """How many tokens a mean is over, one at least."""
+    return (target != ignored).sum().clamp(min=1)
+
+
+def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None:
+    """Raise where targets are no classes of ranks that have `size` each."""
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"[parallel_cross_entropy] expected target of int64 or int32, got {target.dtype}"
-        )
-    if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:
-        raise ValueError(
-            "[parallel_cross_entropy] expected inp [..., classes] and target [...], got "
-            f"{tuple(inp.shape)} and {tuple(target.shape)}"
-        )
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(
-            f"[parallel_cross_entropy] expected 0 <= label_smoothing <= 1, got {smoothing}"
-        )
+        raise TypeError(f"[{op}] expected target of int64 or int32, got {target.dtype}")
+    if not 0.0 <= rules.smoothing <= 1.0:
+        raise ValueError(f"[{op}] expected 0 <= label_smoothing <= 1, got {rules.smoothing}")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = target[((target < 0) | (target >= inp.shape[-1] * ranks)) & (target != ignored)]
+        classes = size * (1 if rules.group is None else dist.get_world_size(rules.group))
+        wrong = target[((target < 0) | (target >= classes)) & (target != rules.ignored)]
         if wrong.numel():
             raise ValueError(
-                f"[parallel_cross_entropy] expected targets below {inp.shape[-1] * ranks} or "
-                f"{ignored}, got {wrong[0].item()}"
+                f"[{op}] expected targets below {classes} or {rules.ignored}, got {wrong[0].item()}"
             )
+
+
+def token_losses(
+    logits: torch.Tensor, target: torch.Tensor, rules: Rules, wants_grad: bool, overwrite: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Losses `[tokens]` of logits `[tokens, classes of this rank]`, and their gradient, in fp32.
+
+    Args:
+        logits: of any dtype; with `overwrite` in fp32, and gone afterwards.
+        target: `[tokens]`.
+        rules: see there.
+        wants_grad: make the gradient of each token's loss by its logits.
+        overwrite: the memory of the logits may be used.
+    """
+    smoothing, ignored, group = rules
+    size, ranks, rank = logits.shape[1], 1, 0
+    if group is not None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    largest = logits.amax(1).float()
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shift = largest[:, None]
+    values = logits.sub_(shift) if overwrite else logits - shift  # fp32
+    place = (target.long() - rank * size)[:, None]
+    here = (place >= 0) & (place < size)
+    place = place.clamp(0, size - 1)
+    picked = values.gather(1, place).where(here, 0.0)
+    spread = values.sum(1, keepdim=True) if smoothing else torch.zeros_like(picked)
+    values.exp_()
+    sums = torch.cat([values.sum(1, keepdim=True), picked, spread, here.float()], 1)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, picked, spread, found = sums.unbind(1)
+    evenly = smoothing / (size * ranks)
+    loss = total.log() - (1 - smoothing) * picked - evenly * spread
+    keep = target != ignored
+    gradient = None
+    if wants_grad:
+        values.div_(total[:, None])
+        if smoothing:
+            values.sub_(evenly)
+        values.scatter_add_(1, place, (smoothing - 1) * here.float())
+        gradient = values.where(keep[:, None], 0.0)
+    return loss.where(found > 0, torch.nan).where(keep, 0.0), gradient
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -109,31 +167,11 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: int,
         group: Any,
     ) -> torch.Tensor:
-        size, ranks, rank = logits.shape[1], 1, 0
-        if group is not None:
-            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        largest = logits.amax(1).float()
-        if group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        values = logits - largest[:, None]  # fp32
-        place = (target.long() - rank * size)[:, None]
-        here = (place >= 0) & (place < size)
-        place = place.clamp(0, size - 1)
-        picked = values.gather(1, place).where(here, 0.0)
-        spread = values.sum(1, keepdim=True) if smoothing else torch.zeros_like(picked)
-        values.exp_()
-        sums = torch.cat([values.sum(1, keepdim=True), picked, spread, here.float()], 1)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        total, picked, spread, found = sums.unbind(1)
-        evenly = smoothing / (size * ranks)
-        loss = total.log() - (1 - smoothing) * picked - evenly * spread
-        keep = target != ignored
-        if ctx.needs_input_grad[0]:
-            values.div_(total[:, None]).sub_(evenly)
-            values.scatter_add_(1, place, (smoothing - 1) * here.float())
-            ctx.save_for_backward(values.where(keep[:, None], 0.0).to(logits.dtype))
-        return loss.where(found > 0, torch.nan).where(keep, 0.0)
+        rules = Rules(smoothing, ignored, group)
+        losses, gradient = token_losses(logits, target, rules, ctx.needs_input_grad[0], False)
+        if gradient is not None:
+            ctx.save_for_backward(gradient.to(logits.dtype))
+        return losses
 
     @staticmethod
     @once_differentiable
