@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where dry runs are
 DTYPE = torch.bfloat16
 FACTORY = {"device": DEVICE, "dtype": DTYPE}
 
