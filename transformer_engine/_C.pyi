@@ -111,6 +111,20 @@ def cast_moments(
     squared_error: bool = True,
 ) -> None: ...
 def cast_statistics(row: Sequence[float]) -> dict[str, float]: ...
+def cross_entropy_backward(
+    logits: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    log_sums: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    smoothing: float,
+    evenly: float,
+    dx: torch.Tensor | None,
+) -> None: ...
+def cross_entropy_forward(
+    logits: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    sums: torch.Tensor | None,
+) -> None: ...
 def cuda_device_count() -> int: ...
 def delayed_scaling_update(
     table: torch.Tensor | None,

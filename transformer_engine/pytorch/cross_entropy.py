@@ -1,6 +1,7 @@
 """Cross entropy of logits whose classes are spread over the ranks of a group, in fp32.
 
-Compositions of torch operations, on any device. One rank is the same path without communication.
+`parallel_cross_entropy` is a composition of torch operations, on any device; one rank is the same
+path without communication. `linear_cross_entropy` takes kernels, and merges here what they find.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import once_differentiable
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.kernels.cross_entropy import (
+    ELSEWHERE,
+    IGNORED,
+    cross_entropy_forward,
+)
 from transformer_engine.pytorch.parallel.groups import check_group
 
 __all__ = ["parallel_cross_entropy"]
@@ -107,48 +113,54 @@ def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None
             )
 
 
-def token_losses(
-    logits: torch.Tensor, target: torch.Tensor, rules: Rules, wants_grad: bool, overwrite: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Losses `[tokens]` of logits `[tokens, classes of this rank]`, and their gradient, in fp32.
-
-    Args:
-        logits: of any dtype; with `overwrite` in fp32, and gone afterwards.
-        target: `[tokens]`.
-        rules: see there.
-        wants_grad: make the gradient of each token's loss by its logits.
-        overwrite: the memory of the logits may be used.
-    """
-    smoothing, ignored, group = rules
-    size, ranks, rank = logits.shape[1], 1, 0
-    if group is not None:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    largest = logits.amax(1).float()
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    shift = largest[:, None]
-    values = logits.sub_(shift) if overwrite else logits - shift  # fp32
-    place = (target.long() - rank * size)[:, None]
+def labels_of(target: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
+    """`[tokens]`, int32: what the kernels take, of this rank's `size` classes."""
+    place = target if rules.group is None else target - dist.get_rank(rules.group) * size
     here = (place >= 0) & (place < size)
-    place = place.clamp(0, size - 1)
-    picked = values.gather(1, place).where(here, 0.0)
-    spread = values.sum(1, keepdim=True) if smoothing else torch.zeros_like(picked)
-    values.exp_()
-    sums = torch.cat([values.sum(1, keepdim=True), picked, spread, here.float()], 1)
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    total, picked, spread, found = sums.unbind(1)
-    evenly = smoothing / (size * ranks)
-    loss = total.log() - (1 - smoothing) * picked - evenly * spread
-    keep = target != ignored
-    gradient = None
-    if wants_grad:
-        values.div_(total[:, None])
-        if smoothing:
-            values.sub_(evenly)
-        values.scatter_add_(1, place, (smoothing - 1) * here.float())
-        gradient = values.where(keep[:, None], 0.0)
-    return loss.where(found > 0, torch.nan).where(keep, 0.0), gradient
+    return place.where(here, ELSEWHERE).masked_fill(target == rules.ignored, IGNORED).int()
+
+
+def evenly(size: int, rules: Rules) -> float:
+    """What smoothing gives to each class of ranks that have `size` each."""
+    ranks = 1 if rules.group is None else dist.get_world_size(rules.group)
+    return rules.smoothing / (size * ranks)
+
+
+def sums_of(logits: torch.Tensor, labels: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """`[4, tokens]`, of all ranks' classes: see `kernels.cross_entropy`, which makes them."""
+    sums = cross_entropy_forward(logits, labels)
+    if rules.group is None:
+        return sums
+    largest, total, picked, spread = sums.unbind()
+    top = largest.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, rules.group)
+    found = labels >= 0
+    further = largest.where(largest > -torch.inf, 0.0) - top
+    parts = torch.stack(
+        [
+            total * (largest - top).exp(),
+            (picked + further).where(found, 0.0),
+            spread + logits.shape[1] * further,
+            found.float(),
+        ]
+    )
+    dist.all_reduce(parts, group=rules.group)
+    total, picked, spread, ranks = parts.unbind()
+    return torch.stack([top, total, picked.where(ranks > 0, torch.nan), spread])
+
+
+def log_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of all exponentials, `[tokens]`."""
+    return sums[1].log() + sums[0]
+
+
+def losses_of(sums: torch.Tensor, labels: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
+    """`[tokens]`, fp32."""
+    _, total, picked, spread = sums.unbind()
+    losses = total.log() - (1 - rules.smoothing) * picked
+    if rules.smoothing:
+        losses = losses - evenly(size, rules) * spread
+    return losses.where(labels != IGNORED, 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -167,11 +179,31 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: int,
         group: Any,
     ) -> torch.Tensor:
-        rules = Rules(smoothing, ignored, group)
-        losses, gradient = token_losses(logits, target, rules, ctx.needs_input_grad[0], False)
-        if gradient is not None:
-            ctx.save_for_backward(gradient.to(logits.dtype))
-        return losses
+        size, ranks, rank = logits.shape[1], 1, 0
+        if group is not None:
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        largest = logits.amax(1).float()
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        values = logits - largest[:, None]  # fp32
+        place = (target.long() - rank * size)[:, None]
+        here = (place >= 0) & (place < size)
+        place = place.clamp(0, size - 1)
+        picked = values.gather(1, place).where(here, 0.0)
+        spread = values.sum(1, keepdim=True) if smoothing else torch.zeros_like(picked)
+        values.exp_()
+        sums = torch.cat([values.sum(1, keepdim=True), picked, spread, here.float()], 1)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        total, picked, spread, found = sums.unbind(1)
+        evenly = smoothing / (size * ranks)
+        loss = total.log() - (1 - smoothing) * picked - evenly * spread
+        keep = target != ignored
+        if ctx.needs_input_grad[0]:
+            values.div_(total[:, None]).sub_(evenly)
+            values.scatter_add_(1, place, (smoothing - 1) * here.float())
+            ctx.save_for_backward(values.where(keep[:, None], 0.0).to(logits.dtype))
+        return loss.where(found > 0, torch.nan).where(keep, 0.0)
 
     @staticmethod
     @once_differentiable

@@ -1,11 +1,10 @@
 """Cross entropy of a projection to a vocabulary, whose logits are never in memory all at once.
 
-Chunks of tokens run one after the other: their logits, in fp32, become losses and then, in the same
-memory, the gradient of those, which is multiplied at once into the gradients of `hidden` and
-`weight`. A mean or a sum has one gradient for all tokens, which the backward knows and which scales
-these products in the end; so the forward makes them. Losses of single tokens have gradients of
-their own, which have to be there before products sum over tokens; so the backward makes the logits
-again.
+Chunks of tokens run one after the other: their logits become losses and then, in the same memory,
+the gradient of those, which is multiplied at once into the gradients of `hidden` and `weight`. A
+mean or a sum has one gradient for all tokens, which the backward knows and which scales these
+products in the end; so the forward makes them. Losses of single tokens have gradients of their own,
+which have to be there before products sum over tokens; so the backward makes the logits again.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ from transformer_engine.pytorch.cross_entropy import (
     Rules,
     check_target,
     counted,
+    evenly,
     group_of_several,
-    token_losses,
+    labels_of,
+    log_sums,
+    losses_of,
+    sums_of,
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
+from transformer_engine.pytorch.kernels.cross_entropy import cross_entropy_backward_
 from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 from transformer_engine.pytorch.parallel.groups import check_group
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -34,7 +38,7 @@ __all__ = ["linear_cross_entropy"]
 
 _OP = "linear_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_BYTES = 2**28  # of fp32 logits: products of more tokens are no faster
+_CHUNK_BYTES = 2**28  # of logits: products of more tokens are no faster
 _CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
 
 
@@ -52,10 +56,10 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits of all tokens.
 
-    Logits are those of one chunk of tokens at a time, in fp32. With a mean or a sum the forward
-    makes the gradients, too; without a reduction the backward makes the logits again. Gradients of
-    the weight and of the bias add up in fp32. Within `torch.autocast`, `hidden`, `weight` and
-    `bias` are cast as `torch.nn.functional.linear` casts them.
+    Logits are those of one chunk of tokens at a time, in the dtype of `hidden`. With a mean or a
+    sum the forward makes the gradients, too; without a reduction the backward makes the logits
+    again. Gradients of the weight and of the bias add up in fp32. Within `torch.autocast`,
+    `hidden`, `weight` and `bias` are cast as `torch.nn.functional.linear` casts them.
 
     Args:
         hidden: `[..., features]`, fp32, fp16 or bf16.
@@ -98,7 +102,7 @@ def linear_cross_entropy(
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
     check_target(_OP, target, weight.shape[0], rules)
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0])
+    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.itemsize)
     losses: torch.Tensor = _LinearCrossEntropy.apply(
         *(rows, weight.contiguous(), bias, target.reshape(-1), into.main_grad),
         *(rules, reduction, chunk, wants_grad, into),
@@ -106,9 +110,9 @@ def linear_cross_entropy(
     return losses.view(target.shape) if reduction == "none" else losses
 
 
-def default_chunk(tokens: int, classes: int) -> int:
+def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
     """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 256 MiB much."""
-    parts = max(1, -(-4 * tokens * classes // _CHUNK_BYTES))
+    parts = max(1, -(-itemsize * tokens * classes // _CHUNK_BYTES))
     return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
 
 
@@ -179,12 +183,11 @@ class _Gradients(NamedTuple):
 
     def add(self, problem: _Problem, tokens: slice, logits: torch.Tensor) -> None:
         """What these tokens add, of the gradient by their logits."""
-        dtype, weight = problem.weight.dtype, problem.weight
         if self.bias is not None:
-            self.bias.add_(logits.sum(0))
-        logits = logits.to(dtype)
+            self.bias.add_(logits.sum(0, dtype=torch.float32))
         if self.hidden is not None:
-            gemm_into(self.hidden[tokens], logits, weight, b_transposed=True, accumulate=False)
+            into, weight = self.hidden[tokens], problem.weight
+            gemm_into(into, logits, weight, b_transposed=True, accumulate=False)
         if self.weight is not None:
             rows = problem.hidden[tokens]
             gemm_into(self.weight, logits, rows, a_transposed=True, b_transposed=True)
@@ -198,17 +201,21 @@ def _run(
     The gradient of `hidden` is that of this rank's classes alone.
     """
     hidden, weight, bias, target, rules, chunk = problem
-    losses, gradients = [], _Gradients.wanted(problem, wanted)
-    for begin in range(0, hidden.shape[0], chunk):
+    size = weight.shape[0]
+    labels = labels_of(target, size, rules)
+    gradients, all_sums = _Gradients.wanted(problem, wanted), []
+    for begin in range(0, max(1, hidden.shape[0]), chunk):
         tokens = slice(begin, begin + chunk)
-        logits, _, _ = gemm(hidden[tokens], weight, torch.float32, bias=bias)
-        loss, grad = token_losses(logits, target[tokens], rules, any(wanted), True)
-        losses.append(loss)
-        if grad is not None:
-            if factors is not None:
-                grad.mul_(factors[tokens, None])
-            gradients.add(problem, tokens, grad)
-    return torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32), gradients
+        logits, _, _ = gemm(hidden[tokens], weight, hidden.dtype, bias=bias)
+        sums = sums_of(logits, labels[tokens], rules)
+        all_sums.append(sums)
+        if any(wanted):
+            how = (None if factors is None else factors[tokens], rules.smoothing)
+            cross_entropy_backward_(
+                *(logits, labels[tokens], log_sums(sums)), *how, evenly(size, rules)
+            )
+            gradients.add(problem, tokens, logits)
+    return losses_of(torch.cat(all_sums, 1), labels, size, rules), gradients
 
 
 def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -259,7 +266,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if reduction == "none":
         hidden, weight, bias, target = saved
         problem = _Problem(hidden, weight, bias, target, rules, chunk)
-        gradients, factor = _run(problem, wanted, grad)[1], grad.new_ones(())
+        gradients = _run(problem, wanted, grad.contiguous())[1]
+        factor = grad.new_ones(())
     else:
         *found, divisor = saved
         gradients, factor = _Gradients(*found), grad / divisor
