@@ -58,6 +58,17 @@ def activation_forward(
     active: torch.Tensor | None = None,
 ) -> None: ...
 def activation_takes_moments(x: torch.Tensor | None, dy: torch.Tensor | None = None) -> bool: ...
+def adam(
+    parameters: Sequence[torch.Tensor | None],
+    means: Sequence[torch.Tensor | None],
+    squares: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor | None],
+    step: torch.Tensor | None,
+    rate: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    rules: tuple[float, float, float, float, bool],
+) -> None: ...
 def amax(
     x: torch.Tensor | None,
     amax: torch.Tensor | None,

@@ -3,6 +3,7 @@
 #include "cuda/left_out.h"
 #include "cuda/runtime.h"
 #include "ops/activation.h"
+#include "ops/adam.h"
 #include "ops/amax.h"
 #include "ops/attention.h"
 #include "ops/cast.h"
@@ -76,6 +77,7 @@ void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
 void rope(const RopeArgs&, Stream) { absent("rope"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
+void adam(const AdamArgs&, Stream) { absent("adam"); }
 void cross_entropy_forward(const CrossEntropyForwardArgs&, Stream) {
   absent("cross_entropy_forward");
 }
