@@ -1,7 +1,8 @@
 """Complete training steps of language models on one GPU, in tokens a second.
 
 A step is embedding, layers, norm, vocabulary projection, cross entropy, clipping of gradients and
-AdamW with fp32 masters; data is in memory. Computation is in bf16, in ours also in FP8.
+AdamW with fp32 masters; data is in memory. Computation is in bf16, in ours also in FP8. Ours takes
+`linear_cross_entropy` and `FusedAdam` for what is outside of layers.
 
 `ratio` is tokens a second over those of `torch.compile` of the same model in plain torch. `mfu` is
 the share of the GPU's dense bf16 peak that the model's operations are
@@ -60,14 +61,14 @@ TORCHAO_BAR = 1.15
 Found = dict[Row, dict[str, Any]]
 
 
-def train(row: Row, sizes: Architecture, batch: int, losses: int) -> dict[str, Any]:
+def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, Any]:
     """The figures of a row."""
-    training = Training(row, sizes, batch)
+    training = Training(row, sizes, batch, options.torch_adam)
     training.start()
     loops, calls, warmup = (5, 2, 1) if ON_GPU else (2, 1, 0)
     contenders = {"": training.step}
     timing = time_wall_each(contenders, loops=loops, calls=calls, warmup=warmup)[""]
-    while training.done < losses - BATCHES:
+    while training.done < options.losses - BATCHES:
         training.step()
     loss = training.mean_loss()
     tokens_per_second = batch * sizes.sequence / timing.median_us * 1e6
@@ -105,12 +106,12 @@ def largest(row: Row, sizes: Architecture) -> int:
     return batch + int((LIMIT - peaks[0]) / of_a_sequence)
 
 
-def train_largest(row: Row, sizes: Architecture, losses: int) -> dict[str, Any]:
+def train_largest(row: Row, sizes: Architecture, options: Any) -> dict[str, Any]:
     """Figures with the largest batch that runs; what is fragmented makes it smaller."""
     batch = largest(row, sizes)
     for _ in range(TRIES):
         try:
-            return train(row, sizes, batch, losses)
+            return train(row, sizes, batch, options)
         except torch.OutOfMemoryError:
             batch = max(1, min(batch - 1, batch * 19 // 20))
         free()
@@ -126,10 +127,10 @@ def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: A
             continue
         try:
             if options.largest:
-                figures = train_largest(row, sizes, options.losses)
+                figures = train_largest(row, sizes, options)
             else:
                 batch = max(1, options.tokens // sizes.sequence)
-                figures = train(row, sizes, batch, options.losses)
+                figures = train(row, sizes, batch, options)
         except Exception:  # the others are worth their time all the same
             traceback.print_exc()
             print(f"{sizes.name}, {row}: failed", flush=True)
@@ -178,6 +179,7 @@ def options_of(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="in a batch")
     parser.add_argument("--largest", action="store_true", help="the largest batch in 80 GiB")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="train for as long")
+    parser.add_argument("--torch-adam", action="store_true", help="torch's optimizer for ours, too")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
     return parser.parse_args(arguments)
 

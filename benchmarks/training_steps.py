@@ -81,29 +81,21 @@ def scope(row: Row) -> AbstractContextManager[Any]:
     return sdpa_kernel(FASTEST_ATTENTION, set_priority=True) if ON_GPU else nullcontext()
 
 
-class Masters:
-    """AdamW on fp32 copies of the weights, which take what becomes of them, rounded.
+class TorchAdam:
+    """AdamW of torch on fp32 copies of the weights, which take what becomes of them, rounded.
 
     The norm of the gradients stays on the device, and so does its factor: the host waits nowhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = list(model.parameters())
-        masters = [nn.Parameter(_initial(weight)) for weight in self.weights]
-        matrices = [master for master in masters if master.ndim > 1]
-        vectors = [master for master in masters if master.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": WEIGHT_DECAY},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.masters = masters
+        self.masters = [nn.Parameter(_initial(weight)) for weight in self.weights]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=LEARNING_RATE, betas=BETAS, fused=True, capturable=ON_GPU
+            _groups(self.masters), lr=LEARNING_RATE, betas=BETAS, fused=True, capturable=ON_GPU
         )
-        fp8 = [isinstance(weight, te.QuantizedTensor) for weight in self.weights]
-        pairs = list(zip(self.weights, masters, strict=True))
-        self.plain = [pair for pair, is_fp8 in zip(pairs, fp8, strict=True) if not is_fp8]
-        self.fp8 = [pair for pair, is_fp8 in zip(pairs, fp8, strict=True) if is_fp8]
+        pairs = list(zip(self.weights, self.masters, strict=True))
+        self.plain = [pair for pair in pairs if not isinstance(pair[0], te.QuantizedTensor)]
+        self.fp8 = [pair for pair in pairs if isinstance(pair[0], te.QuantizedTensor)]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -120,6 +112,35 @@ class Masters:
         torch._foreach_copy_(weights, masters)
         for weight, master in self.fp8:
             weight.copy_(master)
+
+
+class OurAdam:
+    """The same in one pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.optimizer = te.optimizers.FusedAdam(
+            _groups(self.weights),
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            master_weights=True,
+            capturable=True,
+        )
+
+    def step(self) -> None:
+        """Clip, step, round. Gradients are gone afterwards."""
+        _, factor = te.optimizers.clip_factor(self.weights, LARGEST_NORM)
+        self.optimizer.step(grad_factor=factor)
+        for weight in self.weights:
+            weight.grad = None
+
+
+def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms do not."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 def _initial(weight: Any) -> torch.Tensor:
@@ -154,11 +175,12 @@ class Training:
         peak: bytes, of the steps that `start` has run.
     """
 
-    def __init__(self, row: Row, sizes: Architecture, batch: int) -> None:
+    def __init__(self, row: Row, sizes: Architecture, batch: int, torch_adam: bool = False) -> None:
         self.row, self.done, self.peak = row, 0, 0
         self.model = build(row, sizes)
         self.call: Callable[[torch.Tensor], torch.Tensor] = self.model
-        self.masters = Masters(self.model)
+        ours = row.library == "ours" and not torch_adam
+        self.optimizer = (OurAdam if ours else TorchAdam)(self.model)
         self.data = batches(sizes, batch)
         self.tokens = self.data[0].clone()  # where a graph reads them
         self.loss = torch.zeros((), device=DEVICE)
@@ -168,7 +190,7 @@ class Training:
         with scope(self.row):
             loss = self.call(self.tokens)
         loss.backward()
-        self.masters.step()
+        self.optimizer.step()
         self.loss.copy_(loss.detach())
 
     def start(self) -> None:

@@ -54,18 +54,16 @@ def adam(
         factor: fp32, one value on their device: of all gradients.
         rules: everything else.
     """
-    plain = AdamTensors(*[[x.detach() for x in each] for each in tensors])
     _C.adam(
-        plain.parameters,
-        plain.means,
-        plain.squares,
-        plain.gradients,
-        plain.weights,
+        tensors.parameters,
+        tensors.means,
+        tensors.squares,
+        tensors.gradients,
+        tensors.weights,
         step,
         rate,
         factor,
         rules,
     )
     written = (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights)
-    for x in written:
-        torch.autograd.graph.increment_version(x)
+    torch.autograd.graph.increment_version(written)
