@@ -106,10 +106,10 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
     assert bench_training.main([*small, "--rows", *ROWS_OF_TRAINING]) == 0
     rows = json.loads((tmp_path / f"training_{model}.json").read_text())["rows"]
     assert [row["case"] for row in rows] == [
-        "torch",
-        "ours bf16",
         "ours fp8 delayed, in graphs",
         "ours fp8 weights, in graphs",
+        "ours bf16",
+        "torch",
     ]
     assert all(5.0 < row["loss"] < 5.7 and row["tokens_per_s"] > 0 for row in rows), rows
 
@@ -118,6 +118,8 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
 def test_trainings_are_compiled(row, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
     assert bench_training.main(["--tiny", "--tokens", "64", "--models", "1.3b", "--rows", row]) == 0
+    (found, *_) = json.loads((tmp_path / "training_1.3b.json").read_text())["rows"]
+    assert found["case"] == row and found.get("ratio", 1.0) == 1.0
 
 
 def test_a_training_learns(tmp_path, monkeypatch):
