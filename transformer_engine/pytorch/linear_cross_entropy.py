@@ -96,7 +96,7 @@ def linear_cross_entropy(
     if fuse_wgrad_accumulation and wants_grad and weight.requires_grad:
         into = main_grad_target(weight, False, _OP)
     hidden, weight = in_autocast_dtype(hidden), in_autocast_dtype(weight)
-    bias = None if bias is None else in_autocast_dtype(bias)
+    bias = None if bias is None else in_autocast_dtype(bias).contiguous()
     _check(hidden, weight, bias, target)
     _check_settings(reduction, chunk_tokens)
     rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
