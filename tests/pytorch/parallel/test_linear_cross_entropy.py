@@ -179,6 +179,19 @@ def test_compiled(reduction):
         assert torch.equal(eager, ours)
 
 
+def test_compiled_with_main_grad():
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (linear_cross_entropy, compiled):
+        hidden, weight, _, target = problem("cpu", torch.bfloat16)
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+        call(hidden, weight, target, chunk_tokens=8, fuse_wgrad_accumulation=True).backward()
+        assert weight.grad is None
+        found.append(weight.main_grad)
+    assert torch.equal(*found) and not torch.equal(found[0], torch.ones_like(found[0]))
+
+
 def test_a_graph_that_is_retained():
     hidden, weight, _, target = problem("cpu")
     loss = linear_cross_entropy(hidden, weight, target)
