@@ -111,7 +111,7 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
         "ours bf16",
         "torch",
     ]
-    assert all(5.0 < row["loss"] < 5.7 and row["tokens_per_s"] > 0 for row in rows), rows
+    assert all(4.5 < row["loss"] < 5.7 and row["tokens_per_s"] > 0 for row in rows), rows
 
 
 @pytest.mark.parametrize("row", ["torch, compiled", "ours fp8 current, compiled"])
