@@ -8,9 +8,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_training
 import goals
 import harness
 import report
+import training_models
 
 
 def test_report_prints_and_saves_rows(tmp_path, capsys):
@@ -92,3 +94,79 @@ def test_chart_is_the_same_file_for_the_same_results(tmp_path):
 
 def test_goals_are_distinct():
     assert len({goal.work for goal in goals.GOALS}) == len(goals.GOALS)
+
+
+ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]
+
+
+@pytest.mark.parametrize("model", list(training_models.TINY))
+def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
+    """With tiny sizes, by the code that a GPU runs but for capture and times."""
+    monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
+    small = ["--tiny", "--tokens", "64", "--models", model]
+    assert bench_training.main([*small, "--rows", *ROWS_OF_TRAINING]) == 0
+    rows = json.loads((tmp_path / f"training_{model}.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [
+        "ours fp8 delayed, in graphs",
+        "ours fp8 weights, in graphs",
+        "ours bf16",
+        "torch",
+    ]
+    assert all(4.5 < row["loss"] < 5.7 and row["tokens_per_s"] > 0 for row in rows), rows
+
+
+@pytest.mark.parametrize("row", ["torch, compiled", "ours fp8 current, compiled"])
+def test_trainings_are_compiled(row, tmp_path, monkeypatch):
+    monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
+    assert bench_training.main(["--tiny", "--tokens", "64", "--models", "1.3b", "--rows", row]) == 0
+    (found, *_) = json.loads((tmp_path / "training_1.3b.json").read_text())["rows"]
+    assert found["case"] == row and found.get("ratio", 1.0) == 1.0
+
+
+def test_a_training_learns(tmp_path, monkeypatch):
+    monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
+    arguments = ["--tiny", "--tokens", "256", "--models", "125m", "--losses", "60"]
+    bench_training.main([*arguments, "--rows", "ours bf16"])
+    (row,) = json.loads((tmp_path / "training_125m.json").read_text())["rows"]
+    assert row["steps"] == 60 and row["loss"] < 5.3
+
+
+def test_rows_of_trainings():
+    names = [str(row) for row in bench_training.ROWS]
+    assert len(set(names)) == len(names)
+    assert [str(row) for row in bench_training.chosen(["ours bf16"])] == ["ours bf16"]
+    assert "torch, compiled" in map(str, bench_training.DEFAULT)
+    sizes = training_models.ARCHITECTURES
+    gpt = 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 50304 * 768
+    assert sizes["125m"].flops_of_a_token == 6 * gpt + 6 * 12 * 768 * 1024
+    llama = 24 * (2048 * (2048 + 2 * 512 + 2048) + 3 * 2048 * 5504) + 50304 * 2048
+    assert sizes["1.3b"].flops_of_a_token == 6 * llama + 6 * 24 * 2048 * 4096
+
+
+def test_trainings_are_judged(tmp_path):
+    def figures(speed, gib):
+        return {"tokens_per_s": speed, "gib": gib}
+
+    rows = {str(row): row for row in bench_training.ROWS}
+    found = {
+        rows["torch, compiled"]: figures(100, 4.0),
+        rows["torch"]: figures(80, 5.0),
+        rows["ours bf16"]: figures(110, 3.0),
+        rows["ours fp8 delayed"]: figures(140, 6.0),
+        rows["ours fp8 current, in graphs"]: figures(150, 6.5),
+    }
+    sizes = training_models.ARCHITECTURES["125m"]
+    table = harness.Report("training_125m", tmp_path)
+    bench_training.judge(table, "125m", sizes, found)
+    assert [(row["op"], row["ratio"]) for row in table.rows] == [
+        ("bf16 over torch.compile", 1.1),
+        ("bf16 peak memory over the least of others", 0.75),
+        ("fp8 over torch.compile", 1.5),
+        ("fp8 peak memory over the least of others", 1.5),
+    ]
+    covered = [
+        goal
+        for goal in goals.GOALS
+        if report.rows_of(goal, {"training_125m": {"rows": table.rows}})
+    ]
+    assert len(covered) == 3

@@ -64,6 +64,17 @@ def activation_forward(
     offset: float = 1.0,
 ) -> None: ...
 def activation_takes_moments(x: torch.Tensor | None, dy: torch.Tensor | None = None) -> bool: ...
+def adam(
+    parameters: Sequence[torch.Tensor | None],
+    means: Sequence[torch.Tensor | None],
+    squares: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor | None],
+    step: torch.Tensor | None,
+    rate: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    rules: tuple[float, float, float, float, bool],
+) -> None: ...
 def amax(
     x: torch.Tensor | None,
     amax: torch.Tensor | None,
@@ -117,6 +128,20 @@ def cast_moments(
     squared_error: bool = True,
 ) -> None: ...
 def cast_statistics(row: Sequence[float]) -> dict[str, float]: ...
+def cross_entropy_backward(
+    logits: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    log_sums: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    smoothing: float,
+    evenly: float,
+    dx: torch.Tensor | None,
+) -> None: ...
+def cross_entropy_forward(
+    logits: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    sums: torch.Tensor | None,
+) -> None: ...
 def cuda_device_count() -> int: ...
 def delayed_scaling_update(
     table: torch.Tensor | None,

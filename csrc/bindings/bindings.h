@@ -14,6 +14,8 @@ void bind_quantize(pybind11::module_& m);
 void bind_dequantize(pybind11::module_& m);
 void bind_scaling(pybind11::module_& m);
 void bind_moments(pybind11::module_& m);
+void bind_adam(pybind11::module_& m);
+void bind_cross_entropy(pybind11::module_& m);
 void bind_softmax(pybind11::module_& m);
 void bind_dropout_add(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);

@@ -22,6 +22,8 @@ PYBIND11_MODULE(_C, m) {
   te::bindings::bind_scaling(m);
   te::bindings::bind_moments(m);
   te::bindings::bind_softmax(m);
+  te::bindings::bind_cross_entropy(m);
+  te::bindings::bind_adam(m);
   te::bindings::bind_dropout_add(m);
   te::bindings::bind_rope(m);
   te::bindings::bind_attention(m);

@@ -3,9 +3,11 @@
 #include "cuda/left_out.h"
 #include "cuda/runtime.h"
 #include "ops/activation.h"
+#include "ops/adam.h"
 #include "ops/amax.h"
 #include "ops/attention.h"
 #include "ops/cast.h"
+#include "ops/cross_entropy.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
 #include "ops/dropout_add.h"
@@ -75,6 +77,13 @@ void gather_amax(const GatherAmaxArgs&, Stream) { absent("gather_amax"); }
 void rope(const RopeArgs&, Stream) { absent("rope"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
+void adam(const AdamArgs&, Stream) { absent("adam"); }
+void cross_entropy_forward(const CrossEntropyForwardArgs&, Stream) {
+  absent("cross_entropy_forward");
+}
+void cross_entropy_backward(const CrossEntropyBackwardArgs&, Stream) {
+  absent("cross_entropy_backward");
+}
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
 void peer_send(const PeerSendArgs&, int64_t, int64_t, Stream) { absent("peer_send"); }

@@ -4,6 +4,7 @@
 #include "ops/softmax.h"
 
 #include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/exponential.cuh"
 #include "cuda/device/pack_io.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/softmax_rows.cuh"
@@ -16,20 +17,6 @@ constexpr int kWarp = SoftmaxPolicy::kWarp;
 constexpr int kMaxThreads = SoftmaxPolicy::kMaxThreads;
 
 // ---- Arithmetic of one pack -------------------------------------------------------------------
-
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
-
-// exp(x) for x <= 0; results below 2^-126 are zero.
-__device__ __forceinline__ float fast_exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-  return result;
-}
-
-// Where all scores are -Inf, exp(-Inf - 0) gives the zero weights that exp(-Inf + Inf) would not.
-__device__ __forceinline__ float shift_of(float largest) {
-  return largest == minus_infinity() ? 0.0f : largest;
-}
 
 // A row that sees nothing has inverse 0, so its zero weights stay zero.
 __device__ __forceinline__ float inverse_of(float sum) {

@@ -1,8 +1,8 @@
 """Cross entropy of classes that two ranks share is that of all classes in one place."""
 
 import torch
-from cross_entropy_ranks import problem
-from torch.nn.functional import cross_entropy
+from cross_entropy_ranks import problem, projection
+from torch.nn.functional import cross_entropy, linear
 
 
 def test_ranks_find_what_one_would(outcomes) -> None:
@@ -25,3 +25,21 @@ def test_compiled_code_finds_the_same(outcomes) -> None:
         for ours, theirs in zip(eager, compiled, strict=True):
             assert torch.equal(ours[0], theirs[0])  # losses
             assert torch.equal(ours[1], theirs[1])  # gradients
+
+
+def test_projections_to_shared_classes(outcomes) -> None:
+    """Each rank has the whole loss and gradient of hidden, and the gradient of its weight."""
+    for i, reduction in enumerate(("mean", "none", "mean")):  # the last one is compiled
+        target = problem()[1]
+        hidden, weight = (x.double().requires_grad_() for x in projection())
+        logits = linear(hidden, weight).flatten(0, 1)
+        settings = {"label_smoothing": 0.1, "reduction": reduction}
+        losses = cross_entropy(logits, target.flatten(), **settings)
+        losses = losses.view(4, 5) if reduction == "none" else losses
+        (losses * torch.arange(1.0, losses.numel() + 1).view_as(losses)).sum().backward()
+        for rank, outcome in enumerate(outcomes):
+            found = outcome["linear_losses_and_gradients"][i]
+            torch.testing.assert_close(found[0], losses.float())
+            torch.testing.assert_close(found[1], hidden.grad.float(), rtol=1e-4, atol=1e-5)
+            expected = weight.grad.chunk(2)[rank].float()
+            torch.testing.assert_close(found[2], expected, rtol=1e-4, atol=1e-5)

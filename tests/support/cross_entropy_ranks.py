@@ -7,6 +7,7 @@ import torch.distributed as dist
 from rank_device import here
 
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
 
 CLASSES = 12  # of both ranks
 
@@ -40,4 +41,41 @@ def _losses_and_gradients(rank: int, loss: Callable[..., torch.Tensor]) -> list[
         losses = loss(half, target.to(here()), smoothing, False, group)
         (losses * torch.arange(20.0, device=here()).view(4, 5)).sum().backward()
         found.append([losses.detach().cpu(), half.grad.cpu()])
+    return found
+
+
+def projection() -> tuple[torch.Tensor, torch.Tensor]:
+    """What linear_cross_entropy makes such logits of: hidden, and the weight of all classes."""
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(4, 5, 16, generator=generator),
+        torch.randn(CLASSES, 16, generator=generator),
+    )
+
+
+def linear_losses_and_gradients(rank: int) -> list[list[torch.Tensor]]:
+    """Of this rank's half of the weight: a mean and losses of single tokens, eager and compiled."""
+    group = dist.new_group([0, 1])
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    found = []
+    for loss_of, reduction in (
+        (linear_cross_entropy, "mean"),
+        (linear_cross_entropy, "none"),
+        (compiled, "mean"),
+    ):
+        hidden, weight = (x.to(here()) for x in projection())
+        hidden.requires_grad_()
+        half = weight.chunk(2)[rank].detach().requires_grad_()
+        target = problem()[1].to(here())
+        losses = loss_of(
+            *(hidden, half, target),
+            label_smoothing=0.1,
+            reduction=reduction,
+            dist_process_group=group,
+            chunk_tokens=8,
+        )
+        (
+            losses * torch.arange(1.0, losses.numel() + 1, device=here()).view_as(losses)
+        ).sum().backward()
+        found.append([losses.detach().cpu(), hidden.grad.cpu(), half.grad.cpu()])
     return found

@@ -36,6 +36,7 @@ SCENARIOS = (
     checkpoint_ranks.kept_parts,
     cross_entropy_ranks.losses_and_gradients,
     cross_entropy_ranks.compiled_losses_and_gradients,
+    cross_entropy_ranks.linear_losses_and_gradients,
     *statistics_ranks.SCENARIOS,
 )
 SESSIONS = (

@@ -146,6 +146,21 @@ def _softmax(d: Draw) -> tuple[Any, ...]:
     return (d.plain(*shape), mask, float(d.positive()), *causal)
 
 
+def _labels(d: Draw, rows: int, classes: int) -> torch.Tensor:
+    return torch.randint(-2, classes, (rows,), generator=d.torch, dtype=torch.int32)
+
+
+def _cross_entropy(d: Draw) -> tuple[Any, ...]:
+    x = d.plain()
+    return x, _labels(d, *x.shape)
+
+
+def _cross_entropy_back(d: Draw) -> tuple[Any, ...]:
+    x = d.plain()
+    factors = d.maybe(d.positive(x.shape[0]))
+    return x, _labels(d, *x.shape), d.positive(x.shape[0]), factors, 0.1, 0.01
+
+
 def _dropout_add(d: Draw) -> tuple[Any, ...]:
     x = d.plain()
     p = d.one((0.0, 0.1, 0.9))
@@ -188,6 +203,8 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         *(d.plain(2, 3, d.rows, d.cols, dtype=d.dtype) for _ in range(2)),
         float(d.positive()),
     ),
+    "cross_entropy_forward": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy_back,
     "dropout_add_forward": _dropout_add,
     "dropout_add_backward": _dropout_back,
     "moments": lambda d: (d.plain(), torch.tensor(MOMENTS, dtype=torch.float64), None),

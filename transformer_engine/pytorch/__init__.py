@@ -53,6 +53,7 @@ from transformer_engine.pytorch.fp8.availability import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_model_init
+from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm import LayerNorm
@@ -136,6 +137,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "linear_cross_entropy",
     "make_graphed_callables",
     "mark_not_offload",
     "module",

@@ -1,17 +1,23 @@
 """Cross entropy of logits whose classes are spread over the ranks of a group, in fp32.
 
-Compositions of torch operations, on any device. One rank is the same path without communication.
+`parallel_cross_entropy` is a composition of torch operations, on any device; one rank is the same
+path without communication. `linear_cross_entropy` takes kernels, and merges here what they find.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import once_differentiable
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION
+from transformer_engine.pytorch.kernels.cross_entropy import (
+    ELSEWHERE,
+    IGNORED,
+    cross_entropy_forward,
+)
 from transformer_engine.pytorch.parallel.groups import check_group
 
 __all__ = ["parallel_cross_entropy"]
@@ -50,47 +56,111 @@ def parallel_cross_entropy(
     >>> parallel_cross_entropy(logits, torch.tensor([[1, -100]]))
     tensor([[1.3863, 0.0000]], grad_fn=<ViewBackward0>)
     """
-    check_group("parallel_cross_entropy", "dist_process_group", dist_process_group)
-    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
-    _check(inp, target, ranks, ignore_idx, label_smoothing)
-    group = dist_process_group if ranks > 1 else None
+    op = "parallel_cross_entropy"
+    check_group(op, "dist_process_group", dist_process_group)
+    if inp.dtype not in HIGH_PRECISION:
+        raise TypeError(f"[{op}] expected inp of float32, float16 or bfloat16, got {inp.dtype}")
+    if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:
+        raise ValueError(
+            f"[{op}] expected inp [..., classes] and target [...], got "
+            f"{tuple(inp.shape)} and {tuple(target.shape)}"
+        )
+    rules = Rules(label_smoothing, ignore_idx, group_of_several(dist_process_group))
+    check_target(op, target, inp.shape[-1], rules)
     target = target.reshape(-1)
-    losses: torch.Tensor = _CrossEntropy.apply(
-        inp.reshape(-1, inp.shape[-1]), target, label_smoothing, ignore_idx, group
-    )
+    losses: torch.Tensor = _CrossEntropy.apply(inp.reshape(-1, inp.shape[-1]), target, *rules)
     if reduce_loss:
-        return losses.sum() / (target != ignore_idx).sum().clamp(min=1)
+        return losses.sum() / counted(target, ignore_idx)
     return losses.view(inp.shape[:-1])
 
 
-def _check(
-    inp: torch.Tensor, target: torch.Tensor, ranks: int, ignored: int, smoothing: float
-) -> None:
-    if inp.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            "[parallel_cross_entropy] expected inp of float32, float16 or bfloat16, got "
-            f"{inp.dtype}"
-        )
+class Rules(NamedTuple):
+    """What a token's loss is made of.
+
+    Attributes:
+        smoothing: share of the target that is spread evenly over all classes.
+        ignored: the target of tokens with neither loss nor gradient.
+        group: of several ranks that share the classes, or None.
+    """
+
+    smoothing: float
+    ignored: int
+    group: Any
+
+
+def group_of_several(group: Any) -> Any:
+    """The group, or None where this rank is alone in it."""
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def counted(target: torch.Tensor, ignored: int) -> torch.Tensor:
+    """How many tokens a mean is over, one at least."""
+    return (target != ignored).sum().clamp(min=1)
+
+
+def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None:
+    """Raise where targets are no classes of ranks that have `size` each."""
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"[parallel_cross_entropy] expected target of int64 or int32, got {target.dtype}"
-        )
-    if not inp.ndim or inp.shape[:-1] != target.shape or not inp.shape[-1]:
-        raise ValueError(
-            "[parallel_cross_entropy] expected inp [..., classes] and target [...], got "
-            f"{tuple(inp.shape)} and {tuple(target.shape)}"
-        )
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(
-            f"[parallel_cross_entropy] expected 0 <= label_smoothing <= 1, got {smoothing}"
-        )
+        raise TypeError(f"[{op}] expected target of int64 or int32, got {target.dtype}")
+    if not 0.0 <= rules.smoothing <= 1.0:
+        raise ValueError(f"[{op}] expected 0 <= label_smoothing <= 1, got {rules.smoothing}")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = target[((target < 0) | (target >= inp.shape[-1] * ranks)) & (target != ignored)]
+        classes = size * (1 if rules.group is None else dist.get_world_size(rules.group))
+        wrong = target[((target < 0) | (target >= classes)) & (target != rules.ignored)]
         if wrong.numel():
             raise ValueError(
-                f"[parallel_cross_entropy] expected targets below {inp.shape[-1] * ranks} or "
-                f"{ignored}, got {wrong[0].item()}"
+                f"[{op}] expected targets below {classes} or {rules.ignored}, got {wrong[0].item()}"
             )
+
+
+def labels_of(target: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
+    """`[tokens]`, int32: what the kernels take, of this rank's `size` classes."""
+    place = target if rules.group is None else target - dist.get_rank(rules.group) * size
+    here = (place >= 0) & (place < size)
+    return place.where(here, ELSEWHERE).masked_fill(target == rules.ignored, IGNORED).int()
+
+
+def evenly(size: int, rules: Rules) -> float:
+    """What smoothing gives to each class of ranks that have `size` each."""
+    ranks = 1 if rules.group is None else dist.get_world_size(rules.group)
+    return rules.smoothing / (size * ranks)
+
+
+def sums_of(logits: torch.Tensor, labels: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """`[4, tokens]`, of all ranks' classes: see `kernels.cross_entropy`, which makes them."""
+    sums = cross_entropy_forward(logits, labels)
+    if rules.group is None:
+        return sums
+    largest, total, picked, spread = sums.unbind()
+    top = largest.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, rules.group)
+    found = labels >= 0
+    further = largest.where(largest > -torch.inf, 0.0) - top
+    parts = torch.stack(
+        [
+            total * (largest - top).exp(),
+            (picked + further).where(found, 0.0),
+            spread + logits.shape[1] * further,
+            found.float(),
+        ]
+    )
+    dist.all_reduce(parts, group=rules.group)
+    total, picked, spread, ranks = parts.unbind()
+    return torch.stack([top, total, picked.where(ranks > 0, torch.nan), spread])
+
+
+def log_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of all exponentials, `[tokens]`."""
+    return sums[1].log() + sums[0]
+
+
+def losses_of(sums: torch.Tensor, labels: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
+    """`[tokens]`, fp32."""
+    _, total, picked, spread = sums.unbind()
+    losses = total.log() - (1 - rules.smoothing) * picked
+    if rules.smoothing:
+        losses = losses - evenly(size, rules) * spread
+    return losses.where(labels != IGNORED, 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):

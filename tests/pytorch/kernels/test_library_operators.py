@@ -33,6 +33,10 @@ def plain(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.randn(shape or (ROWS, COLS)).to(dtype)
 
 
+def labels() -> torch.Tensor:
+    return torch.randint(-2, COLS, (ROWS,), dtype=torch.int32)
+
+
 def codes(*shape: int) -> torch.Tensor:
     return fp8.encode(plain(*shape), fp8.E4M3, 1.0)
 
@@ -67,6 +71,9 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "amax": lambda: (plain(),),
     "cast_moments": lambda: (plain(), codes(), PAIR, fp8.E4M3, row(EMPTY_CAST_MOMENTS), None, True),
     "count_amaxes": lambda: (plain(), plain(2, 1), [torch.ones(1)]),
+    "cross_entropy_backward": lambda: (plain(), labels(), plain(ROWS), plain(ROWS), 0.1, 0.01),
+    "cross_entropy_backward_": lambda: (plain(), labels(), plain(ROWS), None, 0.1, 0.01),
+    "cross_entropy_forward": lambda: (plain(), labels()),
     "current_scales": lambda: (plain(), fp8.E5M2, True, 0.0),
     "delayed_scaling_update": lambda: ("table", None, "max", 448.0, 0, torch.ones(3), None),
     "dequantize": lambda: (codes(), fp8.E4M3, PAIR, BF16),

@@ -166,6 +166,37 @@ class WgradTarget(NamedTuple):
         return make(self.main_grad, dtype=self.dtype)
 
 
+def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> WgradTarget:
+    """The weight's `main_grad`, where data-parallel trainers keep gradients.
+
+    Args:
+        weight: its attributes say more: `overwrite_main_grad`, `zero_out_wgrad`, and
+            `grad_added_to_main_grad`, which is set where it is there.
+        overwrite: do not add to what is in it.
+        layer: for messages.
+
+    Raises:
+        ValueError: there is none, or one of another shape.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            "[wgrad] expected weight.main_grad with fuse_wgrad_accumulation=True, got none "
+            f"(layer {layer})"
+        )
+    if main_grad.shape != weight.shape:
+        raise ValueError(
+            f"[wgrad] expected weight.main_grad of shape {tuple(weight.shape)}, got "
+            f"{tuple(main_grad.shape)} (layer {layer})"
+        )
+    overwrite = overwrite or getattr(weight, "overwrite_main_grad", False)
+    announced = hasattr(weight, "grad_added_to_main_grad")  # where data-parallel hooks look
+    if announced:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    zeroed = getattr(weight, "zero_out_wgrad", False)
+    return WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
+
+
 def wgrad(
     grad_output: Side | None,
     x: Side | None,

@@ -12,10 +12,12 @@ from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
     multi_tensor_scale,
     multi_tensor_scale_tensor,
 )
+from transformer_engine.pytorch.optimizers.on_device import clip_factor
 
 __all__ = [
     "FusedAdam",
     "FusedSGD",
+    "clip_factor",
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
@@ -19,7 +20,7 @@ _FUSED = ("cpu", "cuda")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with states in fp32, by torch's fused kernels.
+    """Adam with states in fp32, by torch's fused kernels, or with `capturable` by one of ours.
 
     Parameters of fewer bits are computed in fp32 and rounded at the end of each step, or kept in
     fp32 beside. Steps are counted in the parameter group, as `group["step"]`.
@@ -33,7 +34,9 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: False.
         bias_correction: True.
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
-        capturable: False: steps are counted on the host.
+        capturable: steps are counted on the device, so that a step can be in a CUDA graph (take one
+            before the capture), which reads a learning rate that is a tensor anew. Each value is
+            read and written once: gradients in their dtype, parameters of fewer bits rounded.
         master_weights: keep parameters that are not in fp32 in fp32 beside, as `master_param` of
             their state. FP8 parameters start with their `get_high_precision_init_val()` if there is
             one, and need it.
@@ -80,7 +83,6 @@ class FusedAdam(torch.optim.Optimizer):
             "FusedAdam",
             amsgrad=(amsgrad, False),
             bias_correction=(bias_correction, True),
-            capturable=(capturable, False),
             master_weight_dtype=(master_weight_dtype, torch.float32),
             exp_avg_dtype=(exp_avg_dtype, torch.float32),
             exp_avg_sq_dtype=(exp_avg_sq_dtype, torch.float32),
@@ -94,44 +96,65 @@ class FusedAdam(torch.optim.Optimizer):
                 f"got {factors} and {betas}"
             )
         self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         super().__init__(params, {"betas": betas, **factors})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grad_scaler: Any = None,
+        grad_factor: torch.Tensor | None = None,
+    ) -> Any:
         """Step every parameter that has a gradient.
 
         Args:
             closure: computes the loss anew.
             grad_scaler: None; give the optimizer to the scaler's `step` instead.
+            grad_factor: one value on the device by which gradients are multiplied, such as that of
+                `clip_factor`.
 
         Returns:
             What `closure` returns.
 
         Raises:
             RuntimeError: sparse gradients; FP8 parameters without `master_weights`; in a CUDA graph
-                capture.
+                capture without `capturable`.
         """
         refuse_others("FusedAdam", grad_scaler=(grad_scaler, None))
-        if is_capturing():
+        if is_capturing() and not self.capturable:
             raise RuntimeError(
-                "[FusedAdam] expected no CUDA graph capture, whose replays would repeat the number "
-                "of this step; torch.optim.AdamW(capturable=True) counts on the GPU"
+                "[FusedAdam] expected capturable=True in a CUDA graph capture, whose replays would "
+                "repeat the number of this step, got False"
             )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for parameter in group["params"]:
                 if self._gradient(parameter) is not None:
                     by_device.setdefault(parameter.device, []).append(parameter)
+            self._count(group, list(by_device))
             for device, parameters in by_device.items():
-                self._step(group, parameters, device)
+                self._step(group, parameters, device, grad_factor)
         return loss
+
+    def _count(self, group: dict[str, Any], devices: list[torch.device]) -> None:
+        if not self.capturable:
+            group["step"] = int(group.get("step", 0)) + 1
+            return
+        if len(devices) > 1:
+            raise ValueError(
+                "[FusedAdam] expected a group's parameters on one device with capturable=True, got "
+                f"{', '.join(map(str, devices))}"
+            )
+        for device in devices:
+            group["step"] = device_count(group.get("step", 0), device)
+            group["step"] += 1
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if self.use_decoupled_grad:
@@ -139,7 +162,11 @@ class FusedAdam(torch.optim.Optimizer):
         return parameter.grad
 
     def _step(
-        self, group: dict[str, Any], parameters: list[torch.Tensor], device: torch.device
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        device: torch.device,
+        factor: torch.Tensor | None,
     ) -> None:
         gradients: list[Any] = [self._gradient(parameter) for parameter in parameters]
         if not all(gradient.layout is torch.strided for gradient in gradients):
@@ -147,6 +174,10 @@ class FusedAdam(torch.optim.Optimizer):
         for parameter in parameters:
             self.initialize_state(parameter)
         states = [self.state[parameter] for parameter in parameters]
+        if self.capturable:
+            values = step_on_device(group, parameters, states, gradients, factor, self.adam_w_mode)
+            _write_quantized(parameters, values)
+            return
         values = [
             state["master_param"] if "master_param" in state else parameter.float()
             for parameter, state in zip(parameters, states, strict=True)
@@ -155,7 +186,10 @@ class FusedAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         (adamw if self.adam_w_mode else adam)(
             values,
-            [gradient.float() for gradient in gradients],
+            [
+                gradient.float() if factor is None else gradient.float() * factor
+                for gradient in gradients
+            ],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -260,15 +294,17 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Round values into parameters that are not these values, FP8 weights all at once."""
-    pieces, quantized = [], []
     for parameter, value in zip(parameters, values, strict=True):
-        piece = piece_of(parameter)
-        if piece is not None:
-            pieces.append(piece)
-            quantized.append(_local(value))
-        elif value is not parameter:
+        if piece_of(parameter) is None and value is not parameter:
             parameter.copy_(value)
-    write(pieces, quantized)
+    _write_quantized(parameters, values)
+
+
+def _write_quantized(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Round values into FP8 weights, all at once."""
+    pieces = [piece_of(parameter) for parameter in parameters]
+    pairs = [(p, _local(v)) for p, v in zip(pieces, values, strict=True) if p is not None]
+    write([piece for piece, _ in pairs], [value for _, value in pairs])
 
 
 def _local(value: Any) -> torch.Tensor:

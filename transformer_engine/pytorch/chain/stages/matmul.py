@@ -266,24 +266,9 @@ class Matmul(Stage):
             return None
         weight = parameters[0]
         assert weight is not None
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise ValueError(
-                f"[wgrad] expected weight.main_grad with fuse_wgrad_accumulation=True, got none "
-                f"(layer {self.name})"
-            )
-        if main_grad.shape != weight.shape:
-            raise ValueError(
-                f"[wgrad] expected weight.main_grad of shape {tuple(weight.shape)}, got "
-                f"{tuple(main_grad.shape)} (layer {self.name})"
-            )
-        overwrite = plan.first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
-        announced = False
-        if hasattr(weight, "grad_added_to_main_grad"):  # where data-parallel hooks look
-            announced = weight.grad_added_to_main_grad = True
-        announced = announced and self.delayed is None  # autograd has no gradient yet
-        zeroed = getattr(weight, "zero_out_wgrad", False)
-        return gemm.WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
+        target = gemm.main_grad_target(weight, plan.first_microbatch is True, self.name)
+        # With a delayed product autograd has no gradient yet.
+        return target if self.delayed is None else target._replace(announced=False)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: MatmulPlan, request: OperandRequest | None

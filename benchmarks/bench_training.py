@@ -1,0 +1,222 @@
+"""Complete training steps of language models on one GPU, in tokens a second.
+
+A step is embedding, layers, norm, vocabulary projection, cross entropy, clipping of gradients and
+AdamW with fp32 masters; data is in memory. Computation is in bf16, in ours also in FP8. Ours takes
+`linear_cross_entropy` and `FusedAdam` for what is outside of layers.
+
+`ratio` is tokens a second over those of `torch.compile` of the same model in plain torch. `mfu` is
+the share of the GPU's dense bf16 peak that the model's operations are
+(`Architecture.flops_of_a_token`), also where they run in FP8. `gib` is the peak of a step with all
+that is in memory between steps. `loss` is that of the last eight steps.
+
+    bench_training.py                                     8k tokens; ours not compiled
+    bench_training.py --models 125m --rows torch "ours .*"
+    bench_training.py --models 350m --largest             the largest batch in 80 GiB
+    bench_training.py --losses 200                        train for so many steps
+    bench_training.py --tiny                              on a CPU, to see that all runs
+
+Each model has a file of results, so a run can be split. A row that fails says why and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from harness import Report, require_gpu, time_wall_each
+from training_models import ARCHITECTURES, TINY, Architecture
+from training_steps import BATCHES, ON_GPU, Row, Training
+
+PEAK_FLOPS = 989.4e12  # dense bf16 of Hopper
+TOKENS = 8192
+LIMIT = 80 * 2**30
+TRIES = 6  # to find the largest batch
+YARDSTICK = Row("torch", compiled=True)
+FP8 = (Row("ours", "fp8 delayed"), Row("ours", "fp8 current"), Row("ours", "fp8 delayed", True))
+OURS = (Row("ours"), *FP8)
+# In the order in which they are measured: what is interrupted has the most telling ones.
+ROWS = (
+    *(replace(row, in_graphs=True) for row in OURS),
+    YARDSTICK,
+    *OURS,
+    Row("torch"),
+    replace(YARDSTICK, in_graphs=True),
+    Row("torchao", compiled=True),
+    *(replace(row, compiled=True) for row in OURS),
+    *(replace(row, compiled=True, in_graphs=True) for row in OURS),
+)
+# Without what takes a compiler twenty seconds and more for each row.
+DEFAULT = tuple(row for row in ROWS if row == YARDSTICK or not row.compiled)
+# Of the best row of ours: bf16 and FP8 over the yardstick, FP8 over torchao.
+BARS = {"125m": (1.15, 1.45), "350m": (1.10, 1.50), "1.3b": (1.05, 1.50)}
+TORCHAO_BAR = 1.15
+
+Found = dict[Row, dict[str, Any]]
+
+
+def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, Any]:
+    """The figures of a row."""
+    training = Training(row, sizes, batch, options.torch_adam)
+    training.start()
+    loops, calls, warmup = (5, 2, 1) if ON_GPU else (2, 1, 0)
+    contenders = {"": training.step}
+    timing = time_wall_each(contenders, loops=loops, calls=calls, warmup=warmup)[""]
+    while training.done < options.losses - BATCHES:
+        training.step()
+    loss = training.mean_loss()
+    tokens_per_second = batch * sizes.sequence / timing.median_us * 1e6
+    return {
+        "batch": batch,
+        "ms": round(timing.median_us / 1e3, 2),
+        "tokens_per_s": round(tokens_per_second),
+        "mfu": round(tokens_per_second * sizes.flops_of_a_token / PEAK_FLOPS, 3),
+        "gib": round(training.peak / 2**30, 2),
+        "loss": round(loss, 4),
+        "steps": training.done,
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
+    }
+
+
+def free() -> None:
+    """What the last row has left behind."""
+    gc.collect()
+    torch._dynamo.reset()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def largest(row: Row, sizes: Architecture) -> int:
+    """The largest batch within the limit, by what two smaller ones take."""
+    peaks, batch = [], max(1, TOKENS // sizes.sequence)
+    for factor in (1, 2):
+        training = Training(replace(row, in_graphs=False), sizes, factor * batch)
+        training.start()
+        peaks.append(training.peak)
+        del training
+        free()
+    of_a_sequence = max(1.0, (peaks[1] - peaks[0]) / batch)
+    return batch + int((LIMIT - peaks[0]) / of_a_sequence)
+
+
+def train_largest(row: Row, sizes: Architecture, options: Any) -> dict[str, Any]:
+    """Figures with the largest batch that runs; what is fragmented makes it smaller."""
+    batch = largest(row, sizes)
+    for _ in range(TRIES):
+        try:
+            return train(row, sizes, batch, options)
+        except torch.OutOfMemoryError:
+            batch = max(1, min(batch - 1, batch * 19 // 20))
+        free()
+    raise RuntimeError(f"{row}: out of memory with {batch} sequences")
+
+
+def measure(report: Report, sizes: Architecture, rows: Sequence[Row], options: Any) -> Found:
+    """A row of the report for each; those that fail are left out."""
+    found: Found = {}
+    for row in rows:
+        if row.missing is not None:
+            print(f"{row}: {row.missing} is not installed, so the row is left out", flush=True)
+            continue
+        try:
+            if options.largest:
+                figures = train_largest(row, sizes, options)
+            else:
+                batch = max(1, options.tokens // sizes.sequence)
+                figures = train(row, sizes, batch, options)
+        except Exception:  # the others are worth their time all the same
+            traceback.print_exc()
+            print(f"{sizes.name}, {row}: failed", flush=True)
+            free()
+            continue
+        free()
+        found[row] = figures
+        report.row(op=f"training {sizes.name} s{sizes.sequence}", case=str(row), **figures)
+        if YARDSTICK in found:
+            for measured in report.rows:
+                speed = measured["tokens_per_s"] / found[YARDSTICK]["tokens_per_s"]
+                measured["ratio"] = round(speed, 3)
+        report.save()
+    return found
+
+
+def judge(report: Report, name: str, sizes: Architecture, found: Found) -> None:
+    """The best rows of ours beside those of others."""
+    ours = [row for row in found if row.library == "ours"]
+    others = [row for row in found if row.library != "ours"]
+    kinds = {"bf16": [r for r in ours if r.precision == "bf16"]}
+    kinds["fp8"] = [r for r in ours if r.precision != "bf16"]
+    for kind, bar in zip(kinds, BARS[name], strict=True):
+        if not kinds[kind] or YARDSTICK not in found:
+            continue
+        best = max(kinds[kind], key=lambda row: found[row]["tokens_per_s"])
+        case = f"{sizes.name}: {best}"
+        speed = found[best]["tokens_per_s"]
+        ratio = round(speed / found[YARDSTICK]["tokens_per_s"], 3)
+        report.row(op=f"{kind} over torch.compile", case=case, ratio=ratio, bar=bar)
+        for torchao in (row for row in others if row.library == "torchao" and kind == "fp8"):
+            ratio = round(speed / found[torchao]["tokens_per_s"], 3)
+            report.row(op="fp8 over torchao", case=case, ratio=ratio, bar=TORCHAO_BAR)
+        least = min(found[row]["gib"] for row in kinds[kind])
+        by = min(found[row]["gib"] for row in others)
+        if by:  # nothing is measured on a CPU
+            ratio = round(least / by, 3)
+            op = f"{kind} peak memory over the least of others"
+            report.row(op=op, case=sizes.name, ratio=ratio, bar=1.0, better="lower")
+
+
+def options_of(arguments: Sequence[str] | None) -> Any:
+    parser = argparse.ArgumentParser(description="Complete training steps on one GPU.")
+    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), help="all by default")
+    parser.add_argument("--rows", nargs="+", help="regular expressions of whole names")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="in a batch")
+    parser.add_argument("--largest", action="store_true", help="the largest batch in 80 GiB")
+    parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="train for as long")
+    parser.add_argument("--torch-adam", action="store_true", help="torch's optimizer for ours, too")
+    parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
+    return parser.parse_args(arguments)
+
+
+def chosen(names: list[str] | None) -> list[Row]:
+    """Rows by regular expressions of their names, in the order of the table."""
+    if names is None:
+        return list(DEFAULT)
+    return [row for row in ROWS if any(re.fullmatch(name, str(row)) for name in names)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, failed = options_of(arguments), 0
+    rows = chosen(options.rows)
+    if options.list:
+        print("\n".join(map(str, ROWS)))
+        return 0
+    if not options.tiny:
+        require_gpu()
+    if options.largest:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, LIMIT / whole))
+    if find_spec("flash_attn") is None:
+        print("flash-attn is not installed, so no row runs its attention")
+    print("NVIDIA's Transformer Engine has the name of this package: no row runs it here")
+    models = TINY if options.tiny else ARCHITECTURES
+    for name in options.models or list(models):
+        sizes = models[name]
+        report = Report(f"training_{name}{'_largest' if options.largest else ''}")
+        found = measure(report, sizes, rows, options)
+        judge(report, name, sizes, found)
+        report.save()
+        failed += sum(row.missing is None for row in rows) - len(found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

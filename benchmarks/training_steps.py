@@ -1,0 +1,228 @@
+"""Complete training steps of bench_training: what one row of it does, whatever library it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from contenders import DEVICE, RECIPES, precision
+from harness import captured
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from training_models import Architecture, Model, our_model, plain_model
+
+import transformer_engine.pytorch as te
+
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1
+LARGEST_NORM = 1.0  # of all gradients together
+BATCHES = 8  # in memory; training goes through them again and again
+WORDS = 1024  # that occur in the data
+ON_GPU = DEVICE == "cuda"
+FASTEST_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row of the table trains with.
+
+    Attributes:
+        library: `ours`, `torch` or `torchao`.
+        precision: of our layers, a key of `contenders.RECIPES`.
+        fp8_weights: the model keeps its weights in FP8 alone.
+        compiled: forward and backward go through `torch.compile`, in its default mode.
+        in_graphs: the whole step, optimizer included, is one CUDA graph.
+    """
+
+    library: str
+    precision: str = "bf16"
+    fp8_weights: bool = False
+    compiled: bool = False
+    in_graphs: bool = False
+
+    def __str__(self) -> str:
+        kind = "fp8 weights" if self.fp8_weights else self.precision
+        words = [f"ours {kind}" if self.library == "ours" else self.library]
+        words += ["compiled"] * self.compiled + ["in graphs"] * self.in_graphs
+        return ", ".join(words)
+
+    @property
+    def missing(self) -> str | None:
+        """The package that this row needs and that is not installed."""
+        return "torchao" if self.library == "torchao" and find_spec("torchao") is None else None
+
+
+def build(row: Row, sizes: Architecture) -> Model:
+    """The model of a row, with random weights."""
+    torch.manual_seed(0)
+    if row.library == "ours":
+        recipe = RECIPES[row.precision]
+        with te.fp8_model_init(row.fp8_weights, recipe, preserve_high_precision_init_val=True):
+            return our_model(sizes)
+    model = plain_model(sizes)
+    if row.library == "torchao":
+        import_module("torchao.float8").convert_to_float8_training(model.layers)
+    return model
+
+
+def scope(row: Row) -> AbstractContextManager[Any]:
+    """What a forward runs in: our precision, or the attention that torch is fastest with."""
+    if row.library == "ours":
+        return precision(row.precision)
+    return sdpa_kernel(FASTEST_ATTENTION, set_priority=True) if ON_GPU else nullcontext()
+
+
+class TorchAdam:
+    """AdamW of torch on fp32 copies of the weights, which take what becomes of them, rounded.
+
+    The norm of the gradients stays on the device, and so does its factor: the host waits nowhere.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.masters = [nn.Parameter(_initial(weight)) for weight in self.weights]
+        self.optimizer = torch.optim.AdamW(
+            _groups(self.masters), lr=LEARNING_RATE, betas=BETAS, fused=True, capturable=ON_GPU
+        )
+        pairs = list(zip(self.weights, self.masters, strict=True))
+        self.plain = [pair for pair in pairs if not isinstance(pair[0], te.QuantizedTensor)]
+        self.fp8 = [pair for pair in pairs if isinstance(pair[0], te.QuantizedTensor)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, step, round. Gradients are gone afterwards."""
+        nn.utils.clip_grad_norm_(self.weights, LARGEST_NORM)
+        gradients = [torch.empty_like(master) for master in self.masters]
+        torch._foreach_copy_(gradients, [weight.grad for weight in self.weights])
+        for weight, master, gradient in zip(self.weights, self.masters, gradients, strict=True):
+            weight.grad, master.grad = None, gradient
+        del gradients
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        weights, masters = (list(side) for side in zip(*self.plain, strict=True))
+        torch._foreach_copy_(weights, masters)
+        for weight, master in self.fp8:
+            weight.copy_(master)
+
+
+class OurAdam:
+    """The same in one pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = list(model.parameters())
+        self.optimizer = te.optimizers.FusedAdam(
+            _groups(self.weights),
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            master_weights=True,
+            capturable=True,
+        )
+
+    def step(self) -> None:
+        """Clip, step, round. Gradients are gone afterwards."""
+        _, factor = te.optimizers.clip_factor(self.weights, LARGEST_NORM)
+        self.optimizer.step(grad_factor=factor)
+        for weight in self.weights:
+            weight.grad = None
+
+
+def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms do not."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _initial(weight: Any) -> torch.Tensor:
+    """In fp32, before it was rounded to FP8 if it was."""
+    if not isinstance(weight, te.QuantizedTensor):
+        return weight.detach().float()
+    start = weight.get_high_precision_init_val()
+    weight.clear_high_precision_init_val()
+    return start.to(weight.device, torch.float32)
+
+
+def batches(sizes: Architecture, batch: int) -> torch.Tensor:
+    """Sentences in which nine of ten words follow from the word before, `[BATCHES, batch, s + 1]`.
+
+    So there is something to learn, and the same for all rows.
+    """
+    generator = torch.Generator().manual_seed(1)
+    words, count, length = min(WORDS, sizes.vocabulary), BATCHES * batch, sizes.sequence + 1
+    follows = torch.randperm(words, generator=generator)
+    tokens = torch.randint(words, (length, count), generator=generator)
+    known = torch.rand(length, count, generator=generator) < 0.9
+    for i in range(1, length):
+        tokens[i] = torch.where(known[i], follows[tokens[i - 1]], tokens[i])
+    return tokens.t().reshape(BATCHES, batch, length).to(DEVICE)
+
+
+class Training:
+    """A model on its way; `step` is what is measured.
+
+    Attributes:
+        done: steps after the first ones.
+        peak: bytes, of the steps that `start` has run.
+    """
+
+    def __init__(self, row: Row, sizes: Architecture, batch: int, torch_adam: bool = False) -> None:
+        self.row, self.done, self.peak = row, 0, 0
+        self.model = build(row, sizes)
+        self.call: Callable[[torch.Tensor], torch.Tensor] = self.model
+        ours = row.library == "ours" and not torch_adam
+        self.optimizer = (OurAdam if ours else TorchAdam)(self.model)
+        self.data = batches(sizes, batch)
+        self.tokens = self.data[0].clone()  # where a graph reads them
+        self.loss = torch.zeros((), device=DEVICE)
+        self.run: Callable[[], Any] = self._step
+
+    def _step(self) -> None:
+        with scope(self.row):
+            loss = self.call(self.tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+    def start(self) -> None:
+        """Compile, capture, and take the first five steps, all on one batch."""
+        self._step()  # without a compiler, which finds the scales that it makes
+        if self.row.compiled:
+            backend = "inductor" if ON_GPU else "aot_eager"
+            self.call = torch.compile(self.model, backend=backend, dynamic=False)
+        self._step()  # what a compiler allocates is no part of a step
+        if ON_GPU:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if self.row.in_graphs and ON_GPU:
+            self.run = captured(self._step)  # which takes three steps before
+        else:
+            for _ in range(3):
+                self._step()
+        if ON_GPU:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated()
+
+    def step(self) -> None:
+        """One step on the next batch."""
+        self.tokens.copy_(self.data[self.done % BATCHES])
+        self.run()
+        self.done += 1
+
+    def mean_loss(self) -> float:
+        """Of another round through the batches."""
+        losses = []
+        for _ in range(BATCHES):
+            self.step()
+            losses.append(self.loss.clone())
+        return torch.stack(losses).mean().item()

@@ -1,0 +1,64 @@
+// The arithmetic of one value in a step of Adam, which both backends call.
+#pragma once
+
+#include <cmath>
+
+#include "core/hd.h"
+
+namespace te {
+
+// What all values of a step share.
+struct AdamStep {
+  float factor;                  // of gradients
+  float gradient_decay;          // added to the gradient, of the parameter; 0 where decoupled
+  float parameter_factor;        // 1 - rate * decay where decoupled, else 1
+  float mean_gain, square_gain;  // 1 - beta
+  float step_size;               // rate / (1 - beta1^step)
+  float square_scale;            // 1 / (1 - beta2^step)
+  float epsilon;
+};
+
+struct AdamValue {
+  float parameter, mean, square;
+};
+
+TE_HD AdamValue stepped(const AdamStep& s, AdamValue value, float gradient) {
+  gradient = gradient * s.factor + s.gradient_decay * value.parameter;
+  value.parameter *= s.parameter_factor;
+  value.mean += s.mean_gain * (gradient - value.mean);
+  value.square += s.square_gain * (gradient * gradient - value.square);
+  value.parameter -= s.step_size * value.mean / (sqrtf(value.square * s.square_scale) + s.epsilon);
+  return value;
+}
+
+// What the host knows, and what it leaves on the device.
+struct AdamRules {
+  float log_beta1, log_beta2, mean_gain, square_gain, epsilon, decay;
+  bool decoupled;
+
+  TE_HD AdamStep at(float step, float rate, float factor) const {
+    AdamStep s;
+    s.factor = factor;
+    s.gradient_decay = decoupled ? 0.0f : decay;
+    s.parameter_factor = decoupled ? 1.0f - rate * decay : 1.0f;
+    s.mean_gain = mean_gain;
+    s.square_gain = square_gain;
+    s.step_size = rate / -expm1f(step * log_beta1);
+    s.square_scale = 1.0f / -expm1f(step * log_beta2);
+    s.epsilon = epsilon;
+    return s;
+  }
+};
+
+inline AdamRules adam_rules(double beta1, double beta2, double epsilon, double decay,
+                            bool decoupled) {
+  return {static_cast<float>(std::log(beta1)),
+          static_cast<float>(std::log(beta2)),
+          static_cast<float>(1.0 - beta1),
+          static_cast<float>(1.0 - beta2),
+          static_cast<float>(epsilon),
+          static_cast<float>(decay),
+          decoupled};
+}
+
+}  // namespace te

@@ -1,0 +1,140 @@
+// Adam for many tensors in few launches: pointers travel as arguments, and a block finds the tensor
+// that its elements are of.
+#include "core/adam.h"
+
+#include "cuda/device/dependent_launch.cuh"
+#include "cuda/device/pack_io.cuh"
+#include "ops/adam.h"
+
+namespace te::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kElements = 4;      // of an access: 16 bytes of fp32
+constexpr int kRounds = 4;        // accesses of a thread
+constexpr int kMostTensors = 48;  // of a launch, whose arguments are at most 4 KiB
+constexpr int64_t kBlock = int64_t{kThreads} * kElements * kRounds;  // elements of a block
+
+struct Pointers {
+  float *parameter, *mean, *square;
+  const void* gradient;
+  void* weight;
+  int64_t count;
+};
+
+struct Batch {
+  Pointers tensors[kMostTensors];
+  unsigned first_block[kMostTensors];
+  int size;
+  AdamRules rules;
+  const float *step, *rate, *factor;
+};
+static_assert(sizeof(Batch) <= 4096);
+
+// The last tensor whose blocks begin at or before this one.
+__device__ __forceinline__ int tensor_of(const Batch& batch, unsigned block) {
+  int low = 0, high = batch.size - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= block)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+template <class G, class W, int V>
+__device__ __forceinline__ void step_values(const Pointers& t, const AdamStep& step, int64_t at) {
+  float parameter[V], mean[V], square[V], gradient[V];
+  widen(load_pack<float, V>(t.parameter + at), parameter);
+  widen(load_pack<float, V>(t.mean + at), mean);
+  widen(load_pack<float, V>(t.square + at), square);
+  widen(load_pack<G, V>(static_cast<const G*>(t.gradient) + at), gradient);
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const AdamValue now = stepped(step, {parameter[k], mean[k], square[k]}, gradient[k]);
+    parameter[k] = now.parameter;
+    mean[k] = now.mean;
+    square[k] = now.square;
+  }
+  store_pack(t.parameter + at, narrow<float, V>(parameter));
+  store_pack(t.mean + at, narrow<float, V>(mean));
+  store_pack(t.square + at, narrow<float, V>(square));
+  if constexpr (!std::is_void_v<W>)
+    store_pack(static_cast<W*>(t.weight) + at, narrow<W, V>(parameter));
+}
+
+__device__ __forceinline__ bool is_aligned_to_packs(const Pointers& t) {
+  const auto all = reinterpret_cast<uintptr_t>(t.parameter) | reinterpret_cast<uintptr_t>(t.mean) |
+                   reinterpret_cast<uintptr_t>(t.square) | reinterpret_cast<uintptr_t>(t.gradient) |
+                   reinterpret_cast<uintptr_t>(t.weight);
+  return all % 16 == 0;
+}
+
+template <class G, class W>
+__global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Batch batch) {
+  follow_previous_kernel();
+  const int index = tensor_of(batch, blockIdx.x);
+  const Pointers t = batch.tensors[index];
+  const AdamStep step =
+      batch.rules.at(*batch.step, *batch.rate, batch.factor == nullptr ? 1.0f : *batch.factor);
+  const int64_t begin = (blockIdx.x - batch.first_block[index]) * kBlock;
+  const int64_t end = min(t.count, begin + kBlock);
+  if (is_aligned_to_packs(t) && t.count % kElements == 0) {
+    for (int64_t at = begin + threadIdx.x * kElements; at < end; at += kThreads * kElements)
+      step_values<G, W, kElements>(t, step, at);
+  } else {
+    for (int64_t at = begin + threadIdx.x; at < end; at += kThreads)
+      step_values<G, W, 1>(t, step, at);
+  }
+}
+
+Pointers pointers_of(const AdamTensors& t) {
+  return {t.parameter.ptr<float>(), t.mean.ptr<float>(), t.square.ptr<float>(),
+          t.gradient.data,          t.weight.data,       t.parameter.numel()};
+}
+
+// Calls f(Tag of the gradients, Tag of the weights), void where there are none.
+template <class F>
+void dispatch(const AdamTensors& like, F&& f) {
+  dispatch_high_precision(like.gradient.dtype, "adam", [&](auto gradient) {
+    if (!like.weight) return f(gradient, Tag<void>{});
+    dispatch_high_precision(like.weight.dtype, "adam", [&](auto weight) { f(gradient, weight); });
+  });
+}
+
+}  // namespace
+
+void adam(const AdamArgs& args, Stream stream) {
+  const AdamTensors& first = args.tensors.front();
+  const DeviceGuard guard(first.parameter.device);
+  Batch batch;
+  batch.size = 0;
+  batch.rules = adam_rules(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled);
+  batch.step = args.step.ptr<float>();
+  batch.rate = args.rate.ptr<float>();
+  batch.factor = args.factor.ptr<float>();
+  int64_t blocks = 0;
+  const auto launch = [&] {
+    if (blocks == 0) return;
+    dispatch(first, [&](auto gradient, auto weight) {
+      using G = typename decltype(gradient)::type;
+      using W = typename decltype(weight)::type;
+      launch_dependent(adam_kernel<G, W>, static_cast<unsigned>(blocks), kThreads, 0,
+                       stream_of(stream), batch);
+    });
+    batch.size = 0;
+    blocks = 0;
+  };
+  for (const AdamTensors& tensors : args.tensors) {
+    if (tensors.parameter.numel() == 0) continue;
+    batch.tensors[batch.size] = pointers_of(tensors);
+    batch.first_block[batch.size++] = static_cast<unsigned>(blocks);
+    blocks += ceil_div(tensors.parameter.numel(), kBlock);
+    if (batch.size == kMostTensors) launch();
+  }
+  launch();
+}
+
+}  // namespace te::cuda

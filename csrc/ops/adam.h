@@ -1,0 +1,44 @@
+// One step of Adam or AdamW for many tensors: each value is read and written once, in fp32.
+//   g = factor * gradient;  with `decoupled` p *= 1 - rate * decay, else g += decay * p
+//   mean += (1 - beta1) * (g - mean);  square += (1 - beta2) * (g * g - square)
+//   p -= rate / (1 - beta1^step) * mean / (sqrt(square / (1 - beta2^step)) + epsilon)
+//   weight = p, rounded to its dtype, where there is one beside p
+// Step, rate and factor are read on the device, so that a CUDA graph finds them anew.
+#pragma once
+
+#include <vector>
+
+#include "core/tensor_view.h"
+
+namespace te {
+
+struct AdamTensors {
+  TensorView parameter;  // fp32; all are contiguous and of one shape
+  TensorView mean;       // fp32
+  TensorView square;     // fp32
+  TensorView gradient;   // fp32/fp16/bf16
+  TensorView weight;     // fp16/bf16; may be absent
+};
+
+struct AdamArgs {
+  std::vector<AdamTensors> tensors;  // on one device, with one dtype of gradients and of weights
+  TensorView step;                   // fp32, one value: the number of this step, from 1
+  TensorView rate;                   // fp32, one value
+  TensorView factor;                 // fp32, one value; absent: 1
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double epsilon = 1e-8;
+  double decay = 0.0;
+  bool decoupled = true;
+};
+
+void adam(const AdamArgs& args, Stream stream);
+
+namespace cpu {
+void adam(const AdamArgs& args);
+}
+namespace cuda {
+void adam(const AdamArgs& args, Stream stream);
+}
+
+}  // namespace te

@@ -1,0 +1,54 @@
+#include "ops/cross_entropy.h"
+
+#include "ops/check.h"
+#include "ops/dispatch.h"
+
+namespace te {
+namespace {
+
+void rows_of_classes(const TensorView& logits, const TensorView& labels, std::string_view op) {
+  check::high_precision(logits, op, "logits");
+  check::contiguous(logits, op, "logits");
+  require(logits.rank == 2 && logits.size(1) > 0, Kind::Value, op,
+          "expected logits of shape (rows, classes), got ", ShapeOf{logits});
+  check::vector(labels, logits.size(0), DType::Int32, op, "labels");
+  check::same_device(labels, logits, op, "labels");
+}
+
+void of_rows(const TensorView& t, const TensorView& logits, std::string_view op,
+             std::string_view name) {
+  check::vector(t, logits.size(0), DType::Float32, op, name);
+  check::same_device(t, logits, op, name);
+}
+
+}  // namespace
+
+void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "cross_entropy_forward";
+  rows_of_classes(args.logits, args.labels, kOp);
+  check::contiguous(args.sums, kOp, "sums");
+  check::dtype(args.sums, DType::Float32, kOp, "sums");
+  check::same_device(args.sums, args.logits, kOp, "sums");
+  require(args.sums.rank == 2 && args.sums.size(0) == 4 && args.sums.size(1) == args.logits.size(0),
+          Kind::Value, kOp, "expected sums of shape (4, ", args.logits.size(0), "), got ",
+          ShapeOf{args.sums});
+  if (args.logits.numel() == 0) return;
+  on_device(
+      args.logits, [&] { cpu::cross_entropy_forward(args); },
+      [&] { cuda::cross_entropy_forward(args, stream); });
+}
+
+void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream) {
+  constexpr const char* kOp = "cross_entropy_backward";
+  rows_of_classes(args.logits, args.labels, kOp);
+  of_rows(args.log_sums, args.logits, kOp, "log_sums");
+  if (args.factors) of_rows(args.factors, args.logits, kOp, "factors");
+  check::dtype(args.dx, args.logits.dtype, kOp, "dx");
+  check::same_shape(args.dx, args.logits, kOp, "dx");
+  if (args.logits.numel() == 0) return;
+  on_device(
+      args.logits, [&] { cpu::cross_entropy_backward(args); },
+      [&] { cuda::cross_entropy_backward(args, stream); });
+}
+
+}  // namespace te

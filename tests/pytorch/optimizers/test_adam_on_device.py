@@ -1,0 +1,187 @@
+"""`FusedAdam(capturable=True)`: torch's steps to rounding, with nothing of the host."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
+from transformer_engine.pytorch.optimizers import FusedAdam, clip_factor
+
+SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+# Less than an access, a scalar, none, several blocks, and what is no multiple of an access.
+SHAPES = [(5, 7), (3,), (), (0, 4), (16, 1024), (4099,)]
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
+
+
+def give_gradients(own, generator, dtype=None):
+    for p in own:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, dtype or p.dtype)
+
+
+def train(optimizer, own, steps=4):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        give_gradients(own, generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("betas", [(0.8, 0.9), (0.9, 0.999), (0.0, 0.5)])
+def test_fp32_parameters(adam_w_mode, betas, device):
+    settings = {**SETTINGS, "betas": betas}
+    ours = parameters(device)
+    exact = [nn.Parameter(p.detach().double()) for p in ours]
+    reference = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(exact, **settings)
+    optimizer = FusedAdam(ours, adam_w_mode=adam_w_mode, capturable=True, **settings)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        give_gradients(ours, generator)
+        for p, q in zip(ours, exact, strict=True):
+            q.grad = p.grad.double()
+        optimizer.step()
+        reference.step()
+    assert optimizer.param_groups[0]["step"].item() == 5
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masters", [True, False])
+def test_narrow_parameters_are_rounded_in_the_same_pass(dtype, masters, device):
+    own = parameters(device, dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in own]
+    optimizer = FusedAdam(own, master_weights=masters, capturable=True, **SETTINGS)
+    follower = FusedAdam(wide, capturable=True, **SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        give_gradients(own, generator)
+        for p, w in zip(own, wide, strict=True):
+            w.grad = p.grad.float()
+        optimizer.step()
+        follower.step()
+        for p, w in zip(own, wide, strict=True):
+            value = optimizer.get_unscaled_state(p, "master_param") if masters else w.detach()
+            torch.testing.assert_close(value, w.detach())
+            torch.testing.assert_close(p.detach(), value.to(dtype))
+            if not masters:
+                w.data.copy_(p)
+
+
+def test_gradients_of_several_dtypes(device):
+    own = parameters(device)
+    for p, dtype in zip(own, [torch.bfloat16, torch.float16, torch.float32] * 2, strict=True):
+        p.decoupled_grad = torch.ones_like(p).to(dtype)
+    before = [p.detach().clone() for p in own]
+    FusedAdam(own, lr=0.5, capturable=True, use_decoupled_grad=True).step()  # by one rate
+    for p, start in zip(own, before, strict=True):
+        torch.testing.assert_close(p.detach(), start - 0.5)
+
+
+def test_fp8_parameters():
+    with te.fp8_model_init(recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True):
+        layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
+    start = layer.weight.get_high_precision_init_val().float()
+    optimizer = FusedAdam(layer.parameters(), lr=0.1, master_weights=True, capturable=True)
+    for p in layer.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    optimizer.step()
+    master = optimizer.get_unscaled_state(layer.weight, "master_param")
+    torch.testing.assert_close(master, start - 0.1)
+    torch.testing.assert_close(layer.weight.dequantize().float(), master, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_clipping_takes_no_pass(capturable, device):
+    ours, theirs = parameters(device), parameters(device)
+    generator = torch.Generator().manual_seed(1)
+    give_gradients(ours, generator)
+    for p, q in zip(ours, theirs, strict=True):
+        q.grad = p.grad.clone()
+    norm, factor = clip_factor(ours, 2.0)
+    expected = nn.utils.clip_grad_norm_(theirs, 2.0)
+    torch.testing.assert_close(norm, expected)
+    assert 0 < factor < 1
+    settings = {"lr": 0.1, "eps": 1e-2, "capturable": capturable}
+    FusedAdam(ours, **settings).step(grad_factor=factor)
+    FusedAdam(theirs, **settings).step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+    assert clip_factor(ours, 1e9)[1] == 1.0
+    assert [x.item() for x in clip_factor([nn.Parameter(torch.ones(2))], 1.0)] == [0.0, 1.0]
+
+
+def test_resumed_runs_take_the_same_steps(device):
+    """Also where the host has counted before."""
+    own = parameters(device, torch.bfloat16)
+    optimizer = FusedAdam(own, master_weights=True, capturable=True, **SETTINGS)
+    train(optimizer, own)
+    again = [nn.Parameter(p.detach().clone()) for p in own]
+    resumed = FusedAdam(again, master_weights=True, capturable=True)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["step"] = 4
+    resumed.load_state_dict(state)
+    train(optimizer, own)
+    train(resumed, again)
+    for one, other in zip(own, again, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+
+
+def test_written_tensors_count_their_writes():
+    """Which autograd and caches of transposes look at."""
+    own = parameters()
+    give_gradients(own, torch.Generator())
+    before = own[0]._version
+    FusedAdam(own, capturable=True).step()
+    assert own[0]._version > before
+
+
+def test_lists_that_do_not_fit():
+    x, one = [torch.ones(4)], torch.ones(1)
+    rules = AdamRules(0.9, 0.9, 1e-8, 0.0, True)
+    with pytest.raises(ValueError, match=r"^\[adam\] expected lists of one length"):
+        adam(AdamTensors(x, x, x, x * 2, []), one, one, None, rules)
+    with pytest.raises(ValueError, match=r"^\[adam\] expected shape \(4\) for the mean"):
+        adam(AdamTensors(x, [torch.ones(3)], x, x, []), one, one, None, rules)
+    with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the parameter"):
+        adam(AdamTensors([torch.ones(4).half()], x, x, x, []), one, one, None, rules)
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_eager_steps():
+    """With a learning rate and a factor that change between replays."""
+    ours, theirs = (parameters("cuda", torch.bfloat16) for _ in range(2))
+    rate = torch.tensor(0.1, device="cuda")
+    optimizers = [
+        FusedAdam(own, lr=rate, master_weights=True, capturable=True) for own in (ours, theirs)
+    ]
+    for optimizer, own in zip(optimizers, (ours, theirs), strict=True):
+        train(optimizer, own, steps=1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step(grad_factor=clip_factor(ours, 1.0)[1])
+    for i in range(3):
+        rate.fill_(0.1 / (i + 1))
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad.copy_(torch.randn_like(p) * i)
+            q.grad.copy_(p.grad)
+        graph.replay()
+        optimizers[1].step(grad_factor=clip_factor(theirs, 1.0)[1])
+    for one, other in zip(ours, theirs, strict=True):
+        assert_bitwise(one.detach(), other.detach())
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_memory_of_the_kernel():
+    own = parameters("cuda", torch.bfloat16)
+    optimizer = FusedAdam(own, master_weights=True, capturable=True)
+    train(optimizer, own, steps=2)

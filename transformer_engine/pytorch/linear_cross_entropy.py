@@ -1,0 +1,284 @@
+"""Cross entropy of a projection to a vocabulary, whose logits are never in memory all at once.
+
+Chunks of tokens run one after the other: their logits become losses and then, in the same memory,
+the gradient of those, which is multiplied at once into the gradients of `hidden` and `weight`. A
+mean or a sum has one gradient for all tokens, which the backward knows and which scales these
+products in the end; so the forward makes them. Losses of single tokens have gradients of their own,
+which have to be there before products sum over tokens; so the backward makes the logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch._torch_private import not_differentiable
+from transformer_engine.pytorch.chain.gemm import WgradTarget, main_grad_target
+from transformer_engine.pytorch.cross_entropy import (
+    Rules,
+    check_target,
+    counted,
+    evenly,
+    group_of_several,
+    labels_of,
+    log_sums,
+    losses_of,
+    sums_of,
+)
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
+from transformer_engine.pytorch.kernels.cross_entropy import cross_entropy_backward_
+from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
+from transformer_engine.pytorch.parallel.groups import check_group
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+__all__ = ["linear_cross_entropy"]
+
+_OP = "linear_cross_entropy"
+_REDUCTIONS = ("mean", "sum", "none")
+_CHUNK_BYTES = 2**28  # of logits: products of more tokens are no faster
+_CHUNK_MULTIPLE = 128  # tokens: whole tiles of a product
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    dist_process_group: Any = None,
+    chunk_tokens: int | None = None,
+    fuse_wgrad_accumulation: bool = False,
+) -> torch.Tensor:
+    """`cross_entropy(linear(hidden, weight, bias), target)` without the logits of all tokens.
+
+    Logits are those of one chunk of tokens at a time, in the dtype of `hidden`. With a mean or a
+    sum the forward makes the gradients, too; without a reduction the backward makes the logits
+    again. Gradients of the weight and of the bias add up in fp32. Within `torch.autocast`,
+    `hidden`, `weight` and `bias` are cast as `torch.nn.functional.linear` casts them.
+
+    Args:
+        hidden: `[..., features]`, fp32, fp16 or bf16.
+        weight: `[classes, features]`, of the same dtype; of several ranks, each rank's share of
+            the classes, in order and equal in number.
+        target: `[...]`, the class of each token, int64 or int32; of all ranks' classes.
+        bias: `[classes]`, as `weight`.
+        label_smoothing: share of the target that is spread evenly over all classes.
+        reduction: `"mean"` over the tokens that are not ignored, `"sum"` or `"none"`.
+        ignore_index: the target of tokens with neither loss nor gradient.
+        dist_process_group: of the ranks that share the classes and have equal `hidden`, whose
+            gradient they sum; None is this rank alone.
+        chunk_tokens: how many tokens have logits at a time; None is as many as 256 MiB hold.
+        fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`.
+
+    Returns:
+        fp32: one number, or `[...]` with `reduction="none"`. The mean of no tokens is 0. On a GPU,
+        where nobody waits to look at targets, the loss of a target that is no class is NaN.
+
+    Raises:
+        ValueError: shapes that do not fit; an unknown reduction; no `weight.main_grad` where it is
+            asked for; on a CPU in eager mode, targets that are no classes.
+        TypeError: other dtypes; a weight in FP8; a group that is none.
+        RuntimeError: gradients of gradients.
+
+    >>> hidden = torch.zeros(2, 8, requires_grad=True)
+    >>> weight = torch.zeros(4, 8, requires_grad=True)
+    >>> linear_cross_entropy(hidden, weight, torch.tensor([1, -100]), reduction="none")
+    tensor([1.3863, 0.0000], grad_fn=<ViewBackward0>)
+    """
+    check_group(_OP, "dist_process_group", dist_process_group)
+    _check_weight(weight)
+    wants_grad, into = torch.is_grad_enabled(), WgradTarget(None)
+    if fuse_wgrad_accumulation and wants_grad and weight.requires_grad:
+        into = main_grad_target(weight, False, _OP)
+    hidden, weight = in_autocast_dtype(hidden), in_autocast_dtype(weight)
+    bias = None if bias is None else in_autocast_dtype(bias).contiguous()
+    _check(hidden, weight, bias, target)
+    _check_settings(reduction, chunk_tokens)
+    rules = Rules(label_smoothing, ignore_index, group_of_several(dist_process_group))
+    check_target(_OP, target, weight.shape[0], rules)
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    chunk = chunk_tokens or default_chunk(rows.shape[0], weight.shape[0], rows.itemsize)
+    losses: torch.Tensor = _LinearCrossEntropy.apply(
+        *(rows, weight.contiguous(), bias, target.reshape(-1), into.main_grad),
+        *(rules, reduction, chunk, wants_grad, into),
+    )
+    return losses.view(target.shape) if reduction == "none" else losses
+
+
+def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
+    """Tokens of a chunk: equal parts, in whole tiles, whose logits do not exceed 256 MiB much."""
+    parts = max(1, -(-itemsize * tokens * classes // _CHUNK_BYTES))
+    return -(-tokens // (parts * _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE or _CHUNK_MULTIPLE
+
+
+def _check_weight(weight: torch.Tensor) -> None:
+    if isinstance(weight, QuantizedTensor):
+        raise TypeError(f"[{_OP}] expected a weight in high precision, got {type(weight).__name__}")
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+) -> None:
+    dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
+    if dtypes[0] not in HIGH_PRECISION or any(dtype is not dtypes[0] for dtype in dtypes):
+        raise TypeError(
+            f"[{_OP}] expected hidden, weight and bias of one dtype, float32, float16 or bfloat16,"
+            f" got {', '.join(map(str, dtypes))}"
+        )
+    fit = hidden.ndim > 0 and weight.ndim == 2 and 0 not in weight.shape
+    if not fit or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"[{_OP}] expected hidden [..., features], weight [classes, features] and target [...],"
+            f" got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"[{_OP}] expected bias [{weight.shape[0]}] of the weight's classes, got "
+            f"{tuple(bias.shape)}"
+        )
+
+
+def _check_settings(reduction: str, chunk_tokens: int | None) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"[{_OP}] expected reduction in {_REDUCTIONS}, got {reduction!r}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"[{_OP}] expected chunk_tokens above 0, got {chunk_tokens}")
+
+
+class _Problem(NamedTuple):
+    """What losses are of."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    target: torch.Tensor
+    rules: Rules
+    chunk: int
+
+
+class _Gradients(NamedTuple):
+    """Of the sum of losses: by `hidden` in its dtype, by `weight` and `bias` in fp32.
+
+    None is one that nobody wants.
+    """
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @classmethod
+    def wanted(cls, problem: _Problem, wanted: Sequence[bool]) -> _Gradients:
+        """Room for those that are wanted; `add` fills it, chunk by chunk."""
+        fp32, hidden = torch.float32, problem.hidden
+        return cls(
+            torch.empty_like(hidden) if wanted[0] else None,
+            hidden.new_zeros(problem.weight.shape, dtype=fp32) if wanted[1] else None,
+            hidden.new_zeros(problem.weight.shape[0], dtype=fp32) if wanted[2] else None,
+        )
+
+    def add(self, problem: _Problem, tokens: slice, logits: torch.Tensor) -> None:
+        """What these tokens add, of the gradient by their logits."""
+        if self.bias is not None:
+            self.bias.add_(logits.sum(0, dtype=torch.float32))
+        if self.hidden is not None:
+            into, weight = self.hidden[tokens], problem.weight
+            gemm_into(into, logits, weight, b_transposed=True, accumulate=False)
+        if self.weight is not None:
+            rows = problem.hidden[tokens]
+            gemm_into(self.weight, logits, rows, a_transposed=True, b_transposed=True)
+
+
+def _run(
+    problem: _Problem, wanted: Sequence[bool], factors: torch.Tensor | None
+) -> tuple[torch.Tensor, _Gradients]:
+    """Losses `[tokens]`, and gradients of their sum, or of the sum of their products with factors.
+
+    The gradient of `hidden` is that of this rank's classes alone.
+    """
+    hidden, weight, bias, target, rules, chunk = problem
+    size = weight.shape[0]
+    labels = labels_of(target, size, rules)
+    gradients, all_sums = _Gradients.wanted(problem, wanted), []
+    for begin in range(0, max(1, hidden.shape[0]), chunk):
+        tokens = slice(begin, begin + chunk)
+        logits, _, _ = gemm(hidden[tokens], weight, hidden.dtype, bias=bias)
+        sums = sums_of(logits, labels[tokens], rules)
+        all_sums.append(sums)
+        if any(wanted):
+            how = (None if factors is None else factors[tokens], rules.smoothing)
+            cross_entropy_backward_(
+                *(logits, labels[tokens], log_sums(sums)), *how, evenly(size, rules)
+            )
+            gradients.add(problem, tokens, logits)
+    return losses_of(torch.cat(all_sums, 1), labels, size, rules), gradients
+
+
+def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The product, rounded once."""
+    return None if x is None else torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Losses `[tokens]` of `hidden`, or what becomes of them, which has a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        main_grad: torch.Tensor | None,
+        *how: Any,
+    ) -> torch.Tensor:
+        rules, reduction, chunk, wants_grad, into = how
+        problem = _Problem(hidden, weight, bias, target, rules, chunk)
+        wanted = [wants_grad and wants for wants in ctx.needs_input_grad[:3]]
+        ctx.how, ctx.dtypes = (rules, reduction, chunk, wanted, into), (hidden.dtype, weight.dtype)
+        if reduction == "none":
+            ctx.save_for_backward(hidden, weight, bias, target, main_grad)
+            return _run(problem, (False, False, False), None)[0]
+        losses, gradients = _run(problem, wanted, None)
+        total, divisor = losses.sum(), losses.new_ones(())
+        if reduction == "mean":
+            divisor = counted(target, rules.ignored).float()
+        ctx.save_for_backward(*gradients, divisor, main_grad)
+        return total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _backward(ctx, grad)
+        with torch.no_grad():
+            found = _backward(ctx, grad)
+        return not_differentiable(found, _OP)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of what came in."""
+    rules, reduction, chunk, wanted, into = ctx.how
+    *saved, main_grad = ctx.saved_tensors
+    if reduction == "none":
+        hidden, weight, bias, target = saved
+        problem = _Problem(hidden, weight, bias, target, rules, chunk)
+        gradients = _run(problem, wanted, grad.contiguous())[1]
+        factor = grad.new_ones(())
+    else:
+        *found, divisor = saved
+        gradients, factor = _Gradients(*found), grad / divisor
+    hidden_dtype, dtype = ctx.dtypes
+    by_hidden = _scaled(gradients.hidden, factor, hidden_dtype)
+    if by_hidden is not None and rules.group is not None:
+        dist.all_reduce(by_hidden, group=rules.group)
+    if main_grad is None:
+        by_weight = _scaled(gradients.weight, factor, dtype)
+    else:
+        added = _scaled(gradients.weight, factor, main_grad.dtype)
+        main_grad.add_(added) if into.accumulate else main_grad.copy_(added)
+        by_weight = into.stand_in()
+    return by_hidden, by_weight, _scaled(gradients.bias, factor, dtype), *[None] * 7

@@ -1,0 +1,98 @@
+"""Steps of `FusedAdam` that need nothing of the host, and so can be in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
+from transformer_engine.pytorch.tensor.shards import piece_of
+
+
+def clip_factor(
+    parameters: Iterable[torch.Tensor], max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What gradients are multiplied by so that their norm is no larger, without that pass.
+
+    Hand the factor to `FusedAdam.step(grad_factor=...)`. Nobody waits for the device.
+
+    Args:
+        parameters: those without a gradient do not count.
+        max_norm: of all gradients together, in the Euclidean sense.
+
+    Returns:
+        `(norm, factor)`, fp32 of one value each: the norm of the gradients as they are, and
+        `min(1, max_norm / norm)`.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_factor([weight], 1.0)
+    (tensor(5.), tensor(0.2000))
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(()), torch.ones(())
+    with torch.no_grad():
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def device_count(count: Any, device: torch.device) -> torch.Tensor:
+    """Steps so far, fp32 `[1]` on the device, which may have been counted on the host."""
+    if isinstance(count, torch.Tensor):
+        return count.to(device, torch.float32).reshape(1)
+    return torch.full((1,), float(count), device=device)
+
+
+def step_on_device(
+    group: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    gradients: Sequence[torch.Tensor],
+    factor: torch.Tensor | None,
+    decoupled: bool,
+) -> list[torch.Tensor]:
+    """Step parameters on one device, and round those of fewer bits.
+
+    Args:
+        group: of the optimizer; `step` is on the device, and counts this one.
+        parameters: that have gradients; pieces of sharded ones.
+        states: of each.
+        gradients: of each, of any dtype.
+        factor: of all gradients, or None.
+        decoupled: AdamW.
+
+    Returns:
+        What each parameter is now, in fp32; those in FP8 are not written.
+    """
+    values = [
+        _local(state["master_param"]) if "master_param" in state else _local(parameter).float()
+        for parameter, state in zip(parameters, states, strict=True)
+    ]
+    kinds: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        rounded = piece_of(parameter) is None and parameter.dtype is not torch.float32
+        kind = (gradients[i].dtype, parameter.dtype if rounded else None)
+        kinds.setdefault(kind, []).append(i)
+    beta1, beta2 = group["betas"]
+    rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
+    rate = device_count(group["lr"], values[0].device)
+    factor = None if factor is None else factor.to(torch.float32).reshape(1)
+    for (_, weight_dtype), members in kinds.items():
+        tensors = AdamTensors(
+            [values[i] for i in members],
+            [_local(states[i]["exp_avg"]) for i in members],
+            [_local(states[i]["exp_avg_sq"]) for i in members],
+            [_local(gradients[i]).contiguous() for i in members],
+            [] if weight_dtype is None else [_local(parameters[i]) for i in members],
+        )
+        adam(tensors, group["step"], rate, factor, rules)
+    return values
+
+
+def _local(value: Any) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
