@@ -145,7 +145,7 @@ class TreeBuilder : public YAML::EventHandler {
     const std::string_view text = source_.text();
     size_t i = offset_of(source_, mark);
     if (text.substr(i).starts_with('&')) {
-      i = std::min(text.find_first_of(" \t\r\n", i), text.size());
+      i = end_of_anchor(i);
       while (i < text.size() &&
              std::string_view(" \t\r\n#").find(text[i]) != std::string_view::npos) {
         i = text[i] == '#' ? std::min(text.find_first_of("\r\n", i), text.size()) : i + 1;
@@ -155,6 +155,22 @@ class TreeBuilder : public YAML::EventHandler {
       throw TextError(source_.mark(i), "expected a value without a tag, got an explicit tag");
     }
     return i;
+  }
+
+  // yaml-cpp takes anything up to a space or a bracket for the name, PyYAML a part of that.
+  size_t end_of_anchor(size_t begin) const {
+    const std::string_view text = source_.text();
+    const size_t end = std::min(text.find_first_of(" \t\r\n[]{},", begin), text.size());
+    const auto is_letter = [](char c) {
+      return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || ('0' <= c && c <= '9') ||
+             c == '-' || c == '_';
+    };
+    const std::string_view name = text.substr(begin + 1, end - begin - 1);
+    const auto other = std::ranges::find_if_not(name, is_letter);
+    if (other == name.end()) return end;
+    throw TextError(source_.mark(begin + 1 + static_cast<size_t>(other - name.begin())),
+                    "expected letters, digits, - and _ in the name of an anchor, and a space after "
+                    "it, got more");
   }
 
   // Of a scalar in quotes: after the closing quote. Of a block: where the text is indented less

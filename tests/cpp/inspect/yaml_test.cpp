@@ -130,5 +130,13 @@ TEST(Yaml, OtherMistakesAreToldInWords) {
   EXPECT_EQ(refused("a: *x\n"), "1:4" + got + "the referenced anchor is not defined");
 }
 
+TEST(Yaml, WhatStandsBehindAnAnchorIsNoPartOfItsName) {
+  const std::string expected =
+      " expected letters, digits, - and _ in the name of an anchor, and a space after it, got more";
+  EXPECT_EQ(refused("[{&xgemm: fprop}]\n"), "1:9" + expected);
+  EXPECT_EQ(refused("a: &\xc3\xa9 b\n"), "1:5" + expected);
+  parse_yaml("a: [&x , &y-_1 [], &z]\n");
+}
+
 }  // namespace
 }  // namespace te::inspect
