@@ -21,13 +21,17 @@ def write() -> None:
 
 def table() -> str:
     """A row for each test that has figures."""
-    lines = ["| test | figures | failures | on | when |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| `make soak ARGS=` | figures | failures | on | when |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text())
         when = f"{found['date']}, {found['commit']}"
         told = ", ".join(_figures(found["figures"]))
+        command = found.get("command", path.stem)
         lines.append(
-            f"| `{path.stem}` | {told} | {found['failures']} | {found['machine']} | {when} |"
+            f"| `{command}` | {told} | {found['failures']} | {found['machine']} | {when} |"
         )
     return "\n".join(lines) + "\n"
 
