@@ -196,6 +196,9 @@ class TreeBuilder : public YAML::EventHandler {
       throw TextError(source_.mark(begin), "expected a closing quote, got the end of the file");
     }
     if (style != '|' && style != '>') return i;
+    const size_t end = text.find_first_of("\t\r\n#", begin);
+    if (end != text.npos && text[end] == '\t')
+      throw TextError(source_.mark(end), "expected spaces, got a tab");
     const std::string_view header = text.substr(begin, text.find_first_of(" \r\n#", begin) - begin);
     if (style == '>' && header.find('+') != header.npos)  // yaml-cpp keeps a line feed more
       throw TextError(source_.mark(begin), concat("expected > or >-, got ", header));

@@ -130,6 +130,12 @@ TEST(Yaml, OtherMistakesAreToldInWords) {
   EXPECT_EQ(refused("a: *x\n"), "1:4" + got + "the referenced anchor is not defined");
 }
 
+TEST(Yaml, TabsBehindTheSignOfABlockAreRefused) {
+  EXPECT_EQ(refused("a: |\t\n  b\n"), "1:5 expected spaces, got a tab");
+  EXPECT_EQ(refused("a: >- \t\n  b\n"), "1:7 expected spaces, got a tab");
+  EXPECT_EQ(parse_yaml("a: | # \t\n  b\tc\n").find("a")->as_string(), "b\tc\n");
+}
+
 TEST(Yaml, WhatStandsBehindAnAnchorIsNoPartOfItsName) {
   const std::string expected =
       " expected letters, digits, - and _ in the name of an anchor, and a space after it, got more";
