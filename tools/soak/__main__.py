@@ -20,7 +20,7 @@ import table
 from outcome import Outcome
 
 SHORT_TESTS = ("documents", "states", "ops", "memory", "determinism")
-TESTS = (*SHORT_TESTS, "parser", "kills", "hour", "large", "threads")
+TESTS = (*SHORT_TESTS, "parser", "kills", "hour", "large", "threads", "kernels")
 SHORT = 4.0  # seconds
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(os.environ.get("TE_SOAK_RESULTS") or Path(__file__).with_name("results"))
 _SHOWN = 5
 
 
@@ -58,6 +58,7 @@ class Outcome:
             "figures": self.figures,
             "failures": len(self.failures),
         }
+        RESULTS.mkdir(parents=True, exist_ok=True)
         path = RESULTS / f"{self.name}{'_sanitized' if under else ''}.json"
         path.write_text(json.dumps(found, indent=2) + "\n")
         return path

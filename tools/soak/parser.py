@@ -31,7 +31,8 @@ _NAMED = "TE_SOAK_FUZZER"
 
 def prepare() -> None:
     """Build the fuzzer, if none is named."""
-    os.environ.setdefault(_NAMED, str(_build()))
+    if _NAMED not in os.environ:
+        os.environ[_NAMED] = str(_build())
 
 
 def run(seconds: float, seed: int) -> Outcome:

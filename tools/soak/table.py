@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from outcome import RESULTS, ROOT
@@ -13,7 +14,9 @@ _NOT_COUNTED = "refused by us alone", "read by us alone"
 
 
 def write() -> None:
-    """Put the table into the page."""
+    """Put the table into the page, of figures that lie where the page has them from."""
+    if "TE_SOAK_RESULTS" in os.environ:
+        return
     page = PAGE.read_text()
     before, rest = page.split(_BEGIN)
     PAGE.write_text(before + _BEGIN + table() + _END + rest.split(_END)[1])
