@@ -12,7 +12,7 @@ jobs=$(($(nproc) > 8 ? $(nproc) - 6 : 1))
 soak() { "$py" tools/soak "$@" || echo "FAILED: soak $*"; }
 
 on_processors() {
-  soak parser --seconds $((seconds / 2)) --jobs "$jobs"
+  soak parser --seconds $((2 * seconds / 3)) --jobs "$jobs"
   soak kills --seconds $((seconds / 2)) --jobs "$jobs"
 }
 on_first_gpu() {
