@@ -16,6 +16,7 @@
 
 #include "core/error.h"
 #include "inspect/config_yaml_errors.h"
+#include "inspect/config_yaml_text.h"
 #include "inspect/yaml_scalar.h"
 
 namespace te::inspect {
@@ -145,7 +146,7 @@ class TreeBuilder : public YAML::EventHandler {
     const std::string_view text = source_.text();
     size_t i = offset_of(source_, mark);
     if (text.substr(i).starts_with('&')) {
-      i = end_of_anchor(i);
+      i = end_of_anchor(source_, i);
       while (i < text.size() &&
              std::string_view(" \t\r\n#").find(text[i]) != std::string_view::npos) {
         i = text[i] == '#' ? std::min(text.find_first_of("\r\n", i), text.size()) : i + 1;
@@ -155,22 +156,6 @@ class TreeBuilder : public YAML::EventHandler {
       throw TextError(source_.mark(i), "expected a value without a tag, got an explicit tag");
     }
     return i;
-  }
-
-  // yaml-cpp takes anything up to a space or a bracket for the name, PyYAML a part of that.
-  size_t end_of_anchor(size_t begin) const {
-    const std::string_view text = source_.text();
-    const size_t end = std::min(text.find_first_of(" \t\r\n[]{},", begin), text.size());
-    const auto is_letter = [](char c) {
-      return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || ('0' <= c && c <= '9') ||
-             c == '-' || c == '_';
-    };
-    const std::string_view name = text.substr(begin + 1, end - begin - 1);
-    const auto other = std::ranges::find_if_not(name, is_letter);
-    if (other == name.end()) return end;
-    throw TextError(source_.mark(begin + 1 + static_cast<size_t>(other - name.begin())),
-                    "expected letters, digits, - and _ in the name of an anchor, and a space after "
-                    "it, got more");
   }
 
   // Of a scalar in quotes: after the closing quote. Of a block: where the text is indented less
@@ -338,30 +323,6 @@ class TreeBuilder : public YAML::EventHandler {
   size_t counted_ = 0;
   bool started_ = false;
 };
-
-// What PyYAML refuses and yaml-cpp skips: tabs between tokens, and lines that begin with % but say
-// no version. In quotes and blocks both are text; in comments tabs are.
-void reject_tabs_and_directives(const SourceText& source,
-                                const std::vector<std::pair<size_t, size_t>>& opaque) {
-  const std::string_view text = source.text();
-  auto span = opaque.begin();
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (span != opaque.end() && i >= span->first) {
-      i = std::max(i, span->second) - 1;
-      ++span;
-      continue;
-    }
-    const char before = i == 0 ? '\n' : text[i - 1];
-    const bool begins_line = before == '\n' || before == '\r';
-    if (text[i] == '#' && (begins_line || before == ' ' || before == '\t'))
-      i = std::min(text.find_first_of("\r\n", i), text.size());
-    if (i == text.size()) return;
-    if (text[i] == '\t') throw TextError(source.mark(i), "expected spaces, got a tab");
-    if (text[i] == '%' && begins_line && !text.substr(i).starts_with("%YAML ")) {
-      throw TextError(source.mark(i), "expected a value, got a directive");
-    }
-  }
-}
 
 // A tab in the indentation of a line makes yaml-cpp stumble over something else in that line.
 void explain(const SourceText& source, const YAML::Exception& thrown) {

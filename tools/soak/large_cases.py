@@ -353,13 +353,13 @@ def _dropout(bound: int, device: str) -> list[str]:
     """Forward and backward drop the same elements, and others beyond the bound than before it."""
     rows = bound // COLS + 128
     seed = torch.tensor([7], device=device)
-    kept = dropout_add_forward(
+    out = dropout_add_forward(
         torch.ones(rows, COLS, device=device, dtype=BF16), None, None, seed, 0.5
     )
-    back, _ = dropout_add_backward(torch.ones_like(kept), seed, 0.5, BF16, None)
+    back, _ = dropout_add_backward(torch.ones_like(out), seed, 0.5, BF16, None)
     assert back is not None
-    problems = [] if torch.equal(kept, back) else ["backward keeps other elements than forward"]
-    if torch.equal(kept[:128], kept[bound // COLS :]):
+    problems = [] if torch.equal(out, back) else ["backward keeps other elements than forward"]
+    if torch.equal(out[:128], out[bound // COLS :]):
         problems.append("the pattern repeats")
     return problems
 
