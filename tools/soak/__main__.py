@@ -19,8 +19,8 @@ import jobs
 import table
 from outcome import Outcome
 
-SHORT_TESTS = ("documents", "states", "ops", "memory", "determinism")
-TESTS = (*SHORT_TESTS, "parser", "kills", "hour", "large", "threads", "kernels")
+SHORT_TESTS = ("documents", "states", "ops", "memory", "determinism", "hour")
+TESTS = (*SHORT_TESTS, "parser", "kills", "large", "threads", "kernels")
 SHORT = 4.0  # seconds
 
 
