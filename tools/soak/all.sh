@@ -13,9 +13,9 @@ soak() { "$py" tools/soak "$@" || echo "FAILED: soak $*"; }
 
 on_processors() {
   soak parser --seconds $((2 * seconds / 3)) --jobs "$jobs"
-  soak states --seconds $((seconds / 5)) --jobs "$jobs"
+  soak kills --seconds $((seconds / 3)) --jobs "$jobs"
   soak ops --seconds $((seconds / 5)) --jobs "$jobs"
-  soak kills --seconds $((seconds / 2)) --jobs "$jobs"
+  soak states --seconds $((seconds / 5)) --jobs "$jobs"
 }
 on_first_gpu() {
   soak memory --device cuda --seconds 30
