@@ -63,6 +63,7 @@ class Merge {
 struct Frame {
   Tree tree;
   YAML::anchor_t anchor;
+  bool in_brackets = false;
   std::optional<Node> key = {};  // of a mapping, while its value is awaited
   bool key_is_merge = false;
   Merge merge = {};
@@ -99,6 +100,7 @@ class TreeBuilder : public YAML::EventHandler {
     Tree scalar{.node = {.mark = source_.mark(begin), .value = to_utf8(value)}};
     const bool plain = tag == "?";
     if (plain) {
+      reject_colon(scalar.node.mark, value);
       try {
         scalar.node.value = resolve_plain(value);
       } catch (const Error&) {
@@ -120,13 +122,13 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
-                       YAML::EmitterStyle::value) override {
-    open(mark, anchor, Node::Sequence());
+                       YAML::EmitterStyle::value style) override {
+    open(mark, anchor, style, Node::Sequence());
   }
   void OnSequenceEnd() override { close(); }
   void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
-                  YAML::EmitterStyle::value) override {
-    open(mark, anchor, Node::Mapping());
+                  YAML::EmitterStyle::value style) override {
+    open(mark, anchor, style, Node::Mapping());
   }
   void OnMapEnd() override { close(); }
 
@@ -221,15 +223,23 @@ class TreeBuilder : public YAML::EventHandler {
     return text.size();
   }
 
-  void open(const YAML::Mark& mark, YAML::anchor_t anchor, decltype(Node::value) empty) {
+  // Between brackets PyYAML takes it for the one behind a key.
+  void reject_colon(Mark mark, const std::string& value) const {
+    if (value.starts_with(':') && !frames_.empty() && frames_.back().in_brackets)
+      throw TextError(mark, "expected quotes around a text that begins with a colon, got none");
+  }
+
+  void open(const YAML::Mark& mark, YAML::anchor_t anchor, YAML::EmitterStyle::value style,
+            decltype(Node::value) empty) {
     const size_t begin = reject_tag(mark);
     if (frames_.size() >= kMaxDepth)
       error(mark, concat("expected at most ", kMaxDepth, " levels, got more"));
     if (awaits_key()) error(mark, "expected a plain value as key, got a list or a mapping");
     count(1, source_.mark(begin));
     Node node{.mark = source_.mark(begin), .value = std::move(empty)};
-    frames_.push_back(
-        {.tree = {.node = std::move(node), .nodes = 1, .depth = 1}, .anchor = anchor});
+    frames_.push_back({.tree = {.node = std::move(node), .nodes = 1, .depth = 1},
+                       .anchor = anchor,
+                       .in_brackets = style == YAML::EmitterStyle::Flow});
   }
 
   void close() {

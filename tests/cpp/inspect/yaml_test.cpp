@@ -136,6 +136,14 @@ TEST(Yaml, TabsBehindTheSignOfABlockAreRefused) {
   EXPECT_EQ(parse_yaml("a: | # \t\n  b\tc\n").find("a")->as_string(), "b\tc\n");
 }
 
+TEST(Yaml, TextsBetweenBracketsBeginWithNoColon) {
+  const std::string expected = " expected quotes around a text that begins with a colon, got none";
+  EXPECT_EQ(refused("[1,:@ 2]\n"), "1:4" + expected);
+  EXPECT_EQ(refused("{? :a}\n"), "1:4" + expected);
+  EXPECT_EQ(parse_yaml("a: :b\n").find("a")->as_string(), ":b");
+  EXPECT_EQ(parse_yaml("[':b']\n").as_sequence()[0].as_string(), ":b");
+}
+
 TEST(Yaml, WhatStandsBehindAnAnchorIsNoPartOfItsName) {
   const std::string expected =
       " expected letters, digits, - and _ in the name of an anchor, and a space after it, got more";
