@@ -16,6 +16,7 @@ on_processors() {
   soak kills --seconds $((seconds / 3)) --jobs "$jobs"
   soak ops --seconds $((seconds / 5)) --jobs "$jobs"
   soak states --seconds $((seconds / 5)) --jobs "$jobs"
+  soak documents --seconds $((seconds / 5)) --jobs "$jobs"
 }
 on_first_gpu() {
   soak memory --device cuda --seconds 30
