@@ -1,20 +1,67 @@
-"""The figures of docs/reliability.md are those that soak tests have written."""
+"""The figures of docs/reliability.md, and what the soak tests make of what they find."""
 
 import importlib
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 SOAK = Path(__file__).parents[1] / "tools/soak"
 
 
-def test_the_page_shows_the_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import one of the modules of `tools/soak`, for this test alone."""
     monkeypatch.syspath_prepend(str(SOAK))
-    table = importlib.import_module("table")
-    try:
-        assert table.table() in table.PAGE.read_text(), "run python tools/soak/table.py"
-        assert all(" 0 |" in line for line in table.table().splitlines()[2:]), "failures"
-    finally:
-        for name in ("table", "outcome"):
-            sys.modules.pop(name, None)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in {path.stem for path in SOAK.glob("*.py")} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def test_the_page_shows_the_last_figures(soak: Callable[[str], ModuleType]) -> None:
+    table = soak("table")
+    assert table.table() in table.PAGE.read_text(), "run python tools/soak/table.py"
+    assert all(" 0 |" in line for line in table.table().splitlines()[2:]), "failures"
+
+
+def test_what_jobs_find_is_added(soak: Callable[[str], ModuleType]) -> None:
+    outcome = soak("outcome").Outcome
+    found = outcome("name", {"calls": 2, "ms": 3.5}, ["one"])
+    found.add(outcome("name", {"calls": 5, "ms": 1.5, "errors": 1}, ["two"]))
+    assert found.figures == {"calls": 7, "ms": 3.5, "errors": 1}
+    assert found.failures == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [
+        ("print('seed 7', flush=True); import os; os.abort()", 60.0, "with -6: seed 7"),
+        ("import time; time.sleep(60)", 0.2, "with more than 0 s"),
+    ],
+)
+def test_a_job_that_dies_or_hangs_is_a_failure(
+    soak: Callable[[str], ModuleType], tmp_path: Path, code: str, seconds: float, said: str
+) -> None:
+    place = tmp_path / "0"
+    with place.with_suffix(".txt").open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=output)
+    (failure,) = soak("jobs")._end(process, seconds, place).failures
+    assert said in failure
+
+
+def test_kernels_are_told_by_name_and_first_parameter(soak: Callable[[str], ModuleType]) -> None:
+    kernels = soak("kernels")
+    defined = kernels.in_sources()
+    assert len(defined) > 25
+    here = "te::cuda::(anonymous namespace)::"
+    for event, expected in {
+        f"void {here}cast_kernel<float, __half>({here}Cast<float, __half>)": "cast.cu",
+        f"void {here}cast_kernel<float, (bool)1>({here}CastArgs)": "quantize.cu",
+        f"void {here}forward_kernel<__half, te::X<1>>(__half const*, bool const*)": "softmax.cu",
+    }.items():
+        assert defined[kernels.launched(event)] == expected
+    assert kernels.launched("void at::native::cast_kernel<float>(float*)") is None

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU of this machine, with its own Python and without network, then does what it is told:
 #   tools/gpu_run.sh test [pytest arguments]   C++ tests, then pytest with the GPU tests
-#   tools/gpu_run.sh sanitize                  tests marked `sanitize` under compute-sanitizer memcheck and racecheck
+#   tools/gpu_run.sh sanitize [tools]          tests marked `sanitize` under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
 #   tools/gpu_run.sh bench [names]             benchmarks, results in benchmarks/results
 #   tools/gpu_run.sh -- command...             any command, with PYTHONPATH set to this tree
 # TE_CUDA_ARCHS=80-virtual builds portable code alone, which the driver compiles when a kernel is first needed.
@@ -30,11 +30,13 @@ run_tests() {
 
 # Without torch's caching allocator every tensor is an allocation of its own, so that no overrun stays hidden in a cached block.
 run_sanitizer() {
-  local tool
-  for tool in memcheck racecheck; do
+  local tool files
+  mapfile -t files < <(grep -rl --include='test_*.py' mark.sanitize tests)
+  [ $# -gt 0 ] || set -- memcheck racecheck initcheck synccheck
+  for tool; do
     printf '=== %s\n' "$tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      "$py" -m pytest -m sanitize -o timeout=500 2>&1 | tee "$LOGS/$tool.log"
+      "$py" -m pytest -m sanitize -o timeout=500 "${files[@]}" 2>&1 | tee "$LOGS/$tool.log"
   done
 }
 
@@ -42,7 +44,7 @@ run_benchmarks() { tools/bench.sh "$@" 2>&1 | tee "$LOGS/bench.log"; }
 
 finish() {
   if [ -n "${OUT:-}" ]; then
-    find benchmarks/results -name '*.json' -newer "$started" -exec cp -t "$OUT" {} + 2>/dev/null || true
+    find benchmarks/results tools/soak/results -name '*.json' -newer "$started" -exec cp -t "$OUT" {} + 2>/dev/null || true
   fi
   rm -f "$started"
 }
@@ -55,7 +57,7 @@ verb=${1:-test}
 shift || true
 case $verb in
   test) run_tests "$@" ;;
-  sanitize) run_sanitizer ;;
+  sanitize) run_sanitizer "$@" ;;
   bench) run_benchmarks "$@" ;;
   --) "$@" ;;
   *)

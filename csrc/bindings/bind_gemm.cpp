@@ -22,8 +22,15 @@ bool run(GemmArgs args) {
   return gemm(args, stream);
 }
 
+constexpr int kPlain = -1;
+
+// What a tensor says of itself is checked below; a format is believed, so it is checked here.
 GemmOperand operand(const TensorView& data, const TensorView& scales, int format, bool transposed) {
-  if (format < 0) return {data, scales, transposed};
+  if (format == kPlain) return {data, scales, transposed};
+  require(format >= 0 && is_fp8(codec_of(format)) && blocks_of(format) <= ScaleBlocks::Squares,
+          Kind::Value, "gemm", "expected -1 or a format of FP8 codes, got ", format);
+  require(size_of(data.dtype) == 1, Kind::Type, "gemm", "expected FP8 codes of one byte, got ",
+          data.dtype);
   return {data.as(codec_of(format)), scales, transposed, blocks_of(format)};
 }
 

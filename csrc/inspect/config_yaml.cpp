@@ -16,6 +16,7 @@
 
 #include "core/error.h"
 #include "inspect/config_yaml_errors.h"
+#include "inspect/config_yaml_text.h"
 #include "inspect/yaml_scalar.h"
 
 namespace te::inspect {
@@ -62,6 +63,7 @@ class Merge {
 struct Frame {
   Tree tree;
   YAML::anchor_t anchor;
+  bool in_brackets = false;
   std::optional<Node> key = {};  // of a mapping, while its value is awaited
   bool key_is_merge = false;
   Merge merge = {};
@@ -98,6 +100,7 @@ class TreeBuilder : public YAML::EventHandler {
     Tree scalar{.node = {.mark = source_.mark(begin), .value = to_utf8(value)}};
     const bool plain = tag == "?";
     if (plain) {
+      reject_colon(scalar.node.mark, value);
       try {
         scalar.node.value = resolve_plain(value);
       } catch (const Error&) {
@@ -119,13 +122,13 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
-                       YAML::EmitterStyle::value) override {
-    open(mark, anchor, Node::Sequence());
+                       YAML::EmitterStyle::value style) override {
+    open(mark, anchor, style, Node::Sequence());
   }
   void OnSequenceEnd() override { close(); }
   void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
-                  YAML::EmitterStyle::value) override {
-    open(mark, anchor, Node::Mapping());
+                  YAML::EmitterStyle::value style) override {
+    open(mark, anchor, style, Node::Mapping());
   }
   void OnMapEnd() override { close(); }
 
@@ -145,7 +148,7 @@ class TreeBuilder : public YAML::EventHandler {
     const std::string_view text = source_.text();
     size_t i = offset_of(source_, mark);
     if (text.substr(i).starts_with('&')) {
-      i = std::min(text.find_first_of(" \t\r\n", i), text.size());
+      i = end_of_anchor(source_, i);
       while (i < text.size() &&
              std::string_view(" \t\r\n#").find(text[i]) != std::string_view::npos) {
         i = text[i] == '#' ? std::min(text.find_first_of("\r\n", i), text.size()) : i + 1;
@@ -180,6 +183,9 @@ class TreeBuilder : public YAML::EventHandler {
       throw TextError(source_.mark(begin), "expected a closing quote, got the end of the file");
     }
     if (style != '|' && style != '>') return i;
+    const size_t end = text.find_first_of("\t\r\n#", begin);
+    if (end != text.npos && text[end] == '\t')
+      throw TextError(source_.mark(end), "expected spaces, got a tab");
     const std::string_view header = text.substr(begin, text.find_first_of(" \r\n#", begin) - begin);
     if (style == '>' && header.find('+') != header.npos)  // yaml-cpp keeps a line feed more
       throw TextError(source_.mark(begin), concat("expected > or >-, got ", header));
@@ -217,15 +223,23 @@ class TreeBuilder : public YAML::EventHandler {
     return text.size();
   }
 
-  void open(const YAML::Mark& mark, YAML::anchor_t anchor, decltype(Node::value) empty) {
+  // Between brackets PyYAML takes it for the one behind a key.
+  void reject_colon(Mark mark, const std::string& value) const {
+    if (value.starts_with(':') && !frames_.empty() && frames_.back().in_brackets)
+      throw TextError(mark, "expected quotes around a text that begins with a colon, got none");
+  }
+
+  void open(const YAML::Mark& mark, YAML::anchor_t anchor, YAML::EmitterStyle::value style,
+            decltype(Node::value) empty) {
     const size_t begin = reject_tag(mark);
     if (frames_.size() >= kMaxDepth)
       error(mark, concat("expected at most ", kMaxDepth, " levels, got more"));
     if (awaits_key()) error(mark, "expected a plain value as key, got a list or a mapping");
     count(1, source_.mark(begin));
     Node node{.mark = source_.mark(begin), .value = std::move(empty)};
-    frames_.push_back(
-        {.tree = {.node = std::move(node), .nodes = 1, .depth = 1}, .anchor = anchor});
+    frames_.push_back({.tree = {.node = std::move(node), .nodes = 1, .depth = 1},
+                       .anchor = anchor,
+                       .in_brackets = style == YAML::EmitterStyle::Flow});
   }
 
   void close() {
@@ -319,30 +333,6 @@ class TreeBuilder : public YAML::EventHandler {
   size_t counted_ = 0;
   bool started_ = false;
 };
-
-// What PyYAML refuses and yaml-cpp skips: tabs between tokens, and lines that begin with % but say
-// no version. In quotes and blocks both are text; in comments tabs are.
-void reject_tabs_and_directives(const SourceText& source,
-                                const std::vector<std::pair<size_t, size_t>>& opaque) {
-  const std::string_view text = source.text();
-  auto span = opaque.begin();
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (span != opaque.end() && i >= span->first) {
-      i = std::max(i, span->second) - 1;
-      ++span;
-      continue;
-    }
-    const char before = i == 0 ? '\n' : text[i - 1];
-    const bool begins_line = before == '\n' || before == '\r';
-    if (text[i] == '#' && (begins_line || before == ' ' || before == '\t'))
-      i = std::min(text.find_first_of("\r\n", i), text.size());
-    if (i == text.size()) return;
-    if (text[i] == '\t') throw TextError(source.mark(i), "expected spaces, got a tab");
-    if (text[i] == '%' && begins_line && !text.substr(i).starts_with("%YAML ")) {
-      throw TextError(source.mark(i), "expected a value, got a directive");
-    }
-  }
-}
 
 // A tab in the indentation of a line makes yaml-cpp stumble over something else in that line.
 void explain(const SourceText& source, const YAML::Exception& thrown) {

@@ -59,6 +59,10 @@ void LogFile::lock() {
        ", which another one writes: give each process a log_dir or a rank of its own");
 }
 
+void LogFile::synchronize() {
+  if (getpid() == process_) fdatasync(file_);  // pipes and the like cannot, and need not
+}
+
 void LogFile::release() { set_lock(file_, F_UNLCK); }
 
 bool LogFile::was_removed() { return std::exchange(removed_, false); }

@@ -26,6 +26,9 @@ class LogFile {
   // error() says why.
   bool flush();
 
+  // Waits until what was written is on the disk, where a power failure leaves it.
+  void synchronize();
+
   // Lets other processes have the file. What is still added goes into it all the same.
   void release();
 

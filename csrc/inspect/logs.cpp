@@ -140,6 +140,7 @@ std::optional<std::string> Logs::finish() {
   for (LogFile* file : files()) {
     if (!file) continue;
     file->flush();
+    file->synchronize();
     if (file->dropped() || file->unwritten()) {
       lost += concat(lost.empty() ? "[logs] lost: " : "; ", file->dropped(), " lines and the last ",
                      file->unwritten(), " bytes of ", file->path());

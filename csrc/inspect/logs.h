@@ -55,7 +55,8 @@ class Logs {
   // silent), and files that were removed.
   std::optional<std::string> flush();
 
-  // The session ends: writes, and lets other processes have the files. Returns what is lost.
+  // The session ends: writes, to the disk itself, and lets other processes have the files. Returns
+  // what is lost.
   std::optional<std::string> finish();
 
   const LogOptions& options() const { return options_; }

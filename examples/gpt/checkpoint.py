@@ -1,7 +1,8 @@
-"""Checkpoints of train_gpt.py, read by whoever goes on with them."""
+"""Checkpoints of train_gpt.py, which last through kills and power failures."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,24 @@ from gpt.settings import UsageError
 
 # What torch raises about bytes that it did not write.
 _DAMAGED = (pickle.UnpicklingError, EOFError, LookupError, OSError, RuntimeError, ValueError)
+
+
+def write_checkpoint(state: dict[str, Any], path: Path) -> None:
+    """Replace the file, at once: who dies while writing, or loses power, has the one before.
+
+    What was written is on the disk before the name is, and the name before this returns.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
-from gpt.checkpoint import read_checkpoint
+from gpt.checkpoint import read_checkpoint, write_checkpoint
 from gpt.data import Batches, Text
 from gpt.masters import MasterWeights, initial_values
 from gpt.model import build_model
@@ -232,11 +232,8 @@ class Training:
             "losses": self.losses,
             "validation": self.validation,
         }
-        if self.ranks.number:
-            return
-        partial = path.with_name(path.name + ".partial")
-        torch.save(state, partial)
-        partial.replace(path)  # a run that dies while writing leaves the last good file
+        if self.ranks.number == 0:
+            write_checkpoint(state, path)
 
     def load(self, path: Path) -> None:
         """Go on where the run that wrote `path` was."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from train_gpt_runs import (
 
 import train_gpt
 from gpt import report
+from gpt.checkpoint import write_checkpoint
 from gpt.data import bigram_loss, load_text
 from gpt.model import Gpt
 from gpt.settings import Settings
@@ -95,11 +97,12 @@ import torch, train_gpt
 
 save, saved = torch.save, []
 
-def killed(state, path):
-    saved.append(path)
+def killed(state, file):
+    saved.append(file)
     if len(saved) < 3:
-        return save(state, path)
-    path.write_bytes(b"half of a checkpoint")
+        return save(state, file)
+    file.write(b"half of a checkpoint")
+    file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 torch.save = killed
@@ -122,6 +125,24 @@ def test_killed_and_resumed_run_equals_uninterrupted_run() -> None:
     assert torch.load("parts.pt", weights_only=True)["done"] == 2 * STEPS // VALIDATIONS
     run(*options, "--checkpoint", "parts.pt", "--resume")
     assert_same_run("whole.pt", "parts.pt")
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "run.pt", []
+    synchronize = os.fsync
+
+    def recorded(file: int) -> None:
+        seen.append((stat.S_ISDIR(os.fstat(file).st_mode), os.fstat(file).st_size, path.exists()))
+        synchronize(file)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_checkpoint({"done": 1}, path)
+    (is_folder, size, named), (then_folder, _, then_named) = seen
+    assert (is_folder, size, named) == (False, path.stat().st_size, False)
+    assert (then_folder, then_named) == (True, True)
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("recipe", ["current", "blocks"])

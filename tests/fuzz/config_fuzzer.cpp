@@ -28,7 +28,10 @@ double cpu_seconds() {
 // Prints the slowest input when the process ends.
 struct Slowest {
   double seconds = 0.0;
-  ~Slowest() { std::fprintf(stderr, "slowest: %.1f ms of CPU time\n", 1e3 * seconds); }
+  ~Slowest() {
+    std::fprintf(stderr, "slowest: %.1f ms of CPU time, built with %s\n", 1e3 * seconds,
+                 TE_SANITIZE);
+  }
 };
 
 void use(const Loaded& loaded, const std::vector<FeatureRule>& rules) {
@@ -69,7 +72,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Loaded loaded = load_config(text, "c.yaml", rules, regex);
   slowest.seconds = std::max(slowest.seconds, cpu_seconds() - began);
   use(loaded, rules);
-  // The same text gives the same result.
+  // The same text gives the same result. One input in eight is enough, the first one among them.
+  static unsigned inputs = 0;
+  if (inputs++ % 8 != 0) return 0;
   const Loaded again = load_config(text, "c.yaml", rules, regex);
   require(again.config.hash == loaded.config.hash &&
           again.problems.size() == loaded.problems.size());

@@ -1,61 +1,114 @@
-"""`kill -9` of a training with checkpoints, FP8 weights and the debugger.
+"""`kill -9` of trainings with checkpoints, FP8 weights and the debugger, of ranks, of sessions.
 
 After each kill the checkpoint is whole, and so is every line of the statistics but the last. The
-run that goes on ends with the bits of one that was never killed.
+run that goes on ends with the bits of one that was never killed. A session that has said a step's
+statistics are written has written them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from outcome import ROOT, Outcome, until
 
 _OPTIONS = (
     *("--device", "cpu", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32"),
-    *("--batch", "2", "--steps", "12", "--validate-every", "3", "--sample", "0", "--fp8-weights"),
+    *("--batch", "2", "--steps", "12", "--validate-every", "3", "--sample", "0"),
 )
 _MOST_KILLS = 4  # of one run
+_ROWS = 9  # of a step of session_to_kill.py
+_PATIENCE = 120.0  # seconds until a session says its first step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a training is started, and who is killed: it, or one of its ranks."""
+
+    name: str
+    launcher: tuple[str, ...]
+    options: tuple[str, ...]
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nobody killed: its checkpoint, and the seconds that it took."""
+
+    checkpoint: dict[str, Any]
+    seconds: float
+
+
+_ALONE = Kind("a training", (), ("--fp8-weights",))
+_RANKS = Kind(
+    "a rank",
+    ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    ("--ddp", "--recipe", "current"),
+    ranks=2,
+)
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Kill runs until time is up; less than a whole run kills none."""
+    """Kill until time is up; less than a whole run kills none."""
     found, draw = Outcome("kills"), random.Random(seed)
+    undisturbed: dict[Kind, Undisturbed] = {}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        began = time.monotonic()
-        undisturbed = Path(place) / "undisturbed"
-        _start(undisturbed).wait()
-        expected, whole = _checkpoint(undisturbed), time.monotonic() - began
-        if expected is None:
-            found.failures.append("the undisturbed run wrote no checkpoint")
-            return found
-        for number in until(seconds - whole):
-            _one(Path(place) / str(number), draw, whole, expected, found)
+        for number in until(seconds, least=1):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            kind = draw.choice((_ALONE, _ALONE, _RANKS, None))
+            if kind is None:
+                _session(folder, draw, found)
+                continue
+            if kind not in undisturbed:
+                whole = _undisturbed(kind, Path(place) / kind.name, found)
+                if whole is None:
+                    return found
+                undisturbed[kind] = whole
+            left = seconds - (time.monotonic() - began)
+            if left > undisturbed[kind].seconds:
+                _training(kind, folder, draw, undisturbed[kind], found)
     return found
 
 
-def _one(folder: Path, draw: random.Random, whole: float, expected: dict, found: Outcome) -> None:
+def _undisturbed(kind: Kind, folder: Path, found: Outcome) -> Undisturbed | None:
+    folder.mkdir()
+    began = time.monotonic()
+    _start(kind, folder).wait()
+    checkpoint, seconds = _checkpoint(folder), time.monotonic() - began
+    if checkpoint is None:
+        found.failures.append(f"the undisturbed run wrote no checkpoint: {_said(folder)}")
+        return None
+    return Undisturbed(checkpoint, seconds)
+
+
+def _training(
+    kind: Kind, folder: Path, draw: random.Random, whole: Undisturbed, found: Outcome
+) -> None:
     for _ in range(draw.randint(1, _MOST_KILLS)):
-        process = _start(folder)
+        process = _start(kind, folder)
         try:
-            process.wait(draw.uniform(0.2, 1.0) * whole)
+            process.wait(draw.uniform(0.2, 1.0) * whole.seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            found.count("kills")
-        problem = _look(folder)
-        if problem:
+            _kill(process, kind, draw)
+            found.count(f"kills of {kind.name}")
+        if problem := _look(folder):
             found.failures.append(problem)
             return
-    status = _start(folder).wait()
-    actual = _checkpoint(folder)
+    status = _start(kind, folder).wait()
+    actual, expected = _checkpoint(folder), whole.checkpoint
     found.count("runs brought to their end")
     if status or actual is None:
         found.failures.append(f"the run that goes on ended with {status}: {_said(folder)}")
@@ -63,20 +116,74 @@ def _one(folder: Path, draw: random.Random, whole: float, expected: dict, found:
         found.failures.append(f"other bits than those of the undisturbed run: {different}")
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
+def _kill(process: subprocess.Popen[bytes], kind: Kind, draw: random.Random) -> None:
+    """One rank, whose launcher ends the others, or the training itself."""
+    children = _children(process.pid) if kind.ranks else []
+    victim = draw.choice(children) if children else process.pid
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(victim, signal.SIGKILL)
+    if victim == process.pid:
+        process.wait()
+        return
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _children(process: int) -> list[int]:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def _start(kind: Kind, folder: Path) -> subprocess.Popen[bytes]:
     checkpoint = folder / "run.pt"
     more = ["--resume"] if checkpoint.exists() else []
-    command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *_OPTIONS, *more]
+    command = [sys.executable, *kind.launcher, str(ROOT / "examples/train_gpt.py")]
+    command += [*_OPTIONS, *kind.options, *more]
     command += ["--checkpoint", str(checkpoint), "--plot", str(folder / "loss.png")]
     command += ["--inspect", str(ROOT / "examples/config.yaml"), "--inspect-log", str(folder)]
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
 
 
-def _checkpoint(folder: Path) -> dict | None:
+def _checkpoint(folder: Path) -> dict[str, Any] | None:
     path = folder / "run.pt"
     return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def _session(folder: Path, draw: random.Random, found: Outcome) -> None:
+    """Kill a session, and count the rows of the steps that it has said."""
+    said = folder / "output.txt"
+    command = [sys.executable, str(Path(__file__).with_name("session_to_kill.py")), str(folder)]
+    with said.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+    end = time.monotonic() + _PATIENCE
+    while not said.stat().st_size and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(draw.uniform(0.0, 1.0))
+    process.kill()
+    process.wait()
+    found.count("kills of a session")
+    if problem := _look(folder):
+        found.failures.append(problem)
+        return
+    lines = said.read_text().split("\n")
+    steps = [int(line) for line in lines[:-1] if line.isdecimal()]
+    if not steps:
+        found.failures.append(f"the session made no step: {_said(folder)}")
+        return
+    rows = [json.loads(line) for line in _rows(folder)]
+    written = [sum(row["iteration"] == step for row in rows) for step in steps]
+    if lost := [step for step, count in zip(steps, written, strict=True) if count != _ROWS]:
+        found.failures.append(f"steps that were said to be written are not: {lost[:5]}")
+
+
+def _rows(folder: Path, rank: int = 0) -> list[str]:
+    """Lines of the statistics, without a last one that has no end."""
+    path = folder / f"statistics_rank-{rank}.jsonl"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def _look(folder: Path) -> str:
@@ -85,9 +192,7 @@ def _look(folder: Path) -> str:
         _checkpoint(folder)
     except Exception as error:
         return f"the checkpoint is torn: {error}"
-    rows = folder / "statistics_rank-0.jsonl"
-    lines = rows.read_text().split("\n") if rows.exists() else []
-    for line in lines[:-1]:  # a line that was cut short is ended by the next session
+    for line in _rows(folder) + _rows(folder, 1):  # what was cut short the next session has ended
         try:
             json.loads(line)
         except ValueError:

@@ -14,46 +14,42 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from outcome import Outcome, until
 
-_ALLOCATOR = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdlib.h>
-static long left;
-void refuse_after(long count) { left = count; }
-long remaining(void) { return left; }
-int posix_memalign(void** out, size_t alignment, size_t size) {
-  static int (*real)(void**, size_t, size_t);
-  if (!real) real = dlsym(RTLD_NEXT, "posix_memalign");
-  if (alignment == 64 && left > 0 && --left == 0) return ENOMEM;
-  return real(out, alignment, size);
-}
-"""
+if TYPE_CHECKING:
+    import torch
+
 _INSIDE = "TE_SOAK_ALLOCATOR"  # the library, in the process that runs with it
-_CYCLES = 20  # plans of states that were replaced are kept, up to a bound that this reaches
-_RECIPES = ("delayed", "current")
+_SOURCE = Path(__file__).with_name("refuse.cpp")
+_CYCLES = 4  # until everything that is kept for the next step is there
+_RECIPES = ("delayed", "current", "blocks")
 
 
-def run(seconds: float, seed: int) -> Outcome:
+@dataclass
+class Training:
+    """A step of a layer, which returns what it computed, and the way back to the state before."""
+
+    step: Callable[[], list[torch.Tensor]]
+    restore: Callable[[], None]
+
+
+def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
     """Start the process that runs out of memory."""
     if _INSIDE in os.environ:
-        return _inside(seconds, seed)
+        return _inside(seconds, seed, device)
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "refuse.c", Path(folder) / "refuse.so"
-        source.write_text(_ALLOCATOR)
-        compiler = os.environ.get("CC", "cc")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", source, "-o", library, "-ldl"], check=True
-        )
-        found = Outcome("memory")
+        library = Path(folder) / "refuse.so"
+        command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-O1", "-std=c++17"]
+        subprocess.run([*command, _SOURCE, "-o", library, "-ldl"], check=True)
+        found = Outcome("memory" if device == "cpu" else "memory_cuda")
         code = (
             "import json, sys, memory\n"
-            f"found = memory.run({seconds}, {seed})\n"
+            f"found = memory.run({seconds}, {seed}, {device!r})\n"
             "print(json.dumps([found.figures, found.failures]))"
         )
         ran = subprocess.run(
@@ -62,8 +58,8 @@ def run(seconds: float, seed: int) -> Outcome:
             env={
                 **os.environ,
                 _INSIDE: str(library),
-                "LD_PRELOAD": str(library),
                 "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+                **({"LD_PRELOAD": _preloaded(library)} if device == "cpu" else {}),
             },
             capture_output=True,
             text=True,
@@ -76,71 +72,97 @@ def run(seconds: float, seed: int) -> Outcome:
         return found
 
 
-def _inside(seconds: float, seed: int) -> Outcome:
+def _preloaded(library: Path) -> str:
+    """Behind a sanitizer's library, which has to come first."""
+    return " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
+
+
+def _inside(seconds: float, seed: int, device: str) -> Outcome:
     import torch  # noqa: PLC0415 - after the allocator
 
     library = ctypes.CDLL(os.environ[_INSIDE])
+    if device != "cpu":
+        plugged = torch.cuda.memory.CUDAPluggableAllocator(
+            os.environ[_INSIDE], "allocate_on_gpu", "free_on_gpu"
+        )
+        torch.cuda.memory.change_current_allocator(plugged)
     found = Outcome("memory")
     for kind in _RECIPES:
-        step, state, restore = _training(kind, seed)
-        restore()
-        expected = step()
-        restore()
-        before = max(_after(step, restore) for _ in range(_CYCLES))
-        for n in until(seconds / len(_RECIPES), least=3):
-            library.refuse_after(n + 1)
-            try:
-                step()
-                raised = ""
-            except (RuntimeError, MemoryError) as error:
-                raised = f"{type(error).__name__}: {error}"
-            refused = library.remaining() == 0
-            library.refuse_after(0)
-            if not refused:
-                found.count(f"allocations of a {kind} step", n)
-                break
-            found.count("refused allocations")
-            if "memory" not in raised:
-                found.failures.append(f"{kind}, allocation {n + 1}: {raised or 'no error'}")
-            restore()
-            if _tensors() > before:
-                found.failures.append(f"{kind}, allocation {n + 1}: tensors stay")
-            for a, b in zip(expected, step(), strict=True):
-                if not torch.equal(a, b):
-                    found.failures.append(f"{kind}, allocation {n + 1}: the next step differs")
-                    break
-            restore()
-        del state
+        _refuse_each(kind, _training(kind, seed, device), seconds / len(_RECIPES), library, found)
     return found
 
 
-def _after(step: Any, restore: Any) -> int:
-    step()
-    restore()
-    return _tensors()
-
-
-def _tensors() -> int:
+def _refuse_each(
+    kind: str, training: Training, seconds: float, library: ctypes.CDLL, found: Outcome
+) -> None:
+    """The first allocation of a step, the second, and so on until a step succeeds."""
     import torch  # noqa: PLC0415
 
-    gc.collect()
-    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    training.restore()
+    expected = training.step()
+    for _ in range(_CYCLES):
+        _after(training, library)
+    gc.freeze()
+    before = max(_after(training, library) for _ in range(_CYCLES))
+    for n in until(seconds, least=3):
+        library.refuse_after(n + 1)
+        try:
+            training.step()
+            raised = ""
+        except (RuntimeError, MemoryError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        refused = library.remaining() == 0
+        library.refuse_after(0)
+        if not refused:
+            found.count(f"allocations in a {kind} step", n)
+            break
+        found.count("refused allocations")
+        if "memory" not in raised:
+            found.failures.append(f"{kind}, allocation {n + 1}: {raised or 'no error'}")
+        training.restore()
+        if (stay := _live(library)) > before:
+            found.failures.append(f"{kind}, allocation {n + 1}: {stay} are live, {before} before")
+        if not all(map(torch.equal, expected, training.step())):
+            found.failures.append(f"{kind}, allocation {n + 1}: the next step differs")
+        training.restore()
+    gc.unfreeze()
 
 
-def _training(kind: str, seed: int) -> tuple[Any, Any, Any]:
-    """A step of a layer with an optimizer; its state; how to restore that."""
+def _after(training: Training, library: ctypes.CDLL) -> int:
+    training.step()
+    training.restore()
+    return _live(library)
+
+
+def _live(library: ctypes.CDLL) -> int:
+    """Tensors, and allocations on the GPU."""
+    import torch  # noqa: PLC0415
+
+    gc.collect()  # of what was made since `gc.freeze`
+    tensors = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    return tensors + int(library.live_on_gpu())
+
+
+def _training(kind: str, seed: int, device: str) -> Training:
+    """Of a layer of a size that the seed draws."""
     import torch  # noqa: PLC0415
 
     import transformer_engine.pytorch as te  # noqa: PLC0415
-    from transformer_engine.common.recipe import (  # noqa: PLC0415
-        DelayedScaling,
-        Float8CurrentScaling,
-    )
+    from transformer_engine.common import recipe as recipes  # noqa: PLC0415
+    from transformer_engine.pytorch.fp8.scaling_state import ScalingState  # noqa: PLC0415
 
     torch.manual_seed(seed)
-    recipe = DelayedScaling() if kind == "delayed" else Float8CurrentScaling()
-    layer = te.TransformerLayer(32, 64, 2, device="cpu", hidden_dropout=0.0, attention_dropout=0.0)
-    x = torch.randn(16, 2, 32)
+    recipe = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "blocks": recipes.Float8BlockScaling,
+    }[kind]()
+    heads = 2 + 2 * (seed % 2)
+    hidden, tokens = 32 * heads, 16 * (1 + seed % 3)
+    layer = te.TransformerLayer(
+        *(hidden, 2 * hidden, heads), device=device, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    x = torch.randn(tokens, 2, hidden, device=device)
 
     def step() -> list[torch.Tensor]:
         with te.fp8_autocast(fp8_recipe=recipe):
@@ -149,11 +171,12 @@ def _training(kind: str, seed: int) -> tuple[Any, Any, Any]:
         return [y.detach().clone(), *[p.grad.clone() for p in layer.parameters()]]
 
     step()
-    layer.zero_grad()
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    states = [x for x in gc.get_objects() if isinstance(x, ScalingState)]
+    values = [state.room.clone() for state in states]
 
     def restore() -> None:
         layer.zero_grad()
-        layer.load_state_dict(state)
+        for state, value in zip(states, values, strict=True):
+            state.room.copy_(value)
 
-    return step, state, restore
+    return Training(step, restore)

@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(os.environ.get("TE_SOAK_RESULTS") or Path(__file__).with_name("results"))
 _SHOWN = 5
 
 
@@ -23,12 +22,12 @@ class Outcome:
 
     Attributes:
         name: of the test.
-        figures: counts and times, in the order of the table.
+        figures: counts, which are integers, and largest values, which are floats.
         failures: what must not happen, each in words that reproduce it.
     """
 
     name: str
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, int | float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def count(self, what: str, by: int = 1) -> None:
@@ -37,19 +36,32 @@ class Outcome:
 
     def most(self, what: str, value: float) -> None:
         """Keep the largest value."""
-        self.figures[what] = round(max(self.figures.get(what, 0.0), value), 3)
+        self.figures[what] = round(max(self.figures.get(what, 0.0), float(value)), 3)
 
-    def write(self) -> None:
-        """Put the figures where `docs/reliability.md` gets them from."""
-        commit = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
-        about = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "machine": _machine()}
-        found = {**about, "figures": self.figures, "failures": len(self.failures)}
-        (RESULTS / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    def add(self, other: Outcome) -> None:
+        """Count what another process found, too."""
+        for what, value in other.figures.items():
+            if isinstance(value, float):
+                self.most(what, value)
+            else:
+                self.count(what, value)
+        self.failures += other.failures
+
+    def write(self, command: str) -> Path:
+        """Put the figures where `docs/reliability.md` gets them from, and return that place."""
+        under = os.environ.get("TE_SOAK_UNDER", "")
+        found = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": _commit(),
+            "machine": _machine(self.name.endswith("_cuda")) + (f" under {under}" if under else ""),
+            "command": command,
+            "figures": self.figures,
+            "failures": len(self.failures),
+        }
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path = RESULTS / f"{self.name}{'_sanitized' if under else ''}.json"
+        path.write_text(json.dumps(found, indent=2) + "\n")
+        return path
 
     def show(self) -> None:
         """Print it."""
@@ -67,10 +79,17 @@ def until(seconds: float, least: int = 1) -> Iterator[int]:
         number += 1
 
 
-def _machine() -> str:
-    import torch  # noqa: PLC0415 - the parser's test needs none
+def _commit() -> str:
+    if commit := os.environ.get("TE_BENCH_COMMIT"):  # of a copy whose .git is not the checkout's
+        return commit
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ran.stdout.strip() or "unknown"
 
-    if torch.cuda.is_available():
+
+def _machine(gpu: bool) -> str:
+    if gpu:
+        import torch  # noqa: PLC0415 - the parser's test needs none
+
         return str(torch.cuda.get_device_name())
-    under = os.environ.get("TE_SOAK_UNDER", "")
-    return platform.machine() + " CPU" + (f" under {under}" if under else "")
+    return f"{platform.machine()} CPU, {os.cpu_count()} processors"

@@ -1,17 +1,23 @@
 """Coverage-guided fuzzing of the reader of configurations, with libFuzzer where clang is installed.
 
 Without clang, mutations of `tests/fuzz/corpus` that know no coverage. `TE_SOAK_SANITIZE` says which
-sanitizers are built in beside the fuzzer; none of them: five times the inputs, of which none may
-take more than 50 ms.
+sanitizers are built in beside the fuzzer; none of them: twenty times the inputs, of which none may
+take more than 50 ms. `TE_SOAK_FUZZER` names a fuzzer that is built already; this builds one, and
+puts what it needs beside it:
+
+    TE_SOAK_SANITIZE= python tools/soak/parser.py FOLDER
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 from outcome import ROOT, Outcome
@@ -19,44 +25,83 @@ from outcome import ROOT, Outcome
 _CORPUS = ROOT / "tests/fuzz/corpus"
 _SLOW = 50.0  # ms of CPU time, without sanitizers
 _COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(21, 13, -1)))
+_LENGTHS = (64, 64, 128, 16384)  # of inputs, at most, seed by seed: short ones are many
+_NAMED = "TE_SOAK_FUZZER"
+
+
+def prepare() -> None:
+    """Build the fuzzer, if none is named."""
+    if _NAMED not in os.environ:
+        os.environ[_NAMED] = str(_build())
 
 
 def run(seconds: float, seed: int) -> Outcome:
-    """Fuzz for so long; building comes on top."""
+    """Fuzz for so long."""
     found = Outcome("parser")
+    prepare()
+    fuzzer = os.environ[_NAMED]
+    # Interesting inputs are written: into memory, where there is a place for that.
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        corpus = shutil.copytree(_CORPUS, Path(folder) / "corpus")
+        command = [fuzzer, str(corpus), str(int(seconds))]
+        if _knows_coverage(fuzzer):
+            # A busy machine makes inputs slow by the clock: the fuzzer takes CPU time itself.
+            command = [fuzzer, f"-max_total_time={int(seconds)}", f"-seed={seed}", "-timeout=600"]
+            command += [f"-max_len={_LENGTHS[seed % len(_LENGTHS)]}", "-reload=0", "-entropic=0"]
+            command += ["-print_final_stats=1", str(corpus)]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+        said = (ran.stdout + ran.stderr).decode(errors="replace")
+        broken = [p for kind in ("crash", "timeout", "oom") for p in Path(folder).glob(f"{kind}-*")]
+        inputs = [base64.b85encode(zlib.compress(path.read_bytes())).decode() for path in broken]
+    count = re.search(r"number_of_executed_units: (\d+)|(\d+) inputs, none crashed", said)
+    sanitized = bool(re.search("built with .*(address|undefined)", said))
+    what = "inputs under sanitizers" if sanitized else "inputs"
+    found.count(what, int(next(filter(None, count.groups()))) if count else 0)
+    slowest = float(found_ms[1]) if (found_ms := re.search(r"slowest: ([\d.]+) ms", said)) else 0.0
+    found.most(f"ms of CPU time for the slowest of the {what}", slowest)
+    if ran.returncode:
+        found.failures.append(f"ended with {ran.returncode}: {inputs} {said[-800:]}")
+    if not sanitized and slowest > _SLOW:
+        found.failures.append(f"an input took {slowest} ms")
+    return found
+
+
+def put_into(folder: Path) -> None:
+    """Build the fuzzer and copy it, with the library that it needs, for another machine."""
+    fuzzer = _build()
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(fuzzer, folder)
+    ran = subprocess.run(["ldd", fuzzer], capture_output=True, text=True, check=True)
+    if needed := re.search(r"libyaml-cpp\S* => (\S+)", ran.stdout):
+        shutil.copy(needed[1], folder)
+
+
+def _knows_coverage(fuzzer: str) -> bool:
+    """Whether libFuzzer is in it, which has options."""
+    ran = subprocess.run([fuzzer, "-help=1"], capture_output=True, check=False)
+    return b"max_total_time" in ran.stdout + ran.stderr
+
+
+def _build() -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     sanitizers = os.environ.get("TE_SOAK_SANITIZE", "address,undefined")
     build = ROOT / "build" / ("soak-fuzzer" + ("-fast" if not sanitizers else ""))
     kinds = ",".join(filter(None, ["fuzzer" if compiler else "", sanitizers]))
     options = ["-DTE_CUDA=OFF", "-DTE_PYTHON=OFF", "-DTE_TESTS=ON", "-DTE_WERROR=OFF"]
     options += [f"-DTE_SANITIZE={kinds}", "-DCMAKE_BUILD_TYPE=Release"]
+    options += ["-DCMAKE_BUILD_RPATH=$ORIGIN"]
     options += [f"-DCMAKE_CXX_COMPILER={compiler}"] if compiler else []
     _quietly(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options])
     _quietly(["cmake", "--build", build, "--target", "config_fuzzer"])
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(shutil.copytree(_CORPUS, Path(folder) / "corpus"))
-        fuzzer: list[str | Path] = [build / "tests/fuzz/config_fuzzer"]
-        if compiler:
-            # A busy machine makes inputs slow by the clock: the fuzzer takes CPU time itself.
-            fuzzer += [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-timeout=600"]
-            fuzzer += ["-print_final_stats=1", "-max_len=16384", corpus]
-        else:
-            fuzzer += [corpus, str(int(seconds))]
-        ran = subprocess.run(fuzzer, cwd=folder, capture_output=True, text=True, check=False)
-        said = ran.stdout + ran.stderr
-    count = re.search(r"number_of_executed_units: (\d+)|(\d+) inputs, none crashed", said)
-    under = f"under {sanitizers}" if sanitizers else "without sanitizers"
-    found.count(f"inputs {under}", int(next(filter(None, count.groups()))) if count else 0)
-    slowest = float(found_ms[1]) if (found_ms := re.search(r"slowest: ([\d.]+) ms", said)) else 0.0
-    found.most("ms of CPU time for the slowest", slowest)
-    if ran.returncode:
-        found.failures.append(f"ended with {ran.returncode}: {said[-800:]}")
-    if not sanitizers and slowest > _SLOW:
-        found.failures.append(f"an input took {slowest} ms")
-    return found
+    return build / "tests/fuzz/config_fuzzer"
 
 
 def _quietly(command: list[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}: {(done.stdout + done.stderr)[-2000:]}")
+
+
+if __name__ == "__main__":
+    put_into(Path(sys.argv[1]))

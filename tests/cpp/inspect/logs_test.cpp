@@ -3,14 +3,25 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <limits>
+#include <vector>
 
 #include "core/error.h"
 #include "fakes.h"
+
+// In place of the C library's: the sizes of the files that were synchronised.
+static std::vector<off_t> g_synchronised;
+extern "C" int fdatasync(int file) {
+  struct stat status {};
+  fstat(file, &status);
+  g_synchronised.push_back(status.st_size);
+  return 0;
+}
 
 namespace te::inspect {
 namespace {
@@ -63,6 +74,19 @@ TEST_F(LogsTest, Formats) {
             R"({"iteration": 2, "layer": "l.fc1", "tensor": "activation", "statistic": "max", )"
             R"("name": "l.fc1_activation_max", "value": 4.31884, "rank": 3})"
             "\n");
+}
+
+TEST_F(LogsTest, LastBeyondTheEndOfTheSession) {
+  Logs logs(options());
+  logs.message(20, "Loaded.");
+  logs.add({2, "l.fc1", "activation", "max", "l.fc1_activation_max", 4.31884});
+  logs.flush();
+  g_synchronised.clear();
+  logs.add({3, "l.fc1", "activation", "max", "l.fc1_activation_max", 1.0});
+  EXPECT_EQ(logs.finish(), std::nullopt);
+  ASSERT_EQ(g_synchronised.size(), 3U);
+  const auto size = [](const std::string& path) { return static_cast<off_t>(read(path).size()); };
+  EXPECT_EQ(g_synchronised, (std::vector<off_t>{size(messages), size(statistics), size(rows)}));
 }
 
 TEST_F(LogsTest, WithoutTimestamps) {

@@ -130,5 +130,27 @@ TEST(Yaml, OtherMistakesAreToldInWords) {
   EXPECT_EQ(refused("a: *x\n"), "1:4" + got + "the referenced anchor is not defined");
 }
 
+TEST(Yaml, TabsBehindTheSignOfABlockAreRefused) {
+  EXPECT_EQ(refused("a: |\t\n  b\n"), "1:5 expected spaces, got a tab");
+  EXPECT_EQ(refused("a: >- \t\n  b\n"), "1:7 expected spaces, got a tab");
+  EXPECT_EQ(parse_yaml("a: | # \t\n  b\tc\n").find("a")->as_string(), "b\tc\n");
+}
+
+TEST(Yaml, TextsBetweenBracketsBeginWithNoColon) {
+  const std::string expected = " expected quotes around a text that begins with a colon, got none";
+  EXPECT_EQ(refused("[1,:@ 2]\n"), "1:4" + expected);
+  EXPECT_EQ(refused("{? :a}\n"), "1:4" + expected);
+  EXPECT_EQ(parse_yaml("a: :b\n").find("a")->as_string(), ":b");
+  EXPECT_EQ(parse_yaml("[':b']\n").as_sequence()[0].as_string(), ":b");
+}
+
+TEST(Yaml, WhatStandsBehindAnAnchorIsNoPartOfItsName) {
+  const std::string expected =
+      " expected letters, digits, - and _ in the name of an anchor, and a space after it, got more";
+  EXPECT_EQ(refused("[{&xgemm: fprop}]\n"), "1:9" + expected);
+  EXPECT_EQ(refused("a: &\xc3\xa9 b\n"), "1:5" + expected);
+  parse_yaml("a: [&x , &y-_1 [], &z]\n");
+}
+
 }  // namespace
 }  // namespace te::inspect

@@ -179,6 +179,7 @@ def test_result_and_gradients(case):
         assert_close(actual, by_definition, case.dtype, name)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 def test_padding_and_blind_queries_are_zero_and_pass_nothing(qkv_format):
     case = Case("padding_causal_bottom_right", qkv_format, lengths=CROSS)

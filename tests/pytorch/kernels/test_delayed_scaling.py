@@ -11,6 +11,7 @@ from transformer_engine.pytorch.kernels.delayed_scaling import (
     delayed_scaling_update,
     entry,
     gather_amax,
+    spread,
 )
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -249,3 +250,9 @@ def test_unknown_algorithm():
 def test_gather_needs_one_place_per_column():
     with pytest.raises(ValueError, match=r"\[gather_amax\] expected 0 elements for the output"):
         gather_amax(TABLE, 2)
+
+
+@pytest.mark.parametrize("multiple", [0, 1025, 1 << 31])
+def test_a_state_is_no_gigabyte(multiple):
+    with pytest.raises(ValueError, match=r"\[spread\] expected a multiple of 1 to 1024, got"):
+        spread(torch.ones(1), torch.zeros(4, 1), multiple)

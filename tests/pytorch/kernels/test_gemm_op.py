@@ -273,6 +273,14 @@ def bad_calls():
     yield (x.t(), bf16(24, 8)), {}, ValueError, "a to be contiguous"
     yield (x.double(), w.double()), {}, TypeError, "float32, float16 or bfloat16 for a"
     yield (x, codes(24, 16)), {"b_scales": one, "b_format": E4M3}, TypeError, "both operands in FP8"
+    yield (x, x), {"b_format": E4M3, "b_scales": one}, TypeError, "FP8 codes of one byte, got bfl"
+    for format in (2, -2, 48 + E4M3):  # float32; nothing; blocks of no layout
+        yield (
+            (x, x),
+            {"b_format": format},
+            ValueError,
+            rf"-1 or a format of FP8 codes, got {format}",
+        )
     yield (codes(8, 16), codes(32, 16)), {**fp8, "a_scales": None}, ValueError, "scales with FP8 a"
     yield (codes(8, 24), codes(32, 24)), fp8, ValueError, r"multiples of 16.*n = 32, k = 24"
     yield (codes(8, 16), codes(24, 16)), fp8, ValueError, r"multiples of 16.*m = 8, n = 24, k = 16"

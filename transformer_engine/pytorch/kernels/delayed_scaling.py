@@ -11,6 +11,7 @@ import torch
 from transformer_engine import _C
 from transformer_engine.pytorch.kernels.library import library_op
 
+_MOST_SPREAD = 1024  # elements: more is a slip, and would be that much memory
 _MOST_RECENT = {"max": False, "most_recent": True}
 
 
@@ -95,10 +96,10 @@ def spread(
     Args:
         scale: fp32 `[count]`.
         amax_history: fp32 `[length, count]`.
-        multiple: both begin at multiples of as many elements.
+        multiple: both begin at multiples of as many elements, at most 1024.
     """
-    if multiple < 1:
-        raise ValueError(f"[spread] expected a multiple above 0, got {multiple}")
+    if not 1 <= multiple <= _MOST_SPREAD:
+        raise ValueError(f"[spread] expected a multiple of 1 to {_MOST_SPREAD}, got {multiple}")
     length, count = amax_history.shape
     room = scale.new_zeros(count, multiple - (-length // multiple) * multiple)
     if launch:

@@ -1,0 +1,71 @@
+"""Which of our kernels the tests launch that run under compute-sanitizer.
+
+    python tools/soak kernels --device cuda --seconds 1
+
+A kernel is known by its name and the type of its first parameter: several files have a
+`forward_kernel`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from outcome import ROOT, Outcome
+
+_NEVER_LAUNCHED = ("nothing_kernel",)  # asked for its attributes
+_VALUE = "T"  # the type of a pointer to values
+_PLAIN = ("float", "double", "__half", "__nv_bfloat16", "half")
+_IN_SOURCE = re.compile(
+    r"(\w+_kernel)\(\s*(?:const\s+)?(?:__grid_constant__\s+)?(?:\w+::)*(\w*)", re.DOTALL
+)
+_LAUNCHED = re.compile(r"(\w+_kernel)\((?:const )?(?:\w+::)*(\w*)")
+
+
+def run(seconds: float, seed: int, device: str = "cpu") -> Outcome:
+    """Run the marked tests once, whatever the time is."""
+    del seconds, seed
+    if device != "cuda":
+        raise ValueError(f"[kernels] expected --device cuda, got {device}")
+    found = Outcome("kernels_cuda")
+    defined = in_sources()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    files = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.sanitize" in p.read_text()]
+    with torch.profiler.profile(activities=activities) as profile:
+        status = pytest.main(["-m", "sanitize", "-q", "-p", "no:cacheprovider", *map(str, files)])
+        torch.cuda.synchronize()
+    if status:
+        found.failures.append(f"the tests ended with {status}")
+    reached = {key for event in profile.events() if (key := launched(event.name)) is not None}
+    found.count("kernels", len(defined))
+    found.count("launched by the tests for compute-sanitizer", len(reached & defined.keys()))
+    for key in sorted(defined.keys() - reached):
+        found.failures.append(f"no such test launches {key[0]}({key[1]}) of {defined[key]}")
+    return found
+
+
+def in_sources() -> dict[tuple[str, str], str]:
+    """The kernels of `csrc/cuda`, and their files."""
+    found = {}
+    for path in sorted((ROOT / "csrc/cuda").rglob("*.cu*")):
+        for part in re.sub("//.*", "", path.read_text()).split("__global__")[1:]:
+            if match := _IN_SOURCE.search(part):
+                found[_key(match)] = path.name
+    return {key: file for key, file in found.items() if key[0] not in _NEVER_LAUNCHED}
+
+
+def launched(event: str) -> tuple[str, str] | None:
+    """The kernel of an event of the profiler, if it is one of ours."""
+    if "te::" not in event:
+        return None
+    text, before = event, ""
+    while text != before:  # arguments of templates, from the innermost on
+        text, before = re.sub(r"<[^<>]*>", "", text), text
+    match = _LAUNCHED.search(text.replace("(anonymous namespace)::", ""))
+    return _key(match) if match else None
+
+
+def _key(match: re.Match[str]) -> tuple[str, str]:
+    name, first = match.groups()
+    return name, _VALUE if first in (*_PLAIN, _VALUE) else first
