@@ -144,10 +144,10 @@ GOALS = [
         "12 layers of 2 GPUs, FSDP2, FP8 weights, tokens over one GPU's",
         ">= 1.9x",
         "-",
-        "replicas",
+        "shards",
         ".* layers .*",
     ),
-    Goal("bytes gathered as FP8, over bf16", "<= 0.5x", "-", "replicas", "layer .* gathered"),
+    Goal("bytes gathered as FP8, over bf16", "<= 0.5x", "-", "shards", "layer .* gathered"),
     Goal(
         "4 layers of 2 GPUs, TP2 + SP, with all statistics, over plain steps",
         "<= 1.04x",

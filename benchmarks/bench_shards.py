@@ -1,0 +1,116 @@
+"""Two GPUs that share the weights of one model, which they keep and gather in FP8 (FSDP2).
+
+`ratio` is tokens a second of two GPUs over those of one, which trains the same model on as many
+tokens as each of the two, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import contenders
+import torch
+from bench_replicas import over_one
+from contenders import DEVICE, Size, our_layer, random, step
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from two_gpus import RANKS, Rank, run_on_ranks
+
+import transformer_engine.pytorch as te
+
+TINY = Size(hidden=64, ffn=128, heads=4, sequence=32, batch=1)
+LARGE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=4)
+SMALL = Size(hidden=4096, ffn=16384, heads=32, sequence=2048, batch=2)
+SIZES = {"fp8 delayed": (LARGE, SMALL), "fp8 current": (LARGE,)}
+LAYERS = 12
+BAR = 1.9
+LARGEST_SHARE = 0.505  # of the bytes that bf16 weights take; norms and biases are not in FP8
+OF_LARGE_STEPS = {"loops": 7, "calls": 1, "warmup": 3}
+
+
+class Gathered(TorchDispatchMode):
+    """Counts bytes that this rank gives to all-gathers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in func._schema.name:
+            self.bytes += [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)][-1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def stack(size: Size, layers: int, name: str, fp8_weights: bool, sharded: bool) -> nn.Module:
+    """Layers, each a shard of its own."""
+    with te.quantized_model_init(fp8_weights, recipe=contenders.RECIPES[name]):
+        model = nn.Sequential(*(our_layer(size) for _ in range(layers)))
+    if sharded:
+        mesh = init_device_mesh(DEVICE, (RANKS,))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+def gathered_bytes(size: Size, name: str, fp8_weights: bool) -> int:
+    """What a rank gives so that all have the weights of a layer once."""
+    model = stack(size, 1, name, fp8_weights, sharded=True)
+    with Gathered() as found:
+        model[0].unshard()  # type: ignore[operator]
+    model[0].reshard()  # type: ignore[operator]
+    return found.bytes
+
+
+def measure_shards(rank: Rank, size: Size, name: str) -> None:
+    """Forward and backward of layers with FP8 weights that two GPUs share, and their optimizer."""
+    layers = rank.either(LAYERS, 2)
+    x = random(size.batch, size.sequence, size.hidden)
+    models = {
+        "one GPU": stack(size, layers, name, fp8_weights=True, sharded=False),
+        "FSDP2": stack(size, layers, name, fp8_weights=True, sharded=True),
+    }
+    groups = {"one GPU": rank.alone, "FSDP2": None}
+    steps = {way: step(model, x, name, groups[way]) for way, model in models.items()}
+    op = f"{layers} layers {size}, FSDP2 on 2, FP8 weights"
+    for row in over_one(rank.time_wall(steps, **OF_LARGE_STEPS), BAR):
+        rank.row(op=f"{op}, forward + backward", case=name, **row)
+    adams = {
+        way: te.optimizers.FusedAdam(model.parameters(), lr=1e-5, master_weights=True)
+        for way, model in models.items()
+    }
+
+    def training(way: str) -> Callable[[], None]:
+        def run() -> None:
+            steps[way]()
+            adams[way].step()
+
+        return run
+
+    trainings = {way: training(way) for way in models}
+    for row in over_one(rank.time_wall(trainings, **OF_LARGE_STEPS), BAR):
+        rank.row(op=f"{op}, with FusedAdam", case=name, **row)
+
+
+def measure_bytes(rank: Rank, size: Size, name: str) -> None:
+    """Bytes gathered for the weights of a layer, over those of bf16 weights."""
+    found = {fp8: gathered_bytes(size, name, fp8) for fp8 in (False, True)}
+    row = {"mib": round(found[True] / 2**20, 2), "ratio": round(found[True] / found[False], 4)}
+    row |= {"bar": LARGEST_SHARE, "better": "lower"}
+    rank.row(op=f"layer {size}, FSDP2 on 2, bytes gathered", case=f"{name}, FP8 weights", **row)
+
+
+def measure(rank: Rank) -> None:
+    for name, sizes in SIZES.items():
+        measure_bytes(rank, rank.either(LARGE, TINY), name)
+        for size in rank.either(sizes, (TINY,)):
+            measure_shards(rank, size, name)
+            rank.free()
+            rank.save()
+
+
+if __name__ == "__main__":
+    run_on_ranks("shards", measure)
