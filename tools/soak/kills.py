@@ -77,9 +77,9 @@ def run(seconds: float, seed: int) -> Outcome:
                 if whole is None:
                     return found
                 undisturbed[kind] = whole
-            left = seconds - (time.monotonic() - began)
-            if left > undisturbed[kind].seconds:
-                _training(kind, folder, draw, undisturbed[kind], found)
+            if seconds - (time.monotonic() - began) < undisturbed[kind].seconds:
+                break
+            _training(kind, folder, draw, undisturbed[kind], found)
     return found
 
 
