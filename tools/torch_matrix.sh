@@ -5,6 +5,7 @@
 #   TESTS="tests/pytorch/compiled" ...         a part of the tests; the table says so
 #   ENVIRONMENTS=FOLDER                        where each release has its virtual environment (build/torch)
 #   JOBS=1                                     processes that test at a time (one for each processor)
+#   SECONDS_EACH=60                            longest time of a test (300: other releases may be slower)
 # One environment has gigabytes where torch comes with CUDA; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # brings the small one.
 set -euo pipefail
@@ -13,6 +14,7 @@ PAGE=$ROOT/docs/torch_releases.md
 ENVIRONMENTS=${ENVIRONMENTS:-$ROOT/build/torch}
 TESTS=${TESTS:-tests}
 JOBS=${JOBS:-$(nproc)}
+SECONDS_EACH=${SECONDS_EACH:-300}
 for release; do
   [[ $release =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { sed -n '2,/^[^#]/{/^#/p}' "$0" >&2 && exit 2; }
 done
@@ -53,7 +55,7 @@ for release in "${releases[@]}"; do
   log=$ENVIRONMENTS/$release.log
   prepare "$release" "$environment"
   # shellcheck disable=SC2086 # TESTS are several words
-  PYTHONSAFEPATH=1 "$environment/bin/python" -P -m pytest -q -n "$JOBS" $TESTS 2>&1 | tee "$log" || true
+  PYTHONSAFEPATH=1 "$environment/bin/python" -P -m pytest -q -n "$JOBS" --timeout "$SECONDS_EACH" $TESTS 2>&1 | tee "$log" || true
   line=$(row "$release" "$log")
   say "$line"
   sed -i "/^| $release |/d" "$PAGE"
