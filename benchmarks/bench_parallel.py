@@ -28,8 +28,8 @@ CASES = {
     Case(1, 32, 32, 16384, 128, "causal"): (7.79, 1.05),
     Case(1, 32, 8, 32768, 128, "causal"): (27.83, 1.02),
 }
-# Of transformer layers, tensor and sequence parallel, by precision: NVIDIA's TE 2.20.2, our bar, and
-# half of one GPU's time on the machine that both are for; GPUs differ by some percent.
+# Of transformer layers, tensor and sequence parallel, by precision: NVIDIA's TE 2.20.2, our bar,
+# and half of one GPU's time on the machine that both are for; GPUs differ by some percent.
 Goals = dict[str, tuple[float, float, float]]
 LAYERS: dict[Size, Goals] = {
     Size(4096, 16384, 32, 4096, 4): {
