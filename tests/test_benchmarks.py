@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_training
+import fidelity
 import goals
 import harness
 import report
@@ -94,6 +95,29 @@ def test_chart_is_the_same_file_for_the_same_results(tmp_path):
 
 def test_goals_are_distinct():
     assert len({goal.work for goal in goals.GOALS}) == len(goals.GOALS)
+
+
+@pytest.mark.parametrize("kind", [fidelity.KINDS[0], fidelity.KINDS[-1]], ids=str)
+def test_trainings_of_many_seeds_are_those_of_the_example(kind, tmp_path):
+    settings = fidelity.settings_of(kind, 3, "tiny", 2, "cpu")
+    line = fidelity.trained(settings, fidelity.load_text(None))
+    assert (line["precision"], line["seed"], line["steps"]) == (settings.label, 3, 2)
+    assert 3 < line["validation"] < 6 and len(line["curve"]) == 2
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert fidelity.lines(path) == [line] and fidelity.lines(tmp_path / "none") == []
+
+
+def test_differences_are_those_of_pairs():
+    losses = {"bf16": [1.0, 2.0, 4.0], "fp8 delayed": [1.01, 2.04, 4.12], "fp8 current": [1.5]}
+    done = [
+        {"precision": name, "seed": seed, "validation": loss}
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    bf16, delayed = fidelity.differences(done)
+    assert bf16 == {"precision": "bf16", "seeds": 3, "loss": 2.3333, "percent": 0.0, "interval": 0}
+    assert (delayed["percent"], delayed["interval"]) == (2.0, round(4.30 / 3**0.5, 3))
 
 
 ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]
