@@ -7,9 +7,8 @@ for it. Each case is measured with all backends and with cuDNN alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -48,21 +47,6 @@ COMM_TYPES = ("p2p", "all_gather", "a2a")
 BACKENDS = {"any backend": {}, "cudnn": {"NVTE_FLASH_ATTN": "0"}}
 
 
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """These variables are set."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def calls(case: Case, comm_type: str | None, stream: bool = False) -> tuple[Call, Call]:
     """Forward, and forward with backward, on this rank; of whole sequences without a type."""
     group = None if comm_type is None else dist.group.WORLD
@@ -87,7 +71,7 @@ def calls(case: Case, comm_type: str | None, stream: bool = False) -> tuple[Call
 def measure_context(rank: Rank, case: Case, nvidia: float, bar: float) -> None:
     """Attention of two ranks that share sequences."""
     for name, variables in BACKENDS.items():
-        with environment(variables):
+        with patch.dict(os.environ, variables):
             pairs = {"one GPU": calls(case, None)}
             pairs.update({comm_type: calls(case, comm_type) for comm_type in COMM_TYPES})
             if not rank.dry:

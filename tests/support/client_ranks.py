@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,8 @@ def accelerate(kind: str, fp8: bool) -> list[float]:
     from accelerate.state import AcceleratorState, GradientState
 
     plugin = sharding() if kind == "FSDP2" else None
-    before = dict(os.environ)  # a plugin writes what the next accelerator would read
+    restored = patch.dict(os.environ)  # a plugin writes what the next accelerator would read
+    restored.start()
     try:
         accelerator = Accelerator(cpu=here().type == "cpu", fsdp_plugin=plugin)
         shard_on_cpus(accelerator, plugin)
@@ -155,8 +157,7 @@ def accelerate(kind: str, fp8: bool) -> list[float]:
         check(net, kind)
         return losses_of(net, optimizer, fp8, accelerator.backward)
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        restored.stop()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 

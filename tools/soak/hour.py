@@ -17,18 +17,16 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from determinism import without_recordings
 from outcome import Outcome, until
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 _SHAPES = [(tokens, batch) for tokens in (64, 128, 192, 256, 320) for batch in (1, 2, 4)]
@@ -145,7 +143,7 @@ def _train(seconds: float, seed: int, device: str, trace: Trace, found: Outcome)
         _wait(device)
         now = time.monotonic() - began
         trace.steps[shape].append((now, time.perf_counter() - start))
-        with _without_recordings():
+        with without_recordings():
             losses.append((ours, plain.step(x)))
         found.count("steps")
         if number % _LOOK == _LOOK - 1:
@@ -162,16 +160,6 @@ def _train(seconds: float, seed: int, device: str, trace: Trace, found: Outcome)
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-@contextmanager
-def _without_recordings() -> Iterator[None]:
-    before = segments.HOST_BOUND_BYTES
-    segments.HOST_BOUND_BYTES = -1
-    try:
-        yield
-    finally:
-        segments.HOST_BOUND_BYTES = before
 
 
 def _memory(device: str) -> dict[str, int]:

@@ -87,6 +87,11 @@ class Rules(NamedTuple):
     ignored: int
     group: Any
 
+    @property
+    def ranks(self) -> int:
+        """How many share the classes."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
 
 def group_of_several(group: Any) -> Any:
     """The group, or None where this rank is alone in it."""
@@ -105,7 +110,7 @@ def check_target(op: str, target: torch.Tensor, size: int, rules: Rules) -> None
     if not 0.0 <= rules.smoothing <= 1.0:
         raise ValueError(f"[{op}] expected 0 <= label_smoothing <= 1, got {rules.smoothing}")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        classes = size * (1 if rules.group is None else dist.get_world_size(rules.group))
+        classes = size * rules.ranks
         wrong = target[((target < 0) | (target >= classes)) & (target != rules.ignored)]
         if wrong.numel():
             raise ValueError(
@@ -122,8 +127,7 @@ def labels_of(target: torch.Tensor, size: int, rules: Rules) -> torch.Tensor:
 
 def evenly(size: int, rules: Rules) -> float:
     """What smoothing gives to each class of ranks that have `size` each."""
-    ranks = 1 if rules.group is None else dist.get_world_size(rules.group)
-    return rules.smoothing / (size * ranks)
+    return rules.smoothing / (size * rules.ranks)
 
 
 def sums_of(logits: torch.Tensor, labels: torch.Tensor, rules: Rules) -> torch.Tensor:

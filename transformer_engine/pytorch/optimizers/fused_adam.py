@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
-from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
+from transformer_engine.pytorch.optimizers.on_device import device_count, local_part, step_on_device
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
@@ -303,13 +303,8 @@ def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
 def _write_quantized(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Round values into FP8 weights, all at once."""
     pieces = [piece_of(parameter) for parameter in parameters]
-    pairs = [(p, _local(v)) for p, v in zip(pieces, values, strict=True) if p is not None]
+    pairs = [(p, local_part(v)) for p, v in zip(pieces, values, strict=True) if p is not None]
     write([piece for piece, _ in pairs], [value for _, value in pairs])
-
-
-def _local(value: Any) -> torch.Tensor:
-    """This rank's part of a DTensor."""
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _initial(param: Any) -> torch.Tensor:

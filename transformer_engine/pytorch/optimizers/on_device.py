@@ -69,7 +69,9 @@ def step_on_device(
         What each parameter is now, in fp32; those in FP8 are not written.
     """
     values = [
-        _local(state["master_param"]) if "master_param" in state else _local(parameter).float()
+        local_part(state["master_param"])
+        if "master_param" in state
+        else local_part(parameter).float()
         for parameter, state in zip(parameters, states, strict=True)
     ]
     kinds: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
@@ -84,15 +86,15 @@ def step_on_device(
     for (_, weight_dtype), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
-            [_local(states[i]["exp_avg"]) for i in members],
-            [_local(states[i]["exp_avg_sq"]) for i in members],
-            [_local(gradients[i]).contiguous() for i in members],
-            [] if weight_dtype is None else [_local(parameters[i]) for i in members],
+            [local_part(states[i]["exp_avg"]) for i in members],
+            [local_part(states[i]["exp_avg_sq"]) for i in members],
+            [local_part(gradients[i]).contiguous() for i in members],
+            [] if weight_dtype is None else [local_part(parameters[i]) for i in members],
         )
         adam(tensors, group["step"], rate, factor, rules)
     return values
 
 
-def _local(value: Any) -> torch.Tensor:
+def local_part(value: Any) -> torch.Tensor:
     """This rank's part of a DTensor."""
     return value.to_local() if hasattr(value, "to_local") else value
