@@ -15,16 +15,16 @@ from transformer_engine.pytorch.tensor import Quantizer
 
 @dataclass(frozen=True)
 class FeatureCalls:
-    """Calls about one tensor of a layer.
+    """Calls features about one tensor of a layer.
 
     Args:
         manager: of the session.
         layer: its name.
         tensor: which of its tensors.
-        iteration: when this forward ran.
+        iteration: of the forward; its backward may run in a later one.
         tp_group: tensor parallel group of the layer.
         tp_size: its size.
-        is_recompute: of a forward that was inspected already.
+        is_recompute: a checkpoint repeats a forward, which features have seen already.
         device: of the layer.
         replicated: all ranks of `tp_group` have the same tensor.
     """
@@ -47,9 +47,19 @@ class FeatureCalls:
         dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the feature makes of `x` for a GEMM, in `out` where an earlier call has made that.
+        """Call `modify_tensor` and return its result, or `out` if the feature wrote into it.
 
-        `quantizer` would have cast it; a plain result must have `dtype`.
+        Args:
+            gemm: which takes the result.
+            x: the tensor in high precision.
+            quantizer: of the recipe, for the feature to use; None without FP8.
+            dtype: that a plain result must have.
+            out: what an earlier call returned for a cached weight.
+
+        Raises:
+            TypeError: the feature returned no tensor.
+            ValueError: the result has another shape.
+            RuntimeError: the feature got `out` and returned a tensor.
         """
         more: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
         if out is not None:
@@ -80,7 +90,7 @@ class FeatureCalls:
         columnwise: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        """Show `x`, and what its GEMMs take."""
+        """Call `inspect_tensor` with `x` and the operands that were made of it."""
         self._show(
             "inspect_tensor",
             x,
@@ -90,7 +100,7 @@ class FeatureCalls:
         )
 
     def inspect_after(self, gemm: str, x: torch.Tensor, rowwise: bool) -> None:
-        """Show what a GEMM takes after a cast or `modify_tensor`."""
+        """Call `inspect_tensor_postquantize` with the operand of a GEMM."""
         self._show("inspect_tensor_postquantize", x, gemm=gemm, rowwise=rowwise)
 
     def _show(self, call: str, x: torch.Tensor, **more: Any) -> None:
@@ -107,7 +117,7 @@ class FeatureCalls:
         )
 
     def _takes_out(self, gemm: str) -> bool:
-        """Whether the feature knows the argument; one that does not always makes a new tensor."""
+        """Whether the feature takes `out`; otherwise it always returns a new tensor."""
         routed = self.manager.route(NAMESPACE, self.layer, "modify_tensor", self.tensor.name, gemm)
         return any("out" in inspect.signature(r.feature.modify_tensor).parameters for r in routed)
 
@@ -128,7 +138,12 @@ class FeatureCalls:
         return made
 
     def check_dtype(self, made: torch.Tensor, dtype: torch.dtype, gemm: str) -> torch.Tensor:
-        """`made`, if it is plain and has the dtype."""
+        """Return `made`.
+
+        Raises:
+            TypeError: it is no plain tensor.
+            ValueError: it has another dtype.
+        """
         if type(made) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
                 f"[modify_tensor] expected a torch.Tensor or a QuantizedTensor, got "

@@ -1,4 +1,4 @@
-"""`Inspector`: what the modules of `transformer_engine.pytorch` see of the debugger's session."""
+"""`Inspector`: decides how a session of the debugger changes the plan of a module's call."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _NAMES = itertools.count(1)
 
 @dataclass
 class Inspection:
-    """What was decided about a plan, for the ticks in `[begin, end)`."""
+    """What the features decided about a plan, valid for the ticks in `[begin, end)`."""
 
     begin: int
     end: int
-    first: CallPlan | None  # None: the plan stays as it is
-    recompute: CallPlan | None  # the same for a recomputed forward
-    due_later: bool  # in another iteration, which a CUDA graph captured now must include
+    first: CallPlan | None  # to use instead of the plan; None: the plan stays as it is
+    recompute: CallPlan | None  # to use when a checkpoint repeats the forward
+    due_later: bool  # something is due in a later iteration: a CUDA graph must include it now
     fed_forward: Sequence[TensorStatistics] = ()
 
 
 class Inspector:
-    """One session.
+    """Inspects the modules of `transformer_engine.pytorch` during one session.
 
-    A tick counts sessions and iterations. Each `CallPlan` of a module has the tick from which it
-    may be of interest: all that a layer without features pays is one comparison.
+    A tick is a number that grows with sessions and iterations. Each `CallPlan` of a module has the
+    tick from which it must be inspected again: a layer without features pays for one comparison.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -71,7 +71,7 @@ class Inspector:
         self.tick = self.session * _ITERATIONS + self.iteration
 
     def stepped(self) -> None:
-        """Follow the manager's count of iterations."""
+        """Take over the manager's iteration."""
         iteration = int(self.manager.iteration)
         if iteration < self.iteration:  # set back by hand: what was decided holds no more
             self._begin_session()
@@ -80,11 +80,11 @@ class Inspector:
 
     @property
     def statistics(self) -> Collector | None:
-        """Takes statistics without calling features; None: features are called for them."""
+        """The collector of built-in statistics; None: features are called for them."""
         return getattr(self.manager, "statistics", None)
 
     def plan_for(self, module: TransformerEngineBaseModule, call: CallPlan) -> CallPlan:
-        """The plan to use for this call; called when `tick >= call.inspect_at`."""
+        """Return the plan to use for a call of the module; called if `tick >= call.inspect_at`."""
         try:
             return self._plan_for(module, call)
         except RuntimeError:
@@ -112,7 +112,7 @@ class Inspector:
         return found.recompute or call
 
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
-        """Ask the features of every layer of the module."""
+        """Ask the features what to do in every layer (GEMM triple) of the module."""
         provided, names = self.statistics is not None, module.chain.gemm_names
         plans = [
             Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
@@ -149,14 +149,14 @@ class Inspector:
         following: list[int],
         fed: list[TensorStatistics],
     ) -> GemmQuantizers:
-        """The quantizers, with statistics where they alone are wanted.
+        """Replace the quantizers of tensors of which only built-in statistics are requested.
 
         Args:
             module: that runs.
             plan: of one of its layers.
             quantizers: of the recipe.
-            following: iterations at which more may be due are put there.
-            fed: what forwards feed is put there.
+            following: receives the iterations at which other statistics may become due.
+            fed: receives the statistics of tensors of the forward.
         """
         changed: dict[str, Quantizer] = {}
         for tensor in plan.tensors.values():
@@ -186,7 +186,7 @@ class Inspector:
         attached: list[GemmQuantizers],
         is_recompute: bool,
     ) -> CallPlan:
-        """The plan with inspected quantizers; that of a recompute shows nothing a second time."""
+        """A plan with inspected quantizers; in a recompute, features do not see a tensor again."""
         quantizers = []
         for plan, normal, seen in zip(plans, call.quantizers, attached, strict=True):
             changed: dict[str, Quantizer] = {}
@@ -227,7 +227,7 @@ class Inspector:
         )
 
     def _log(self, plan: LayerPlan) -> None:
-        """One line for every side of an operand, again where its plan has changed."""
+        """Log every side of an operand whose plan is new or changed."""
         for tensor, gemm, how in plan.lines():
             key = (plan.layer, tensor, gemm)
             if self._plans_logged.get(key) is not how:
@@ -236,10 +236,10 @@ class Inspector:
                 self.manager.log_message(text, plan.layer)
 
     def log_statistics(self, layer: str, tensor: str, features: Sequence[Any]) -> list[Any]:
-        """One line for every feature, when it first takes statistics of a tensor.
+        """Write one line to the debug log for every feature that is due for a tensor.
 
         Returns:
-            Those that are not due yet.
+            The features that are not due yet.
         """
         later = []
         for routed in features:
@@ -252,12 +252,12 @@ class Inspector:
         return later
 
     def discard(self) -> None:
-        """Forget the statistics of this iteration so far: they were about samples."""
+        """Drop this iteration's statistics so far: they were taken of sample inputs."""
         if self.statistics is not None:
             self.statistics.discard()
 
     def refuse(self, layers: Sequence[str], how: str, captured: bool = False) -> None:
-        """RuntimeError where these layers cannot be compiled or captured."""
+        """Raise RuntimeError if a feature of these layers cannot be compiled or captured."""
         found = self._needing_python(layers, captured)
         if found is not None:
             raise RuntimeError(
@@ -266,7 +266,7 @@ class Inspector:
             )
 
     def _needing_python(self, layers: Sequence[str], captured: bool) -> tuple[str, str] | None:
-        """A feature, with its layer, that no graph can call; captured ones take statistics."""
+        """The first feature, with its layer, that a graph cannot call; None if there is none."""
         by_kernels = captured and self.statistics is not None
         for layer in layers:
             feature = feature_that_needs_python(self.manager, layer, by_kernels)
@@ -281,12 +281,12 @@ class Inspector:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Sequence[GemmQuantizers]:
-        """The quantizers of a module, for a graph that is being traced. This is traced too.
+        """Return the quantizers of a module for a graph that is being traced; runs under the trace.
 
         Raises:
             RuntimeError: a feature that needs Python is selected for one of them.
         """
-        if not self.selects:  # names would be conditions of the graph
+        if not self.selects:  # reading the names of layers would make them guards of the graph
             return quantizers
         found, ranks = [], (module.tp_group, module.tp_size)
         for name, own in zip(module.chain.gemm_names, quantizers, strict=True):
@@ -296,12 +296,12 @@ class Inspector:
         return found
 
     def enter_graph(self, layer: str, fp8: bool) -> None:
-        """A layer is being compiled.
+        """Called when a layer is compiled.
 
         Raises:
             RuntimeError: a feature that needs Python is selected for it.
         """
-        # What is exported runs without a session.
+        # An exported program runs without a session.
         self.refuse((layer,), "a compiled graph", captured=not is_exporting())
         if self.statistics is not None:
             self._log(Planner(self.manager, layer, fp8, self.iteration, True).plan())
@@ -315,7 +315,7 @@ class Inspector:
         tp_size: int,
         replicated: bool,
     ) -> tuple[Any, Sequence[Any]]:
-        """The `TensorStatistics` of a tensor, None if none are ever due, and their features."""
+        """Return the `TensorStatistics` of a tensor (None: none ever due) and its features."""
         features = self.manager.route(NAMESPACE, layer, "inspect_tensor_enabled", tensor)
         if not features or self.statistics is None:
             return None, ()
@@ -325,7 +325,7 @@ class Inspector:
     def shown(
         self, feed: str, x: torch.Tensor | None, rowwise: compiled.Parts, columnwise: compiled.Parts
     ) -> None:
-        """A compiled graph runs; arguments as of `fp8.inspector.show_to_inspector`."""
+        """Called by a compiled graph when it runs; see `fp8.inspector.show_to_inspector`."""
         if feed in self.feeds:
             self.feeds[feed].take(x, rowwise, columnwise)
 

@@ -5,8 +5,8 @@ Runs of 32 values along a row share a scale that is a power of two:
     inverse = 2^e,  e the least integer with 2^e >= amax * 2^margin / largest, within [-127, 127]
     code    = FP8(x / inverse), nearest even, saturating
 
-NaN is not counted in an amax; Inf makes the inverse 2^127. Runs of zeros say nothing: their codes
-are zero whatever the scale is, and their inverse is given as zero.
+An amax ignores NaN; Inf makes the inverse 2^127. The inverse of a run of zeros is returned as zero,
+because its codes are zero whatever the scale is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 32
 def cast_to_mx(
     x: torch.Tensor, format: int = E4M3, margin: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a matrix, uint8, and the inverse scale of each element, fp32; both `[rows, cols]`.
+    """Return codes (uint8) and the inverse scale of each element (fp32), both `[rows, cols]`.
 
     The last run of a row may be shorter.
 
@@ -36,19 +36,19 @@ def cast_to_mx(
     magnitudes = x.abs().nan_to_num(0.0, posinf=torch.inf)
     padded = torch.nn.functional.pad(magnitudes, (0, -cols % BLOCK))
     runs = padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
-    amax = runs.amax(dim=2).double()  # of which a share is not zero either
+    amax = runs.amax(dim=2).double()  # amax / largest may be subnormal in fp32
     mantissa, exponent = torch.frexp(amax * 2.0**margin / largest)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)  # 0.5: a power of two
     exponent = exponent.masked_fill(amax.isinf(), 127)
     inverse = torch.ldexp(torch.ones_like(amax), exponent).float()
     known = torch.stack([inverse, inverse.masked_fill(amax == 0, 0.0)])
-    inverses, said = known.repeat_interleave(BLOCK, dim=2)[:, :, :cols]
+    inverses, reported = known.repeat_interleave(BLOCK, dim=2)[:, :, :cols]
     values = (x / inverses).clamp(-largest, largest)
-    return values.to(TORCH_FP8[format]).view(torch.uint8), said
+    return values.to(TORCH_FP8[format]).view(torch.uint8), reported
 
 
 def seen_along(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """`x` as a matrix, transposed where a GEMM takes its columns."""
+    """View `x` as a matrix, transposed if `columnwise`."""
     flat = x.reshape(rows_of(x), x.shape[-1])
     return flat.t() if columnwise else flat
 
@@ -56,7 +56,7 @@ def seen_along(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
 def fake_quantize_to_mx(
     x: torch.Tensor, format: int, margin: int, columnwise: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x` rounded to what MXFP8 can hold, as a plain tensor of `dtype`."""
+    """Round `x` to values of MXFP8 and return a plain tensor of `dtype`."""
     codes, inverses = cast_to_mx(seen_along(x.detach(), columnwise), format, margin)
     values = codes.view(TORCH_FP8[format]).float() * inverses
     return (values.t() if columnwise else values).reshape(x.shape).to(dtype).contiguous()

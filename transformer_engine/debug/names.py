@@ -1,4 +1,4 @@
-"""Names that configurations use: tensors of a layer, the GEMMs they belong to, the routing calls.
+"""Names in configurations: the tensors of a layer, their GEMMs, and the routing calls.
 
 A GEMM has two operands and a result; an operand serves two GEMMs, one along its rows and one along
 its columns:
@@ -17,16 +17,16 @@ NAMESPACE = "transformer_engine"
 
 
 class GemmTensor(NamedTuple):
-    """A tensor of a layer as features know it."""
+    """A tensor of a layer, by the name that configurations use."""
 
     name: str
     quantizer: str  # which of the six `GemmQuantizers` handles it
-    rowwise: str  # the GEMM that takes its rows, or gives it
-    columnwise: str | None  # the GEMM that takes its columns; None for results
+    rowwise: str  # the GEMM that takes it row-wise, or whose result it is
+    columnwise: str | None  # the GEMM that takes it column-wise; None for results
 
     @property
     def is_operand(self) -> bool:
-        """Whether a GEMM takes it (else a GEMM gives it)."""
+        """Whether it is an operand of GEMMs, not the result of one."""
         return self.columnwise is not None
 
 
@@ -50,13 +50,13 @@ ROUTING_CALLS = (
 )
 
 
-# Stages of tensor parallelism before a Matmul, and behind it, that leave all ranks with one
-# activation, and with one gradient.
+# With one of these stages before a Matmul all ranks have the same activation, and with one of
+# those behind it the same gradient.
 _BEFORE, _BEHIND = ("replicated", "gather"), ("reduce", "reduce_scatter")
 
 
 def replicated_tensors(stages: Sequence[Any], layer: str) -> tuple[str, ...]:
-    """Which tensors of a GEMM all ranks of its tensor parallel group have alike.
+    """Return the operands of a Matmul that are the same on all ranks of its tensor parallel group.
 
     Args:
         stages: of a chain, in order.

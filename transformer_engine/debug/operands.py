@@ -1,4 +1,4 @@
-"""FP8 operands as the tensors that features see, and such tensors as operands."""
+"""Converts FP8 operands to the quantized tensors that features see, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tens
 def as_tensor(
     x: torch.Tensor, cast: Operands, quantizer: Quantizer | None
 ) -> QuantizedTensor | None:
-    """What a cast made of `x`, without padding; `quantizer` is in its documented form."""
+    """Return the operands of `x` as a quantized tensor without padding; None if none is in FP8.
+
+    `quantizer` is the public one, which the tensor refers to.
+    """
     rows, cols = rows_of(x), x.shape[-1]
     rowwise = _side(cast.rowwise, rows, cols)
     columnwise = _side(cast.columnwise, cols, rows)
@@ -30,7 +33,7 @@ def _side(side: Side | None, rows: int, cols: int) -> Fp8Matrix | None:
 
 
 def matrix(tensor: QuantizedTensor, columnwise: bool, padding: int) -> Fp8Matrix:
-    """The side of a feature's tensor that a GEMM takes, with so many tokens of zeros added.
+    """Return one side of a feature's tensor as an operand, with `padding` tokens of zeros added.
 
     Raises:
         ValueError: the tensor lacks that side.

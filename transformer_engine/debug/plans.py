@@ -1,4 +1,4 @@
-"""What features want of a layer: the routing calls, asked in their documented order."""
+"""Plans for the tensors of a layer, made from the answers of its features to routing calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.debug.names import NAMESPACE, ROUTING_CALLS, TENSORS, Ge
 
 
 class Plan(Enum):
-    """How one side of a tensor is made ready for its GEMM; the value is what the log says."""
+    """How one side of a tensor becomes an operand of its GEMM; the debug log has the values."""
 
     FP8 = "FP8 quantization"
     HIGH_PRECISION = "High precision"
@@ -21,7 +21,7 @@ class Plan(Enum):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What happens to one tensor of a layer."""
+    """How one tensor of a layer is made and inspected."""
 
     tensor: GemmTensor
     rowwise: Plan
@@ -29,7 +29,7 @@ class TensorPlan:
     inspect: bool
     inspect_rowwise: bool
     inspect_columnwise: bool
-    statistics: tuple[Any, ...] = ()  # the features, where nothing but statistics looks at it
+    statistics: tuple[Any, ...] = ()  # its features, if all of them are built-in statistics
 
     @property
     def modifies(self) -> bool:
@@ -54,7 +54,7 @@ class TensorPlan:
 
 @dataclass
 class LayerPlan:
-    """What happens to the tensors of one layer (a GEMM triple), until the next decision."""
+    """How the tensors of one layer (a GEMM triple) are made and inspected."""
 
     layer: str
     fp8: bool  # the recipe casts operands to FP8
@@ -100,7 +100,7 @@ class Planner:
         if tensor.is_operand:
             after = [self._ask("inspect_tensor_postquantize_enabled", tensor, g) for g in gemms]
         plans = [self._side(tensor, gemm) for gemm in gemms]
-        # After a side that is neither cast nor modified there is nothing to look at.
+        # A side in high precision has no operand of its own to inspect.
         after = [
             a and p is not Plan.HIGH_PRECISION for a, p in zip(after, (plans * 2)[:2], strict=True)
         ]
@@ -128,7 +128,7 @@ class Planner:
         answer, following = self.manager.decide(
             NAMESPACE, call, layer_name=self.layer, iteration=self.iteration, **names
         )
-        if answer and call != "fp8_gemm_enabled":  # a yes is for this iteration
+        if answer and call != "fp8_gemm_enabled":  # True is valid for this iteration alone
             following = self.iteration + 1
         known = self.next_iteration
         if following is not None:
@@ -140,7 +140,7 @@ class Planner:
         return routed
 
     def _makes_fp8(self, tensor: GemmTensor, gemm: str) -> bool:
-        """Whether what modifies the tensor makes FP8 of it, so that its GEMM must be one in FP8."""
+        """Whether a feature that modifies the tensor returns FP8, which needs an FP8 GEMM."""
         return any(
             _has(r, "makes_fp8") for r in self._routed("modify_tensor_enabled", tensor, gemm)
         )
@@ -158,9 +158,9 @@ def _has(routed: Any, attribute: str) -> bool:
 
 
 def feature_that_needs_python(manager: Any, layer: str, by_kernels: bool) -> str | None:
-    """The feature on this layer that a compiled or captured graph cannot call.
+    """Return the name of a feature of the layer that a compiled or captured graph cannot call.
 
-    With `by_kernels`, kernels take built-in statistics in such graphs.
+    With `by_kernels`, features of built-in statistics need no call: kernels take them.
     """
     for tensor in TENSORS:
         for gemm in (tensor.rowwise, tensor.columnwise):

@@ -1,4 +1,4 @@
-"""`InspectedQuantizer`: wraps a quantizer and lets features look at a tensor, or replace it."""
+"""Quantizers that let features look at a tensor or replace it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class _Modified(Operands):
-    """Operands, and the tensors that features made, by GEMM: what is cached of weights."""
+    """Operands, and the tensors that features returned for them, by GEMM; cached for weights."""
 
     __slots__ = ("made",)
 
@@ -37,10 +37,10 @@ class _Modified(Operands):
 
 
 class InspectedQuantizer(WrappingQuantizer):
-    """An operand of GEMMs under inspection.
+    """Makes the operands of an inspected tensor.
 
-    Sides that no feature changes are cast by the wrapped quantizer, within fused kernels too, so
-    that looking changes no bit. Operands in high precision have `dtype`.
+    Sides that no feature modifies are cast by the wrapped quantizer, also in fused kernels, so that
+    inspecting changes no bit. Operands in high precision have `dtype`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class InspectedQuantizer(WrappingQuantizer):
     ) -> None:
         assert plan.tensor.columnwise is not None
         self.statistics: TensorStatistics | None = None
-        if isinstance(inner, StatisticsQuantizer):  # they are about what GEMMs take in the end
+        if isinstance(inner, StatisticsQuantizer):  # its statistics are taken of the final operands
             self.statistics, inner = inner.statistics, inner.inner
         self.inner = inner
         self.rounds_once = inner.rounds_once
@@ -60,45 +60,45 @@ class InspectedQuantizer(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """What is cached with other plans is of another kind."""
+        """Cached operands are reused only with the same quantizer and the same plans."""
         return (self.inner.cache_key, self.plan.rowwise, self.plan.columnwise)
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same around what repeats the recipe's."""
+        """Wrap the quantizer that repeats the casts of the forward."""
         again = super().for_recompute(scale)
         assert isinstance(again, InspectedQuantizer)
         again.default = again.inner.public()
         return again
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those of the wrapped quantizer, and the rows of statistics."""
+        """Tensors of the wrapped quantizer, and rows of statistics."""
         rows = () if self.statistics is None else self.statistics.persistent_tensors()
         return (*self.inner.persistent_tensors(), *rows)
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
-        """The sides that are cast as the recipe says."""
+        """Request of the wrapped quantizer the sides that are cast as in the recipe."""
         rowwise = request.rowwise and self.plan.rowwise is Plan.FP8
         columnwise = request.columnwise and self.plan.columnwise is Plan.FP8
         quantizer = self.inner if rowwise or columnwise else IDENTITY
         return OperandRequest(quantizer, rowwise, columnwise, request.bias_grad)
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
-        """Cast, let features change it, show it to features."""
+        """Cast the tensor, let features modify it, and let them inspect the result."""
         return self.padded(x, 0, request)
 
     def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
-        """The same; features do not see the padding."""
+        """Do what `operands` does; features do not see the padding."""
         return self._finish(x, self._cast(x, padding, request), request, padding)
 
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """The same; features write into what they made before."""
+        """Do what `operands` does; features write into the tensors that they returned before."""
         outs = cached.made if isinstance(cached, _Modified) else {}
         return self._finish(x, self._cast(x, 0, request), request, 0, outs)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """The same of a weight that exists in FP8 alone: features get its values."""
+        """Do what `operands` does for a weight kept in FP8: features get it dequantized."""
         x = dequantize(weight.codes, weight.format, weight.scales, dtype)
         inner, columnwise = self.inner_request(request), None
         if inner.columnwise:
@@ -113,7 +113,7 @@ class InspectedQuantizer(WrappingQuantizer):
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
-        """After a fused kernel."""
+        """Let features modify and inspect a tensor that a fused kernel has cast."""
         assert x is not None
         return self._finish(x, cast if isinstance(cast, Operands) else Operands(x, x), request, 0)
 
@@ -130,14 +130,14 @@ class InspectedQuantizer(WrappingQuantizer):
         if not (isinstance(cast.rowwise, Fp8Matrix) or isinstance(cast.columnwise, Fp8Matrix)):
             self.inner.record_amax(x)
         if request.bias_grad is not None and bias_grad is None and plan.modifies:
-            # Of the gradient itself, not of what a feature makes of it.
+            # The bias gradient is the sum of the gradient that came, not of the modified one.
             bias_grad = dropout_add_backward(x, None, 0.0, None, request.bias_grad)[1]
         result = _Modified(None, None, bias_grad)
         seen: list[torch.Tensor | None] = [None, None]
         quantized = None
         if plan.inspect or plan.inspect_rowwise or plan.inspect_columnwise:
             quantized = as_tensor(x, cast, self.inner.public())
-        # Columns first, as documented.
+        # Column-wise first: the documented order of calls.
         if request.columnwise:
             result.columnwise, seen[1] = self._side(1, x, cast, padding, result.made, outs)
         if request.rowwise:
@@ -158,7 +158,7 @@ class InspectedQuantizer(WrappingQuantizer):
         made: dict[str, torch.Tensor],
         outs: dict[str, torch.Tensor] | None,
     ) -> tuple[Side | None, torch.Tensor | None]:
-        """What the GEMM takes, and what features see of it (None: what the recipe's cast made)."""
+        """Return one side's operand, and the tensor that features see (None: the recipe's cast)."""
         plan, gemm = (self.plan.rowwise, self.plan.columnwise)[side], self.gemms[side]
         if plan is Plan.FP8:
             return (cast.rowwise, cast.columnwise)[side], None
@@ -190,7 +190,7 @@ class InspectedQuantizer(WrappingQuantizer):
 
 
 class InspectedResult(Quantizer):
-    """The result of a GEMM under inspection; `inner` takes statistics of it."""
+    """Lets features modify and inspect the result of a GEMM; `inner` takes its statistics."""
 
     def __init__(self, inner: Quantizer, plan: TensorPlan, calls: FeatureCalls) -> None:
         self.inner = inner
@@ -198,11 +198,11 @@ class InspectedResult(Quantizer):
         self.calls = calls
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those of what takes statistics."""
+        """Tensors of the wrapped quantizer."""
         return self.inner.persistent_tensors()
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Let features change it, then show it to features."""
+        """Let features modify the result, then inspect it."""
         x = self.inner.process_gemm_output(x)
         if self.plan.rowwise is Plan.MODIFY:
             gemm = self.plan.tensor.rowwise

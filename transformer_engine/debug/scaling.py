@@ -1,4 +1,4 @@
-"""Casts with the scale of the tensor in hand and a margin."""
+"""Casts whose scale comes from an amax and a margin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor
 
 
 def scales_with_margin(largest: torch.Tensor, format: int, margin: int) -> torch.Tensor:
-    """fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax * 2^margin).
+    """Return fp32 `[2]` = {1/scale, scale} with scale = fp8_max / (amax * 2^margin).
 
     An amax of 0 or Inf gives scale 1; NaN is not counted.
     """
@@ -21,11 +21,11 @@ def scales_with_margin(largest: torch.Tensor, format: int, margin: int) -> torch
 def cast(
     x: torch.Tensor, largest: torch.Tensor, format: int, margin: int, columnwise: bool
 ) -> Float8Tensor:
-    """`x` in FP8.
+    """Cast `x` to FP8.
 
     Args:
         x: fp32, fp16 or bf16, any shape, contiguous.
-        largest: its amax, fp32 `[1]`, or that of the tensor of which it is a part.
+        largest: amax of `x`, or of the tensor that `x` is a shard of, fp32 `[1]`.
         format: value of `DType`.
         margin: see `scales_with_margin`.
         columnwise: make the transposed codes too.
@@ -39,7 +39,7 @@ def cast(
 def fake_quantize(
     x: torch.Tensor, largest: torch.Tensor, format: int, margin: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x` rounded to what FP8 can hold, as a plain tensor of `dtype`; arguments as of `cast`."""
+    """Round `x` to values of FP8 and return a plain tensor of `dtype`; arguments as of `cast`."""
     scales = scales_with_margin(largest, format, margin)
     codes, _, _, _ = quantize(x, format, None, None, scales, True, False, None)
     assert codes is not None

@@ -1,4 +1,4 @@
-"""What follows from a schedule (`nvdlfw_inspect._engine.Schedule`) beyond one iteration."""
+"""Questions about schedules (`nvdlfw_inspect._engine.Schedule`) over several iterations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NO_END = 2**63 - 1
 
 
 def end_of_run(schedule: Any, iteration: int) -> int | None:
-    """The first iteration after this due one that may not be due; None if all that follow are."""
+    """Return the first iteration after a due one that may not be due; None if all others are."""
     if schedule is None:
         return None
     if schedule.freq > 1:

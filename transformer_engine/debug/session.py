@@ -1,4 +1,4 @@
-"""Follows the debugger's sessions: each has statistics, and an inspector for modules."""
+"""Gives each session of the debugger a collector of statistics and an inspector of modules."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _NEVER_STEPPED = (
 
 
 class SessionListener:
-    """Subscribed once, when this module is imported."""
+    """Told when sessions begin, step and end; subscribed once, when this module is imported."""
 
     def __init__(self) -> None:
         self.weights_over_tp_group = True
 
     def initialized(self, manager: Any) -> None:
-        """A session begins."""
+        """Called when a session begins."""
         manager.statistics = Collector(manager, self.weights_over_tp_group)
         manager.drain.append(manager.statistics.drain)
         process_state().inspector = Inspector(manager)
 
     def stepped(self, manager: Any) -> None:
-        """An iteration ends."""
+        """Called when an iteration ends."""
         self._inspector_follows()
         manager.statistics.step()
 
     def moved(self, manager: Any) -> None:
-        """The training step was set by hand."""
+        """Called when the program sets the iteration."""
         self._inspector_follows()
         manager.statistics.moved()
 
@@ -46,11 +46,11 @@ class SessionListener:
             inspector.stepped()
 
     def ended(self, manager: Any) -> None:
-        """A session ends."""
+        """Called when a session ends."""
         process_state().inspector = None
         lost = manager.statistics.taking() and not manager.statistics.stepped
         manager.statistics.end()
-        if lost and not hasattr(sys, "last_value"):  # else the program dies of something worse
+        if lost and not hasattr(sys, "last_value"):  # an exception ends the program
             manager.log_message(_NEVER_STEPPED, level=logging.WARNING)
         if manager.statistics.cost.steps:
             manager.log_message(str(manager.statistics.cost))
@@ -61,7 +61,7 @@ subscribe(_LISTENER)
 
 
 def collector() -> Collector:
-    """The statistics of the running session.
+    """Return the collector of the running session.
 
     Raises:
         RuntimeError: there is none.

@@ -1,4 +1,4 @@
-"""The amax of a tensor whose parts are on several ranks."""
+"""The amax of a tensor that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PURPOSE = "amax"
 
 
 class SharedAmax:
-    """The largest magnitudes of tensors over the ranks of groups; one for a session.
+    """Reduces amaxes over process groups, for one session.
 
-    The first time that a group is asked about a tensor its ranks compare which one that is, so that
-    none waits for another tensor's, and no two tensors mix.
+    Before the first reduction of a tensor its ranks compare their names of it, so that ranks which
+    are at different tensors get an error instead of a wrong amax.
 
     Args:
         config: digest of the configuration.
@@ -33,15 +33,15 @@ class SharedAmax:
         self._known: set[tuple[Any, str]] = set()
 
     def of(self, x: torch.Tensor, what: str, groups: tuple[Any, ...]) -> torch.Tensor:
-        """fp32 `[1]`; all ranks of the groups must call.
+        """Return the amax over all groups, fp32 `[1]`; all of their ranks must call.
 
         Args:
             x: fp32, fp16 or bf16, contiguous; may be empty on some ranks.
-            what: the tensor, in words.
-            groups: process groups, one after the other; none: of this rank alone.
+            what: a description of the tensor, the same on all ranks.
+            groups: process groups to reduce over, in this order; empty: this rank alone.
 
         Raises:
-            RuntimeError: ranks are at different tensors, or one did not come.
+            RuntimeError: the ranks reduce different tensors, or one did not call in time.
         """
         found = amax(x)
         for group in groups:
@@ -75,10 +75,10 @@ def _judge(posts: Mapping[int, Facts]) -> Facts:
 
 
 def groups_of(tensor: str, tp_group: Any, tp_size: int | None) -> tuple[Any, ...]:
-    """The groups of several ranks over which a tensor is one for features that modify it.
+    """Return the groups over which features that modify a tensor reduce its amax.
 
-    These are the tensor parallel group of its layer, and the reduction group where one was set, but
-    for weights, of which other ranks of that have copies.
+    These are the tensor parallel group of the layer and, except for weights, the reduction group if
+    one was set: its ranks have copies of a weight. Groups of one rank are left out.
     """
     wanted = []
     if tp_group is not None and (tp_size or 1) > 1:

@@ -1,4 +1,4 @@
-"""The calls that layers make to features; `api.transformer_engine` makes them by hand."""
+"""The methods that layers call on features, and `api.transformer_engine`, which calls them too."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ required_kwargs = {
     "inspect_tensor_postquantize": ["tensor_name"],
     "default": ["tensor_name", "gemm"],
 }
-"""What each call must carry beside the layer's name."""
+"""The arguments that each call needs beside the name of the layer."""
 
 
 class TEConfigAPIMapper(BaseConfigAPIMapper):
     """Base of features whose configuration names `gemms` and `tensors`.
 
-    Their methods get what the configuration says for one tensor and gemm: `gemms` and
-    `gemms_struct` become `gemm`, `tensors` and `tensors_struct` become `tensor`, and inner keys
-    stand above outer ones. The engine does this by itself; the method below is for those
-    who extend it.
+    Their methods get the configuration of one tensor and gemm: `gemms` and `gemms_struct` become
+    `gemm`, `tensors` and `tensors_struct` become `tensor`, and inner keys override outer ones. The
+    engine does this without calling the method below, which is there for subclasses.
     """
 
     @parsed_by_engine
     def parse_config_and_api(
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a configuration covers a call, and what it says for it.
+        """Say whether a configuration covers a call, and return its entries for that call.
 
         Args:
             config: as written, `enabled` included.
@@ -61,18 +60,18 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
 
 class TEDefaultFeatures(Protocol):
-    """The calls that a feature may have, and their results where no feature has them.
+    """The methods that layers call on features, with the results where no feature defines them.
 
-    A feature is any class registered with `Registry.register_feature("transformer_engine")`; the
-    methods it has of these, marked with `api_method`, take any subset of the arguments.
+    A feature is any class registered with `Registry.register_feature("transformer_engine")`. It
+    defines any of these methods, marked with `api_method`, with any subset of the arguments.
 
-    Routing calls, whose names end in `enabled`, return the answer for this iteration; or it and the
-    next iteration at which to ask (None: never again), before which the feature is not called
-    either. The answer of `fp8_gemm_enabled` holds until then.
+    Routing calls, whose names end in `enabled`, return the answer for this iteration, or a pair:
+    the answer, and the next iteration at which to ask again (None: never). Until then the feature
+    is not called, and the answer of `fp8_gemm_enabled` stays valid.
 
     Their arguments:
 
-    - `config`: what the configuration says for the feature, tensor and gemm.
+    - `config`: the configuration of the feature for this tensor and gemm.
     - `layer_name`: of the layer.
     - `gemm`: fprop, dgrad or wgrad.
     - `tensor_name`: activation, weight, gradient, output, wgrad or dgrad.
@@ -86,7 +85,7 @@ class TEDefaultFeatures(Protocol):
     def fp8_gemm_enabled(
         self, config: Config, layer_name: str, gemm: str, iteration: int
     ) -> Enabled:
-        """Whether a GEMM runs in FP8 where the recipe says so: only if all features say True."""
+        """Whether a GEMM of an FP8 recipe stays in FP8; it does if all features return True."""
         return True, None
 
     def modify_tensor_enabled(
@@ -107,9 +106,9 @@ class TEDefaultFeatures(Protocol):
         out: torch.Tensor | QuantizedTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | QuantizedTensor | None:
-        """Return a tensor of the same shape, which the GEMM takes or which replaces its result.
+        """Return a tensor of the same shape: the operand for the GEMM, or its new result.
 
-        With `out`, what an earlier call returned for a cached weight, write to it and return None.
+        `out` is what an earlier call returned for a cached weight: write into it and return None.
         A plain operand must have the `dtype`. Both operands of a GEMM must be plain, or both
         `Float8Tensor`.
         """
@@ -134,7 +133,7 @@ class TEDefaultFeatures(Protocol):
         columnwise_quantized_tensor: torch.Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        """Look at a tensor, and at what the first and the second of its GEMMs take."""
+        """Look at a tensor, and at its row-wise and column-wise operands for GEMMs."""
 
     def inspect_tensor_postquantize_enabled(
         self, config: Config, layer_name: str, gemm: str, tensor_name: str, iteration: int
@@ -154,15 +153,15 @@ class TEDefaultFeatures(Protocol):
         tp_size: int = 1,
         rowwise: bool = True,
     ) -> None:
-        """Look at a tensor after its cast or `modify_tensor`; not called where there was neither.
+        """Look at an operand after its cast or `modify_tensor`; not called where there was neither.
 
-        `rowwise`: the GEMM takes its rows, else its columns.
+        `rowwise`: the operand is the row-wise one, else the column-wise one.
         """
 
 
 @Registry.register_namespace_api(namespace=NAMESPACE)
 class TransformerEngineAPI(Namespace):
-    """What `nvdlfw_inspect.api.transformer_engine` is: calls of features, made by hand."""
+    """`nvdlfw_inspect.api.transformer_engine`, by which programs call features as layers do."""
 
     documented_calls = frozenset(required_kwargs) - {"default"}
 
@@ -182,7 +181,7 @@ class TransformerEngineAPI(Namespace):
         return super().route_api(layer_name, api_name, **kwargs)
 
     def step(self) -> None:
-        """An iteration ends: there is nothing to do."""
+        """Called when an iteration ends: nothing to do."""
 
     def end_debug(self) -> None:
-        """The session ends: there is nothing to do."""
+        """Called when the session ends: nothing to do."""

@@ -1,4 +1,4 @@
-"""What features share: tensors to choose from, and when and how they are called."""
+"""Base classes and helpers of the built-in features: names of tensors, schedules, results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scheduled:
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Whether it is due, and the next iteration at which it is."""
+        """Whether the schedule includes this iteration, and the next one that it includes."""
         schedule = schedule_of(config)
         return schedule.due(iteration), schedule.next(iteration)
 
@@ -35,7 +35,7 @@ class Modifying:
     def modify_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> bool:
-        """Yes, in every iteration."""
+        """True in every iteration."""
         return True
 
     def amax(
@@ -60,7 +60,7 @@ class Modifying:
         return found
 
     def log_call(self, layer_name: str, gemm: str, tensor_name: str) -> None:
-        """One line for every layer, gemm and tensor."""
+        """Write one line to the debug log for every layer, gemm and tensor."""
         if api.DEBUG_MANAGER is not None:
             text = f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}"
             api.DEBUG_MANAGER.log_message(text, layer_name, once=(text, layer_name))
@@ -75,5 +75,5 @@ def delivered(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | No
 
 
 def named(stats: Any) -> list[Any]:
-    """A list where one is documented; what stands alone is a list of one."""
+    """The value of a key as a list; users may write a single entry without brackets."""
     return list(stats) if isinstance(stats, list | tuple) else [stats]

@@ -34,5 +34,5 @@ class DisableFP8GEMM:
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """No, in every iteration."""
+        """False in every iteration."""
         return False, None

@@ -29,7 +29,7 @@ class DisableFP8Layer:
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """No, in every iteration."""
+        """False in every iteration."""
         if api.DEBUG_MANAGER is not None:
             key = ("FP8 Disabled", layer_name)
             api.DEBUG_MANAGER.log_message("FP8 Disabled", layer_name, once=key)

@@ -1,4 +1,4 @@
-"""DumpTensors: tensors themselves, for analysis elsewhere."""
+"""DumpTensors: writes whole tensors to files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 class DumpTensors(Scheduled):
     """Write tensors to `LOGDIR/tensor_dumps/rank_R/iter_NNNNNN/LAYER_TENSOR.pt`.
 
-    Characters that files cannot have are `_`. Of two layers whose names are alike then, the second
-    to come gets `LAYER_TENSOR_2.pt`, the next one 3, and so on; `layer` in the file tells them
-    apart. Further micro-batches of a step get names that end in `_microbatch1`, `_microbatch2`, ...
+    Characters that file names cannot contain become `_`. If the names of two layers become equal
+    by that, the second layer gets `LAYER_TENSOR_2.pt`, the third one `LAYER_TENSOR_3.pt`, and so
+    on; `layer` in the file has the full name. Further micro-batches of a step get names that end
+    in `_microbatch1`, `_microbatch2`, ...
 
     Each file holds a dict of plain tensors and numbers, for `torch.load(path, weights_only=True)`:
-    `layer`, `tensor`, `iteration`, and what was asked for: `high_precision` (the tensor) and
-    `quantized`: for `rowwise` and `columnwise` where they exist a dict of `codes` (uint8;
-    column-wise ones are transposed), `scale_inv` and `format` ("E4M3" or "E5M2"); where blocks have
-    scales, `block_dimensions` (1 or 2) and all of these scales.
+    `layer`, `tensor`, `iteration`; `high_precision`, the tensor, if requested; `quantized`, if
+    requested: a dict with an entry for each of `rowwise` and `columnwise` that exists, itself a
+    dict of `codes` (uint8; column-wise codes are transposed), `scale_inv` and `format` ("E4M3" or
+    "E5M2"). With block scaling, `scale_inv` has all scales, and `block_dimensions` is 1 or 2.
 
     Keys:
         high_precision_tensor: True to write the tensor before the cast; default False
@@ -117,7 +118,7 @@ class DumpTensors(Scheduled):
         return folder / f"iter_{iteration:06d}" / file
 
     def _name(self, layer: str, tensor: str) -> str:
-        """Of no other tensor of the session."""
+        """A file name that no other tensor of the session has."""
         name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer}_{tensor}")
         alike = self._names.setdefault(name, [])
         if (layer, tensor) not in alike:

@@ -61,7 +61,7 @@ class FakeQuant(Modifying):
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """No: the other operand must be in high precision too."""
+        """False: the other operand must be in high precision too."""
         return False, None
 
     @api_method
@@ -77,7 +77,7 @@ class FakeQuant(Modifying):
         tp_group: Any = None,
         tp_size: int | None = None,
     ) -> torch.Tensor | None:
-        """Round; into `out` where it is given."""
+        """Return the rounded tensor, or write it into `out`."""
         self.log_call(layer_name, gemm, tensor_name)
         name, margin = str(config["quant_format"]).upper(), config.get("margin") or 0
         wanted = dtype or (tensor.dtype if out is None else out.dtype)

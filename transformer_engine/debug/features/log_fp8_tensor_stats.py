@@ -1,4 +1,4 @@
-"""LogFp8TensorStats: what casts to FP8 do to a tensor."""
+"""LogFp8TensorStats: statistics of casts to FP8."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LogFp8TensorStats(Scheduled):
     def requested_statistics(
         self, config: dict[str, Any], tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """What is read off the rows of a tensor.
+        """The statistics that a section of the configuration requests of a tensor.
 
         Raises:
             ValueError: an unknown statistic.

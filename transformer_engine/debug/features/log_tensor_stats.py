@@ -1,4 +1,4 @@
-"""LogTensorStats: what the values of a tensor are like."""
+"""LogTensorStats: statistics of tensors in high precision."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from transformer_engine.debug.statistics.rows import BLOCKWISE, Kind
 from transformer_engine.debug.statistics.subscription import MOMENTS, Source, Subscription
 
 STATISTICS = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
-_BOTH_ORIENTATIONS = ("activation", "weight")  # GEMMs take them along rows and along columns
+_BOTH_ORIENTATIONS = ("activation", "weight")  # taken row-wise and column-wise by GEMMs
 
 
 @Registry.register_feature(namespace="transformer_engine")
 class LogTensorStats(Scheduled):
     """Log statistics of tensors in high precision.
 
-    Micro-batches of a step count as one tensor; of weights the first one counts. All ranks of the
-    reduction group count as one tensor too (weights: all ranks of the tensor parallel group).
-    Statistics of a step are logged after `debug_api.step()`. They change no result.
+    The micro-batches of a step count as one tensor; for weights, the first micro-batch counts. The
+    ranks of the reduction group count as one tensor too (for weights: the ranks of the tensor
+    parallel group). `debug_api.step()` logs the statistics of a step. They change no result.
 
     Keys:
         stats: what to log:
@@ -60,7 +60,7 @@ class LogTensorStats(Scheduled):
     def requested_statistics(
         self, config: dict[str, Any], tensor: str, schedule: Any
     ) -> list[Subscription]:
-        """What is read off the rows of a tensor.
+        """The statistics that a section of the configuration requests of a tensor.
 
         Raises:
             ValueError: an unknown statistic.
@@ -79,7 +79,7 @@ class LogTensorStats(Scheduled):
         tp_size: int = 1,
         rowwise_quantized_tensor: torch.Tensor | None = None,
     ) -> None:
-        """Take the statistics of a tensor now; kernels of layers take them by themselves."""
+        """Take the statistics of a tensor; layers do that in their kernels without this call."""
         tensor = rowwise_quantized_tensor if tensor is None else tensor
         if tensor is None:
             return

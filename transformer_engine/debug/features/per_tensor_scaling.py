@@ -63,7 +63,7 @@ class PerTensorScaling(Modifying):
         tp_group: Any = None,
         tp_size: int | None = None,
     ) -> torch.Tensor | None:
-        """Cast; into `out` where it is given.
+        """Return the cast tensor, or write it into `out`.
 
         Raises:
             ValueError: without a recipe there is no format to cast to.

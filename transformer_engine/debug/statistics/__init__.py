@@ -1,1 +1,1 @@
-"""Statistics of tensors: one buffer a device, one copy a step, formatted when it has arrived."""
+"""Statistics of tensors: one buffer per device, copied to the host once per step."""

@@ -1,7 +1,7 @@
 """The rows of all inspected tensors on one device.
 
-Rows live in chunks whose addresses never change, because captured graphs write into them. Beside
-each row is a flag, int32, that such a graph reads: zero, and its kernels leave the row alone.
+Rows are allocated in chunks whose addresses never change, because captured graphs write into them.
+Each row has an int32 flag, which the kernels of a graph read: if it is zero, they skip the row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ Asks = tuple[tuple[str, str], ...]
 class Slot:
     """One row: `row` float64 `[16]`, `active` int32 `[1]`, both views of its chunk.
 
-    `position` counts the slots of the buffer. Before each iteration it is decided what is read off
-    the row: `asks`, pairs of a name in the logs and a statistic. `fed` says that this iteration
-    handed the row out; `scales_only` that it was fed with nothing but scales, and
-    `always_scales` that a captured graph goes on doing so.
+    Attributes:
+        position: index in the buffer.
+        kind: layout of the row.
+        asks: what is read from the row after this iteration: pairs of a name in the logs and a
+            statistic. Decided before the iteration begins.
+        fed: the row was handed out in this iteration.
+        scales_only: it was fed with scales alone.
+        always_scales: a captured graph feeds it with scales alone.
+        numel: elements of a weight; zero for tensors that accumulate.
     """
 
     position: int
@@ -34,16 +39,16 @@ class Slot:
     fed: bool = False
     scales_only: bool = False
     always_scales: bool = False
-    numel: int = 0  # of a weight; zero where feeds accumulate
+    numel: int = 0
 
     @property
     def due(self) -> bool:
-        """Whether something is read off it in this iteration."""
+        """Whether anything is read from the row after this iteration."""
         return bool(self.asks)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An asynchronous copy."""
+    """Copy a host tensor to a device without waiting for it."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
@@ -70,9 +75,9 @@ class DeviceBuffer:
         self._flags: list[bool] = []
         self._free: list[int] = []  # positions
 
-    @torch.inference_mode(mode=False)  # rows are written to outside of it too
+    @torch.inference_mode(mode=False)  # rows are also written outside of inference mode
     def slot(self, kind: Kind) -> Slot:
-        """A new slot with an empty row.
+        """Return a new slot with an empty row.
 
         Raises:
             RuntimeError: memory is needed inside a CUDA graph capture.
@@ -89,7 +94,7 @@ class DeviceBuffer:
             rows[at].copy_(chunk.neutral[kind])
         slot = Slot(position, kind, chunk.rows[at], chunk.active[at : at + 1])
         self.slots[position] = slot
-        self._flags = []  # its own is not among them
+        self._flags = []  # the new slot has none yet: `refresh` copies all of them
         return slot
 
     def _grow(self) -> int:
@@ -100,18 +105,18 @@ class DeviceBuffer:
         return len(self.slots) - 1
 
     def empty(self, slot: Slot) -> None:
-        """Forget what its row was fed with."""
+        """Reset the row of a slot."""
         chunk, at = self._chunks[slot.position // CHUNK], slot.position % CHUNK
         chunk.rows[at].copy_(chunk.empty[at])
 
     def free(self, slot: Slot) -> None:
-        """Another slot may take its place; what was read off it so far has been copied."""
+        """Let a later slot reuse the row; statistics read from it have been copied already."""
         self._free.append(slot.position)
 
     def refresh(self) -> None:
-        """Tell captured graphs which slots are due from here on: at most one small copy a chunk.
+        """Copy the flags of due slots to the device, if they have changed: one copy per chunk.
 
-        Graphs may be captured later, when nothing can be copied, so flags are always right.
+        Flags are kept up to date even before a graph exists, since a capture cannot copy them.
         """
         flags = [slot.due for slot in self.slots]
         if flags == self._flags:
@@ -122,18 +127,18 @@ class DeviceBuffer:
             chunk.active[: chunk.used].copy_(to_device(own, self.device))
 
     def take(self) -> torch.Tensor:
-        """The rows `[slots, 16]` as they are now, in a copy on the device; they start anew."""
+        """Return a copy of all rows, `[slots, 16]`, on the device, and reset the rows."""
         taken = [chunk.rows[: chunk.used].clone() for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.rows[: chunk.used].copy_(chunk.empty[: chunk.used])
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def close(self) -> None:
-        """The session is over: captured graphs find their flags at zero, and their memory alive."""
+        """End the session; captured graphs go on reading flags, which are zero from now on."""
         if self.captured:
             self.refresh()
             _KEPT_FOR_GRAPHS.extend(self._chunks)
 
 
-# Graphs outlive the session in which they were captured, and go on reading flags.
+# Graphs that outlive their session still read flags, so the memory must not be freed.
 _KEPT_FOR_GRAPHS: list[_Chunk] = []

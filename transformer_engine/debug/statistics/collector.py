@@ -1,4 +1,4 @@
-"""All statistics of a session: which tensors are looked at, when, and the end of every step."""
+"""`Collector`: takes, reduces and logs all built-in statistics of a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.quantizers import Quantizer
 
 _Key = tuple[str, str, torch.device]  # layer, tensor, where it is
-_MOST_PENDING = 64  # steps in flight before one is waited for
+_MOST_PENDING = 64  # copies in flight before `step` waits for the oldest one
 
 
 @dataclass
@@ -52,19 +52,24 @@ class CostCounter:
 
 
 class Collector:
-    """See the module's docstring, and for weights `debug.set_weight_tensor_tp_group_reduce`."""
+    """Built-in statistics of one session.
+
+    Args:
+        manager: of the session.
+        weights_over_tp_group: see `debug.set_weight_tensor_tp_group_reduce`.
+    """
 
     def __init__(self, manager: Any, weights_over_tp_group: bool = True) -> None:
         self.manager = manager
         self.iteration: int = manager.iteration
-        self.stepped = False  # ever
+        self.stepped = False  # whether `step` was ever called
         self.cost = CostCounter()
         self.weights_over_tp_group = weights_over_tp_group
         self.shared_amax = SharedAmax(digest(str(manager.config_hash)))
         self._tensors: dict[_Key, TensorStatistics | None] = {}
         # Modules that a tensor belongs to; those of hooks called by hand have none.
         self._owners: dict[_Key, weakref.WeakSet[torch.nn.Module]] = {}
-        self._looked_through = 0  # tensors, for modules that are gone
+        self._tensors_checked = 0  # how many there were when `_forget` last looked for dead modules
         self._buffers: dict[torch.device, DeviceBuffer] = {}
         self._reductions = Reductions(manager, self._live, self.tensor)
         self._pending: deque[PendingCopy] = deque()
@@ -80,7 +85,7 @@ class Collector:
         tp_size: int = 1,
         replicated: bool = False,
     ) -> TensorStatistics | None:
-        """The statistics of one tensor of a layer; None where none is configured.
+        """Return the statistics of one tensor of a layer; None if none are configured.
 
         Args:
             layer: name of the layer.
@@ -88,7 +93,7 @@ class Collector:
             device: where it is.
             tp_group: tensor parallel group of the layer, None without.
             tp_size: its size.
-            replicated: all ranks of that group have the same tensor: it counts once.
+            replicated: all ranks of that group have the same tensor, which is counted once.
         """
         key = (layer, tensor, device)
         if key in self._tensors:
@@ -102,7 +107,7 @@ class Collector:
         return found
 
     def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
-        """Tell a tensor that other ranks have parts of it, or all of it too."""
+        """Note that other ranks have shards or copies of a tensor."""
         if group_size(tp_group) == 1:
             return
         tensor.replicas = ranks_of(tp_group) if replicated else ()
@@ -132,7 +137,7 @@ class Collector:
         return made
 
     def _skip(self, layer: str, tensor: str, reason: str) -> None:
-        """Log that a tensor has no statistics; of all with this reason, warn of the first."""
+        """Log that a tensor has no statistics, and warn once per reason."""
         text = f"Skipping stats collection for layer {layer}, tensor {tensor}: {reason}"
         self.manager.log_message(text)
         if reason not in self._reasons:
@@ -147,13 +152,17 @@ class Collector:
         features: Sequence[Any] = (),
         owner: torch.nn.Module | None = None,
     ) -> tuple[StatisticsQuantizer | None, int | None]:
-        """Take statistics beside the work of a quantizer; the routing knows the features.
+        """Wrap a quantizer so that it takes the statistics of its tensor.
 
-        Once all owners of a tensor are gone, it is forgotten at the end of the step.
+        Args:
+            inner: the quantizer.
+            calls: which tensor it is.
+            features: not used here: the routing knows them.
+            owner: module of the tensor. When all owners have been deleted, `step` drops it.
 
         Returns:
-            What works in its place, None where nothing is due; and the next iteration at which
-            that may change, None for never.
+            The wrapped quantizer, None if nothing is due; and the next iteration at which that may
+            change, None for never.
         """
         name, device = calls.tensor.name, calls.device
         found = self.tensor(
@@ -171,7 +180,7 @@ class Collector:
         return StatisticsQuantizer(inner, found, captured), following
 
     def subscriptions(self, layer: str, tensor: str) -> list[Subscription]:
-        """What the built-in features of all sections want to know of a tensor, in file order."""
+        """Return what all sections of the configuration request of a tensor, in file order."""
         found: list[Subscription] = []
         for routed in self.manager.route(NAMESPACE, layer, "inspect_tensor", tensor):
             if getattr(routed.feature, "built_in_statistics", False):
@@ -179,7 +188,7 @@ class Collector:
         return found
 
     def moved(self) -> None:
-        """The training step was set by hand."""
+        """Called when the program sets the iteration."""
         with self._lock:
             self._begin()
 
@@ -191,12 +200,12 @@ class Collector:
             buffer.refresh()
 
     def _forget(self) -> None:
-        """Drop tensors of modules that are gone: a layer of each step would pile them up.
+        """Drop the tensors of deleted modules, so that programs may create layers in every step.
 
-        Those that ranks reduce stay, because garbage is not collected on all ranks at once, and
-        those whose rows captured graphs may hold.
+        Tensors that ranks reduce stay, because ranks delete modules at different times. So do those
+        whose rows a captured graph may use.
         """
-        if len(self._tensors) == self._looked_through:  # no layer has come
+        if len(self._tensors) == self._tensors_checked:  # no layer is new
             return
         local = self._reductions.by_group().get(LOCAL, ())
         gone = [key for key, owners in self._owners.items() if not owners]
@@ -206,24 +215,24 @@ class Collector:
                 del self._owners[key], self._tensors[key]
                 if found is not None:
                     found.free()
-        self._looked_through = len(self._tensors)
+        self._tensors_checked = len(self._tensors)
 
     def _live(self) -> list[TensorStatistics]:
         return [tensor for tensor in list(self._tensors.values()) if tensor is not None]
 
     def taking(self) -> bool:
-        """Whether a layer has run whose statistics are due in this iteration."""
+        """Whether statistics of a layer that has run are due in this iteration."""
         return any(tensor.due for tensor in self._live())
 
     def discard(self) -> None:
-        """Forget what was taken in this iteration so far."""
+        """Drop what was taken in this iteration so far."""
         with self._lock:
             for buffer in self._buffers.values():
                 buffer.take()
             self._begin()
 
     def step(self) -> None:
-        """End an iteration: send its rows on their way, and log those of earlier ones.
+        """End an iteration: start the copy of its rows, and log rows of earlier ones.
 
         Raises:
             RuntimeError: the ranks of a group look at different tensors.
@@ -243,7 +252,7 @@ class Collector:
         reductions = self._reductions
         reductions.meet(self.iteration)
         if reductions.due(self.iteration):
-            self._log(keep=0)  # the headers of the step before decide whether ranks still agree
+            self._log(keep=0)  # headers of the last step show whether ranks still agree
         sent = reductions.due(self.iteration)
         local = reductions.by_group().get(LOCAL, ())
         if not (sent or any_due(local)):
@@ -279,7 +288,7 @@ class Collector:
         self._add_pending(PendingCopy(gathered, self.iteration, _due(tensors), (together, layout)))
 
     def _log(self, keep: int) -> None:
-        """Log what has arrived; waits for all but the last `keep` steps."""
+        """Log finished copies, after waiting until at most `keep` are unfinished."""
         while self._pending and self._pending[0].is_ready(wait=len(self._pending) > keep):
             copy = self._pending.popleft()
             try:
@@ -292,12 +301,12 @@ class Collector:
                 self.manager.log_statistics(copy.iteration, layer, tensor, values)
 
     def drain(self) -> None:
-        """Log everything that was sent; waits for the device."""
+        """Wait for all copies and log them."""
         with self._lock:
             self._log(keep=0)
 
     def end(self) -> None:
-        """The session is over: log what is left, and let captured graphs write nothing more."""
+        """End the session: log what is left, and stop captured graphs from writing rows."""
         try:
             self.drain()
         finally:

@@ -1,9 +1,8 @@
-"""Statistics in compiled graphs: operators that look when they run.
+"""Statistics in compiled graphs, taken by operators of the graph.
 
-A graph is traced once and runs in many iterations, so it holds an operator for every tensor of
-which the configuration's text says that statistics may ever be due. The operator knows its tensor
-by a name; what is due is decided when it runs, as in eager mode. Inside a CUDA graph capture that
-is left to the device, see `buffer`.
+A graph is traced once and runs in many iterations. It has an operator for every tensor of which
+statistics may be due in any iteration. The operator finds its tensor by a name and decides what is
+due when it runs, as in eager mode; in a CUDA graph, flags on the device decide (see `buffer`).
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ _OF_FORWARD = ("activation", "weight", "output")
 
 @dataclass
 class Feed:
-    """What an operator of a graph does with one tensor."""
+    """What an operator of a graph needs to take the statistics of its tensor."""
 
     statistics: TensorStatistics
-    silent: Sequence[Any]  # the features that look at it and are not in the log so far
-    quantizer: Quantizer  # of the scaling and the format with which the graph casts it
+    unlogged: Sequence[Any]  # features of the tensor whose use is not in the debug log yet
+    quantizer: Quantizer  # has the scaling and the format of the cast in the graph
     dtype: torch.dtype  # of activations
 
     def take(self, x: torch.Tensor | None, rowwise: Parts, columnwise: Parts) -> None:
-        """The statistics that are due; arguments as of `fp8.inspector.show_to_inspector`."""
+        """Take what is due; for the arguments see `fp8.inspector.show_to_inspector`."""
         statistics, captured = self.statistics, is_capturing()
         if statistics.tensor in _OF_FORWARD and graph_task() != -1:
-            return  # in a backward: this forward is computed again
+            return  # a backward recomputes this forward
         if not (statistics.due or captured):
             return
-        if self.silent:
+        if self.unlogged:
             log = process_state().inspector.log_statistics
-            self.silent = log(statistics.layer, statistics.tensor, self.silent)
+            self.unlogged = log(statistics.layer, statistics.tensor, self.unlogged)
         rows, columns = _matrix(*rowwise), _matrix(*columnwise)
         if x is not None:
             statistics.feed(x, rows, columns, self.quantizer, captured)
@@ -72,7 +71,7 @@ def _parts(side: Side | None) -> Parts:
 
 
 class TracedStatistics(WrappingQuantizer):
-    """Does what `inner` does, and puts an operator beside it. No bit of any result changes."""
+    """Casts by `inner` and adds an operator that takes statistics; results stay the same."""
 
     replaces = False
 
@@ -85,42 +84,42 @@ class TracedStatistics(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """Cached weights are those of the wrapped quantizer."""
+        """That of the wrapped quantizer: statistics do not change what is cached."""
         return self.inner.cache_key
 
     def inner_request(self, request: OperandRequest) -> OperandRequest:
-        """All of it."""
+        """The same request, of the wrapped quantizer."""
         return OperandRequest(self.inner, request.rowwise, request.columnwise, request.bias_grad)
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
-        """Cast, and look."""
+        """Cast, and take statistics."""
         return self.finish(x, self.inner.operands(x, self.inner_request(request)), request)
 
     def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
-        """The same; statistics leave the padding out."""
+        """Cast with padding; statistics are taken without it."""
         return self.finish(x, self.inner.padded(x, padding, self.inner_request(request)), request)
 
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """The same."""
+        """Cast into cached operands, and take statistics."""
         return self.finish(x, self.inner.refreshed(x, self.inner_request(request), cached), request)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """The weight as it is."""
+        """Make operands of a weight kept in FP8, and take statistics."""
         self._look(None, weight, None)
         return self.inner.from_fp8(weight, self.inner_request(request), dtype)
 
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
-        """After a kernel that made the plain tensor too."""
+        """Take the statistics of a tensor that a fused kernel has cast."""
         operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
         self._look(x, operands.rowwise, operands.columnwise)
         return operands
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """Also of the wrapped quantizer."""
+        """Record the amax by the wrapped quantizer, and take statistics."""
         self.inner.record_amax(x)
         self._look(x, None, None)
 
@@ -138,16 +137,16 @@ class TracedStatistics(WrappingQuantizer):
 
 
 class LayerInGraph(NamedTuple):
-    """What a graph knows of a layer; all of it is constant there.
+    """Facts about a layer that are constants of a graph.
 
     Attributes:
         layer: its name.
         device: of its parameters.
         dtype: of activations.
-        session: for which the graph is traced.
+        session: name of the session for which the graph is traced.
         tp_group: tensor parallel group of the layer.
         tp_size: its size.
-        replicated: the tensors that all ranks of that group have alike.
+        replicated: names of the tensors that are the same on all ranks of that group.
     """
 
     layer: str
@@ -160,7 +159,7 @@ class LayerInGraph(NamedTuple):
 
 
 def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
-    """The quantizers of a layer for a graph that is being traced.
+    """Return the quantizers of a layer for a graph that is being traced.
 
     Raises:
         RuntimeError: a feature that needs Python is selected for the layer.
@@ -181,7 +180,7 @@ def _enter(layer: str, fp8: bool, session: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
-    """The name of a feed of a `LayerInGraph`; empty where no statistic is ever due."""
+    """Register the `Feed` of a tensor and return its name; "" if no statistic is ever due."""
     inspector = process_state().inspector
     layer, device, dtype, session, *ranks, replicated = about
     ranks.append(tensor in replicated)

@@ -1,4 +1,4 @@
-"""What ranks tell each other of the rows that they are about to merge, and how they differ."""
+"""Compares what the ranks of a reduction group are about to merge, and words the differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from transformer_engine.pytorch.parallel.agreement import differences, mismatch
 from transformer_engine.pytorch.parallel.meeting import Facts, listed
 
-Row = tuple[str, ...]  # device, layer, tensor, what its slot is fed with
+Row = tuple[str, ...]  # device, layer, tensor, source of the slot
 ADVICE = (
     "ranks that run different layers (pipeline stages) or have different configurations need "
     "reduction groups of their own: debug_api.set_tensor_reduction_group(group); a layer that has "
@@ -21,17 +21,17 @@ _GROUP = "reduction group"
 
 @dataclass
 class RankFacts:
-    """What a rank is about to do.
+    """What one rank is about to merge.
 
     Attributes:
         group: the ranks of its reduction group.
         name: of that group; "" of all ranks.
         config: digest of its configuration.
         sections: of that configuration.
-        iteration: that ends.
-        digests: of the rows of each group of ranks, the reduction group among them.
-        rows: themselves, where digests have been found to differ.
-        layers: names of the layers that it has, whether or not they have run.
+        iteration: the iteration that ends.
+        digests: digest of the rows of each group of ranks, including the reduction group.
+        rows: the rows, sent only after digests were found to differ.
+        layers: names of the layers of the rank, whether or not they have run.
     """
 
     group: Sequence[int]
@@ -44,14 +44,14 @@ class RankFacts:
     layers: Sequence[str] = ()
 
     def posted(self) -> Facts:
-        """As JSON takes it."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
 def differ(posts: Mapping[int, Facts]) -> Facts:
-    """Whether ranks differ in anything: a verdict of a `Meeting`.
+    """Judge whether ranks differ in anything; the verdict of a `Meeting`.
 
-    Ranks with different groups do not meet again, so there is an `error` already.
+    Ranks with different groups cannot meet a second time, so they get an `error` at once.
     """
     found = {rank: RankFacts(**facts) for rank, facts in posts.items()}
     if len({(facts.name, *facts.group) for facts in found.values()}) > 1:
@@ -65,10 +65,10 @@ def differ(posts: Mapping[int, Facts]) -> Facts:
 
 
 def explain(posts: Mapping[int, Facts]) -> Facts:
-    """How ranks differ: a verdict with `error`, or with the `rows` of the reduction group by rank.
+    """Word how ranks differ: a verdict with an `error`, or with the `rows` of each rank.
 
-    Ranks whose rows alone differ go on with the rows of all of them, if each has the layers that it
-    lacks rows of.
+    If nothing but rows differs and every rank has the layers of the rows that it lacks, training
+    goes on with the union of all rows, and there is no error.
     """
     found = {rank: RankFacts(**facts) for rank, facts in posts.items()}
     sessions = _of_sessions(found)
@@ -84,7 +84,7 @@ def explain(posts: Mapping[int, Facts]) -> Facts:
 
 
 def key_of(ranks: Iterable[int]) -> str:
-    """The key of a group in `digests` and `rows`."""
+    """Return the key of a group of ranks in `digests` and `rows`."""
     return ",".join(map(str, ranks))
 
 
@@ -93,7 +93,7 @@ def _keys(found: Mapping[int, RankFacts]) -> list[str]:
 
 
 def _can_learn(facts: RankFacts, own: Iterable[Row], lacking: Iterable[Row]) -> bool:
-    """Whether a rank has the layers of the rows that it lacks. The group of a weight it lacks."""
+    """Whether a rank has the layers of the rows that it lacks; it cannot know a weight's group."""
     layers = {*facts.layers, *(row[1] for row in own)}
     return all(
         tensor != "weight" and (layer in layers or layer.rpartition(".")[0] in layers)
@@ -102,13 +102,13 @@ def _can_learn(facts: RankFacts, own: Iterable[Row], lacking: Iterable[Row]) -> 
 
 
 def _of_key(found: Mapping[int, RankFacts], key: str) -> bool:
-    """Whether the ranks of a group have different rows of it."""
+    """Whether the ranks of a group differ in the rows of that group."""
     members = [int(rank) for rank in key.split(",")]
     return len({found[r].digests.get(key) for r in members if r in found}) > 1
 
 
 def _of_sessions(found: Mapping[int, RankFacts]) -> str:
-    """What differs whatever the layers are."""
+    """Word the differences in group, configuration and iteration; "" if there are none."""
     return differences({rank: _said(facts) for rank, facts in found.items()})
 
 
@@ -121,7 +121,7 @@ def _said(facts: RankFacts) -> dict[str, str]:
 
 
 def _names(found: Mapping[int, RankFacts], key: str) -> str:
-    """The tensors of a group that not all of its ranks look at."""
+    """Word which tensors of a group are inspected on some of its ranks only."""
     members = [r for r in map(int, key.split(",")) if r in found]
     where: dict[tuple[str, str], list[int]] = {}
     for rank in members:

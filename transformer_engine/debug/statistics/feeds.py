@@ -1,4 +1,4 @@
-"""From tensors as hooks and users have them to what the kernels of statistics take."""
+"""Prepares tensors and their FP8 operands for the kernels that take statistics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.kernels.transpose import transpose
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
-MX = "mxfp8"  # what-if alone
+MX = "mxfp8"  # never the recipe in use: its statistics are of a cast made for them alone
 Amax = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TensorName:
-    """Which tensor is looked at.
+    """Which tensor statistics are taken of.
 
     Attributes:
         layer: name of its layer.
         tensor: which one of that layer.
-        amax: of the whole tensor of which a rank has a part; None where it has all of it.
+        amax: computes the amax over all ranks that have a shard; None if the tensor is whole.
     """
 
     layer: str
@@ -46,7 +46,7 @@ class TensorName:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """`x` detached, contiguous and in a dtype that kernels take; quantised ones are dequantised."""
+    """Return `x` detached, dequantised, contiguous and in a dtype that the kernels take."""
     x = x.detach()
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
@@ -70,7 +70,7 @@ def blocks(x: torch.Tensor, source: Source, row: torch.Tensor, active: torch.Ten
 
 
 def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
-    """float64 scalar: log2 of the largest over the smallest non-zero value of a block, at most."""
+    """Return the largest dynamic range (log2 of max over non-zero min) of a block, float64."""
     side = source.block
     if not magnitudes.numel():
         return magnitudes.new_zeros((), dtype=torch.float64)
@@ -94,7 +94,7 @@ def _largest_range(magnitudes: torch.Tensor, source: Source) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor beside its codes, in the same order of elements."""
+    """A tensor and its codes, in the same order of elements."""
 
     x: torch.Tensor
     codes: torch.Tensor
@@ -102,7 +102,7 @@ class Cast:
     format: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge what the cast did into a casts row; its errors where they are requested."""
+        """Merge the statistics of the cast into a casts row, squared errors if requested."""
         fields = row[:CAST_MOMENTS_FIELDS]
         cast_moments(self.x, self.codes, self.scales, self.format, fields, active, squared_error)
 
@@ -114,7 +114,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Scales:
-    """What is known of a parameter that is kept in FP8: its scales."""
+    """The scales of a parameter that is kept in FP8: no other statistic of its cast is known."""
 
     matrix: Fp8Matrix
 
@@ -133,7 +133,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class BlockCast:
-    """A matrix, maybe seen transposed, beside its codes and the inverse scale of each element."""
+    """A matrix (transposed if column-wise), its codes, and the inverse scale of each element."""
 
     x: torch.Tensor
     codes: torch.Tensor
@@ -141,7 +141,7 @@ class BlockCast:
     element: int
 
     def into(self, row: torch.Tensor, active: torch.Tensor | None, squared_error: bool) -> None:
-        """Merge what the cast did into a casts row; the fields are those of `CastMoments`."""
+        """Merge the statistics of the cast into a casts row; fields as in `CastMoments`."""
         values = self.codes.contiguous().view(TORCH_FP8[self.element]).float()
         largest = torch.finfo(TORCH_FP8[self.element]).max * self.inverses
         x = self.x.float()
@@ -164,7 +164,7 @@ def _matrix_shape(codes: torch.Tensor) -> tuple[int, int]:
 
 
 def _range(inverses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest that is not zero, and the largest."""
+    """Return the smallest non-zero value and the largest one."""
     if not inverses.numel():
         return inverses.new_full((), torch.inf), inverses.new_zeros(())
     return torch.where(inverses == 0, torch.inf, inverses).amin(), inverses.amax()
@@ -182,17 +182,17 @@ def _merge(
 def cast(
     x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, of: TensorName
 ) -> Cast | BlockCast | Scales | str:
-    """What a casts slot is fed with, or why there is nothing to feed it with.
+    """Return what a casts slot is fed with, or the reason why there is nothing.
 
     Args:
         x: the tensor in high precision, None for a parameter that is kept in FP8.
-        side: what a GEMM takes of it.
+        side: the operand that was made of it.
         source: of the slot.
-        quantizer: that made the side.
+        quantizer: that made the operand.
         of: which tensor it is.
 
     Raises:
-        ValueError: the recipe cannot be evaluated after the fact.
+        ValueError: a cast by the requested recipe cannot be reproduced from the tensor.
     """
     if x is not None:
         x = plain(x)
@@ -235,13 +235,13 @@ def _block_cast(x: torch.Tensor, matrix: Fp8Matrix, source: Source) -> BlockCast
 
 
 def _cast_to_mx(x: torch.Tensor, source: Source) -> BlockCast:
-    """The cast of `MXFP8BlockScaling()`, which runs on other GPUs than ours."""
+    """Cast as `MXFP8BlockScaling()` does."""
     flat = seen_along(x, source.columnwise)
     return BlockCast(flat, *cast_to_mx(flat), E4M3)
 
 
 def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:
-    """What casts as a recipe would that is not in use."""
+    """Return a quantizer of a recipe that is not in use."""
     rules = rules_named(source.recipe)
     format = getattr(quantizer, "format", -1)
     format = E4M3 if format < 0 else format
@@ -259,7 +259,7 @@ def _what_if(source: Source, quantizer: Any, of: TensorName) -> Fp8Quantizer:
 def _cast_again(
     x: torch.Tensor, source: Source, quantizer: Fp8Quantizer, whole_amax: Amax | None
 ) -> Cast | BlockCast:
-    """A cast that the layer does not make, for its statistics alone."""
+    """Cast a tensor for statistics alone: the layer does not make this cast."""
     columnwise = source.columnwise and quantizer.layout.in_blocks
     flat = x.view(rows_of(x), x.shape[-1])
     request = OperandRequest(quantizer, not columnwise, columnwise)

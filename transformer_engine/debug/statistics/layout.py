@@ -1,4 +1,4 @@
-"""Which row of a reduction group is which: the same on all of its ranks, or an error."""
+"""`Layout`: the order of rows that all ranks of a reduction group share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_engine.debug.statistics.tensor import TensorStatistics
 
 
 def digest(text: str) -> int:
-    """48 bits that stand for a text: float64 holds them exactly."""
+    """Return a 48-bit hash of a text, which float64 represents exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
@@ -22,15 +22,15 @@ class Layout:
     """The slots of some tensors, ordered by name rather than by first use.
 
     Attributes:
-        names: of each slot: type of device, layer, tensor, what it is fed with.
+        names: of each slot: type of device, layer, tensor, source.
         kinds: int64 `[slots]`, values of `Kind`.
-        place: slot to its row.
-        digest: of the names.
+        place: index of the row of each slot.
+        digest: hash of the names.
 
     Args:
-        tensors: whose slots.
-        ranks: that merge their rows.
-        rank: of them, this one.
+        tensors: the slots of which it orders.
+        ranks: the ranks that merge their rows.
+        rank: this rank.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Layout:
         for device in dict.fromkeys(device for _, device, _, _ in found):
             own = [slot.position for _, other, slot, _ in found if other == device]
             self._positions[device] = to_device(torch.tensor(own, dtype=torch.int64), device)
-        # Of what several ranks hold alike, one counts.
+        # Rows of a tensor that several ranks have in full are sent by one of them.
         self._left_out = [at for at, (_, _, _, counts) in enumerate(found) if not counts]
         empty = [empty_row(slots[at].kind) for at in self._left_out]
         self._empty = torch.tensor(empty, dtype=torch.float64).view(-1, WIDTH)
@@ -62,7 +62,7 @@ class Layout:
         return len(self.names)
 
     def rows(self, taken: Mapping[torch.device, torch.Tensor], on: torch.device) -> torch.Tensor:
-        """The rows of all slots in order, `[slots, 16]`, from each device's buffer."""
+        """Return the rows of all slots in order, `[slots, 16]`, on the device `on`."""
         parts = [
             taken[device][index].to(on, non_blocking=on.type == "cuda")
             for device, index in self._positions.items()
@@ -77,5 +77,5 @@ class Layout:
 
 
 def row_of(tensor: TensorStatistics, source: Source) -> tuple[str, str, str, str]:
-    """The name of a slot, the same on all ranks."""
+    """Return the name of a slot, which is the same on all ranks."""
     return tensor.buffer.device.type, tensor.layer, tensor.tensor, str(source)

@@ -1,4 +1,4 @@
-"""Rows that are being copied to the host, and the statistics read off them there."""
+"""`PendingCopy`: rows on their way to the host, and the statistics computed from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.rows import read
 from transformer_engine.debug.statistics.subscription import Reading
 
-SCALES = ("scale_inv_min", "scale_inv_max")  # what is known without the tensor itself
+SCALES = ("scale_inv_min", "scale_inv_max")  # known without the tensor in high precision
 
 
 class Due(NamedTuple):
-    """What is read for one tensor, in the order of its configuration."""
+    """What is read for one tensor, in the order of the configuration."""
 
     layer: str
     tensor: str
@@ -35,13 +35,13 @@ class Logged(NamedTuple):
 
 
 class PendingCopy:
-    """The rows of one step in one copy, on the host as soon as `is_ready` says so.
+    """An asynchronous copy of the rows of one step to the host.
 
     Args:
-        rows: `[slots, 16]`, or `[ranks, capacity, 16]` with a layout, on any device.
-        iteration: that ended.
-        due: what is read off them.
-        shared: of rows that the ranks of a group have gathered: the group, and their layout.
+        rows: `[slots, 16]`, or `[ranks, capacity, 16]` if gathered, on any device.
+        iteration: the iteration that ended.
+        due: what is read from the rows.
+        shared: of gathered rows: their group and layout.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class PendingCopy:
             time.sleep(20e-6)
 
     def statistics(self, of_ranks: Mapping[int, Sequence[Row]] | None = None) -> Iterator[Logged]:
-        """The statistics of every tensor that was seen.
+        """Yield the statistics of every tensor that was fed.
 
         Args:
-            of_ranks: which rows ranks have sent, if not all have sent the same.
+            of_ranks: the rows that each rank has sent, if they are not the same on all.
 
         Raises:
-            RanksDifferError: they have not.
+            RanksDifferError: ranks have sent different rows, and `of_ranks` is not given.
         """
         rows, place, ranks = self._rows, None, 1
         if self.shared is not None:

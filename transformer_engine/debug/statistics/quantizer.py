@@ -1,4 +1,4 @@
-"""`StatisticsQuantizer`: a quantizer beside whose work statistics are taken."""
+"""`StatisticsQuantizer`: wraps a quantizer and takes statistics of its tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StatisticsQuantizer(WrappingQuantizer):
-    """Does what `inner` does, and feeds the rows of a tensor. No bit of any result changes."""
+    """Casts by `inner` and feeds the rows of the tensor; results stay the same."""
 
     replaces = False
 
@@ -31,16 +31,16 @@ class StatisticsQuantizer(WrappingQuantizer):
 
     @property
     def cache_key(self) -> Hashable:
-        """Cached weights are those of the wrapped quantizer."""
+        """That of the wrapped quantizer: statistics do not change what is cached."""
         return self.inner.cache_key
 
     @property
     def needs_plain(self) -> bool:
-        """Casts are compared with what was cast; moments are taken by the kernel."""
+        """Whether statistics need the tensor in high precision beside its operands."""
         return self.statistics.wants_tensor(self.captured)
 
     def inner_request(self, request: OperandRequest, numel: int = 0) -> OperandRequest:
-        """All of it, and the moments."""
+        """The same request, of the wrapped quantizer, whose kernel takes the moments too."""
         row, active = self.statistics.moments_row(numel, self.captured)
         sides = request.rowwise, request.columnwise
         return OperandRequest(self.inner, *sides, request.bias_grad, row, active)
@@ -51,7 +51,7 @@ class StatisticsQuantizer(WrappingQuantizer):
         return self.finish(x, self.inner.operands(x, inner), request)
 
     def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
-        """The same; statistics leave the padding out."""
+        """Cast with padding; statistics are taken without it."""
         if not padding:
             return self.operands(x, request)
         self.statistics.feed_moments(x, self.captured)
@@ -60,19 +60,19 @@ class StatisticsQuantizer(WrappingQuantizer):
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """The same."""
+        """Cast into cached operands, and take statistics."""
         inner = self.inner_request(request, x.numel())
         return self.finish(x, self.inner.refreshed(x, inner, cached), request)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """The weight as it is; its values are dequantised where they are looked at."""
+        """Make operands of a weight kept in FP8, dequantised if statistics need values."""
         self.statistics.feed_fp8_weight(weight, dtype, self.inner, self.captured)
         return self.inner.from_fp8(weight, request, dtype)
 
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
-        """What is left to do after a kernel that has taken the moments."""
+        """Take the statistics that the kernel of the cast has not taken."""
         operands = cast if isinstance(cast, Operands) else Operands(cast, cast)
         if x is not None:
             self.statistics.feed_blocks(x, self.captured)
@@ -81,7 +81,7 @@ class StatisticsQuantizer(WrappingQuantizer):
         return operands
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """Also of the wrapped quantizer."""
+        """Record the amax by the wrapped quantizer, and take statistics."""
         self.inner.record_amax(x)
         self._look(x)
 
@@ -92,7 +92,7 @@ class StatisticsQuantizer(WrappingQuantizer):
         return x
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those of the wrapped quantizer, and the rows."""
+        """Tensors of the wrapped quantizer, and rows of statistics."""
         return (*self.inner.persistent_tensors(), *self.statistics.persistent_tensors())
 
     def _look(self, x: torch.Tensor) -> None:

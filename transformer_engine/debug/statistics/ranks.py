@@ -1,9 +1,9 @@
-"""Rows of the ranks of a reduction group, brought together in one collective a step.
+"""`GroupRows`: gathers the rows of all ranks of a group in one collective per step.
 
-Every rank of a group joins whenever the text of the configuration says that something may be due.
-Before the first time, ranks compare what they look at (`differences`). After that the collective
-has a size that all of them know, and a header in row 0 says what its sender looked at: ranks that
-part company later find out without waiting for each other, and compare again.
+Every rank of a group joins the collective of an iteration in which the configuration allows that
+anything is due. Before the first one, ranks compare what they inspect (`differences`). From then on
+all ranks know the size of the collective, and row 0 is a header with the digest of the sender's
+rows. Ranks that begin to differ later see that in the headers, and compare again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_CAPACITY = 64
 
 
 class RanksDifferError(RuntimeError):
-    """Headers have shown that the ranks of a group look at different tensors."""
+    """The ranks of a group have sent rows of different tensors."""
 
 
 class GroupRows:
@@ -36,7 +36,7 @@ class GroupRows:
 
     Args:
         group: process group; None is all ranks.
-        purpose: of its meetings.
+        purpose: names its meetings in errors.
     """
 
     def __init__(self, group: Any, purpose: str) -> None:
@@ -44,14 +44,14 @@ class GroupRows:
         self.meeting = Meeting(group, purpose)
         self.size = len(self.meeting.ranks)
         self.agreed = False
-        self._capacity = 0  # rows of a payload, its header among them
+        self._capacity = 0  # rows of a payload, including its header
         self._layout: tuple[int, Layout] | None = None
         self._device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
     def layout(self, tensors: Sequence[TensorStatistics]) -> Layout:
-        """Of tensors that are only ever added to."""
+        """Return the layout of the group's tensors, which only grow in number."""
         if self._layout is None or self._layout[0] != len(tensors):
             self._layout = (len(tensors), Layout(tensors, self.meeting.ranks, dist.get_rank()))
         return self._layout[1]
@@ -67,10 +67,10 @@ class GroupRows:
             layers: see `RankFacts`.
 
         Returns:
-            The rows of each rank, all of which all are to have; {} where they have the same.
+            The rows of each rank, of which every rank must take the union; {} if all are the same.
 
         Raises:
-            RuntimeError: ranks differ, on every rank; or one did not come.
+            RuntimeError: ranks differ (raised on every rank), or one did not call in time.
         """
         doing = f"step() of iteration {facts.iteration}"
         self.agreed = True
@@ -87,10 +87,10 @@ class GroupRows:
     def gather(
         self, layout: Layout, taken: Mapping[torch.device, torch.Tensor], iteration: int
     ) -> torch.Tensor:
-        """All ranks' payloads, `[ranks, capacity, 16]`; every rank of the group must call.
+        """Gather the payloads of all ranks, `[ranks, capacity, 16]`; every rank must call.
 
         Raises:
-            RuntimeError: not all ranks came.
+            RuntimeError: a rank did not call in time.
         """
         self._capacity = self._capacity or _capacity_for(len(layout))
         header = torch.zeros(1, WIDTH, dtype=torch.float64)
@@ -110,13 +110,12 @@ class GroupRows:
         return gathered.view(self.size, self._capacity, WIDTH)
 
     def merged(self, gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of all ranks merged, `[slots, 16]`, from a payload that has arrived.
+        """Merge gathered rows of all ranks into `[slots, 16]`.
 
-        Slots beyond the capacity come out empty, and the next step makes room for them.
+        Slots beyond the capacity are empty; the capacity grows for the next step.
 
         Raises:
-            RanksDifferError: ranks look at different tensors, or are at different iterations; all
-                ranks see it.
+            RanksDifferError: ranks have sent different tensors or iterations; raised on all ranks.
         """
         headers = gathered[:, 0, :3].tolist()
         if any(header != headers[0] for header in headers):
@@ -126,7 +125,7 @@ class GroupRows:
     def merged_by_name(
         self, gathered: torch.Tensor, layout: Layout, of_ranks: Mapping[int, Sequence[Row]]
     ) -> torch.Tensor:
-        """The same of ranks with different rows, which they have told each other (`agree`)."""
+        """Merge gathered rows of ranks that sent different rows, given by `agree`."""
         empty = torch.tensor(
             [empty_row(Kind(kind)) for kind in layout.kinds.tolist()], dtype=torch.float64
         )

@@ -1,4 +1,4 @@
-"""Which ranks merge which rows, and whether they agree on that."""
+"""`Reductions`: the groups of ranks that merge rows, and their agreement on those rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.parallel.meeting import Meeting, group_size, ran
 
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 PURPOSE = "statistics"  # of meetings of the reduction group
-LOCAL = object()  # instead of a group: rows that stay on their rank
+LOCAL = object()  # in place of a group: rows that are not reduced
 
 
 class Reductions:
@@ -23,8 +23,8 @@ class Reductions:
 
     Args:
         manager: of the session.
-        live: gives all tensors that are looked at.
-        learn: makes a tensor that has not been looked at here.
+        live: returns all tensors of the collector.
+        learn: makes the statistics of a tensor that has not run on this rank.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class Reductions:
         self._schedules: list[Any] | None = None
 
     def meet(self, iteration: int) -> None:
-        """Compare with other ranks where that has not been done.
+        """Let groups that have not compared their rows yet do so.
 
         Raises:
-            RuntimeError: ranks differ, or one did not come.
+            RuntimeError: ranks differ, or one did not call in time.
         """
         for group in self.shared():
             if not self.rows_of(group).agreed:
                 self.agree(group, iteration)
 
     def shared(self) -> dict[Any, list[TensorStatistics]]:
-        """The tensors by the group of several ranks that merges their rows."""
+        """Return the tensors by group, without those that are not reduced."""
         return {key: tensors for key, tensors in self.by_group().items() if key is not LOCAL}
 
     def due(self, iteration: int) -> dict[Any, list[TensorStatistics]]:
-        """Groups that come together now, which all of their ranks know."""
+        """Return the groups that reduce in this iteration; all of their ranks decide alike."""
         group = self._manager._tensor_reduction_group
         return {
             key: tensors
@@ -64,7 +64,7 @@ class Reductions:
         }
 
     def by_group(self) -> dict[Any, list[TensorStatistics]]:
-        """The tensors by the group that merges their rows: the reduction group first, `LOCAL`."""
+        """Return the tensors by the group that merges their rows, or `LOCAL`; cached."""
         group = self._manager._tensor_reduction_group
         live = self._live()
         size = group_size(group)
@@ -82,7 +82,7 @@ class Reductions:
         return self._grouped[1]
 
     def rows_of(self, group: Any) -> GroupRows:
-        """The collectives of a group."""
+        """Return the collectives of a group."""
         if group not in self._groups:
             is_main = group is self._manager._tensor_reduction_group
             purpose = PURPOSE if is_main else f"{PURPOSE} of weights of {ranks_of(group)}"
@@ -92,15 +92,15 @@ class Reductions:
     def agree(
         self, group: Any, iteration: int, sent: Layout | None = None
     ) -> Mapping[int, Sequence[Row]]:
-        """Compare what the ranks of a group look at, and learn of layers that have not run here.
+        """Compare the rows of the ranks of a group, and add rows of layers that have not run here.
 
         Args:
             group: process group.
-            iteration: that ends.
-            sent: what this rank has sent, where that has shown that ranks differ.
+            iteration: the iteration that ends.
+            sent: the layout that this rank has sent, if ranks have sent different ones.
 
         Returns:
-            The rows of each rank, where they differ.
+            The rows of each rank, if they differ; else {}.
         """
         found = {
             ranks: self.rows_of(key).layout(tensors)
@@ -127,7 +127,7 @@ class Reductions:
         return agreed
 
     def _may_be_due(self, iteration: int) -> bool:
-        """Whether the text of the configuration says so: the same on all ranks that share it."""
+        """Whether the configuration allows that anything is due; the same on all ranks."""
         if self._schedules is None:
             self._schedules = [
                 schedule
@@ -138,7 +138,7 @@ class Reductions:
         return any(schedule.due(iteration) for schedule in self._schedules)
 
     def check(self) -> None:
-        """Raise RuntimeError where others have waited for this rank in vain."""
+        """Raise RuntimeError if other ranks have given up waiting for this one."""
         group = self._manager._tensor_reduction_group
         if group_size(group) == 1:
             return
@@ -150,7 +150,7 @@ class Reductions:
 
 
 def _home(own: Any, group: Any) -> Any:
-    """Of a group of ranks: the reduction group where that has the same ranks."""
+    """Return the group that merges a tensor's rows: `group` if it has the same ranks."""
     if group_size(own) == 1:
         return LOCAL
     return group if group is not LOCAL and ranks_of(own) == ranks_of(group) else own

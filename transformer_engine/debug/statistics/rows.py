@@ -1,7 +1,7 @@
-"""What a row of statistics holds, how rows of several ranks merge, and what can be read off one.
+"""Rows of statistics: their layouts, how rows of several ranks merge, and what is read from them.
 
-A slot is sixteen float64 values on the device that the tensor lives on. Kernels merge every tensor
-that they see into it (csrc/core/moments.h defines the layouts, and how they merge):
+A row is sixteen float64 values on the device of the tensor. Kernels merge every tensor that they
+process into it. csrc/core/moments.h defines the layouts and how they merge:
 
     moments  the fields of `kernels.moments.MOMENTS`
     casts    the fields of `kernels.moments.CAST_MOMENTS`
@@ -32,7 +32,7 @@ BLOCKWISE = "max_blockwise_dynamic_range"
 
 
 class Kind(IntEnum):
-    """What a slot holds; the numbers are those of `RowKind` in csrc/core/moments.h."""
+    """The layout of a row; the numbers are those of `RowKind` in csrc/core/moments.h."""
 
     MOMENTS = 0
     CASTS = 1
@@ -47,13 +47,13 @@ _EMPTY: dict[Kind, tuple[float, ...]] = {
 
 
 def empty_row(kind: Kind) -> list[float]:
-    """The row that merging leaves unchanged."""
+    """Return the row of no tensor, which changes nothing when it is merged."""
     row = _EMPTY[kind]
     return [*row, *[0.0] * (WIDTH - len(row))]
 
 
 def read(kind: Kind, row: Sequence[float], numel: int = 0) -> dict[str, float]:
-    """Every statistic of a row, by name; `numel` is of a weight, 0 where feeds accumulate."""
+    """Return every statistic of a row by name; `numel` as in `one_feed`."""
     if kind is Kind.MOMENTS:
         return statistics(one_feed(row, numel))
     if kind is Kind.CASTS:
@@ -65,10 +65,14 @@ def read(kind: Kind, row: Sequence[float], numel: int = 0) -> dict[str, float]:
 
 
 def one_feed(row: Sequence[float], numel: int) -> Sequence[float]:
-    """A moments row of a weight as if it had been fed once.
+    """Return a moments row of a weight as if it had been fed once.
 
-    A replayed CUDA graph feeds its weights with every micro-batch; they are equal, so the sums are
-    a multiple of what one feed gives.
+    A replayed CUDA graph feeds the row of a weight with every micro-batch. The weight is the same
+    each time, so the sums are multiples of those of one feed.
+
+    Args:
+        row: that was fed once or several times.
+        numel: elements of the weight; 0 for tensors that accumulate, whose row stays as it is.
     """
     if not numel or row[0] <= numel or row[0] % numel:
         return row

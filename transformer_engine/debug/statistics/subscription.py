@@ -1,4 +1,4 @@
-"""What features ask for: a statistic of a tensor, read off a row, when a schedule says so."""
+"""Requests of features: a statistic, the row that it is read from, and a schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.debug.statistics.rows import Kind
 
 @dataclass(frozen=True)
 class Source:
-    """What one slot of a tensor is fed with.
+    """What one slot of a tensor measures.
 
     Attributes:
         kind: what the row holds.
@@ -38,9 +38,9 @@ class Subscription(NamedTuple):
     """One statistic of one tensor.
 
     Attributes:
-        name: as the logs have it.
-        source: the slot that it is read off.
-        statistic: its name among those of the slot.
+        name: in the logs.
+        source: of the slot that it is read from.
+        statistic: its name among those of the slot, see `rows.read`.
         schedule: `nvdlfw_inspect._engine.Schedule`; None: always due.
     """
 
@@ -51,15 +51,15 @@ class Subscription(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is read off a slot in the iteration that ends, and what it was fed with."""
+    """What is read from a slot for the iteration that ends, and what it was fed with."""
 
     slot: Slot
     asks: Asks
-    numel: int  # of a weight; zero where feeds accumulate
+    numel: int  # elements of a weight; zero for tensors that accumulate
     fed: bool
     scales_only: bool
 
     @classmethod
     def of(cls, slot: Slot) -> Reading:
-        """As the slot is now."""
+        """Copy the state of a slot."""
         return cls(slot, slot.asks, slot.numel, slot.fed, slot.scales_only)

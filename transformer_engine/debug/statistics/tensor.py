@@ -1,4 +1,4 @@
-"""The statistics of one tensor of one layer: its slots, who reads them, and how they are fed."""
+"""`TensorStatistics`: the slots of one tensor of a layer, when they are due, how they are fed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _NO_ROWS: Rows = (None, None)
 
 
 class TensorStatistics:
-    """See the module's docstring.
+    """Takes the statistics of one tensor of one layer.
 
-    Every method that takes `captured` is told whether the call is being captured in a CUDA graph
-    or compiled: then rows are always given out, with the flag that says on the device whether
-    they are due.
+    `captured` tells a method that the call is being captured in a CUDA graph. Rows are then always
+    handed out, with a flag on the device that says in each replay whether they are due.
 
     Args:
         layer: name of the layer.
@@ -33,11 +32,11 @@ class TensorStatistics:
         buffer: of the tensor's device.
         subscriptions: what is asked of it, in the order of the logs.
         group: the process group that merges its rows, or `LOCAL`.
-        skipped: is told layer, tensor and reason where a statistic cannot be taken, once.
+        skipped: called once with layer, tensor and reason if a statistic cannot be taken.
 
     Attributes:
-        name: layer and tensor, and how to find the amax of it where ranks have parts of it.
-        replicas: ranks that have all of it alike.
+        name: layer and tensor, and how to reduce the amax of its shards.
+        replicas: the ranks that have the whole tensor, if several do.
     """
 
     def __init__(
@@ -70,18 +69,19 @@ class TensorStatistics:
         self._with_errors = {s.source for s in subscriptions if s.statistic == "mse"}
         self._once = tensor == "weight"  # only the first feed of a step counts
         self._skipped: Callable[[str, str, str], None] | None = skipped
-        self._trained = self._evaluated = self._shut = False  # in this iteration; see `enter`
+        # Of this iteration, see `enter`; `_ignored`: what comes now does not count.
+        self._trained = self._evaluated = self._ignored = False
 
     def counts_on(self, ranks: Sequence[int], rank: int) -> bool:
-        """Whether this rank's rows are merged: of several that have the same tensor, the first."""
+        """Whether this rank's rows are merged: the first of those that have the same tensor."""
         return rank == min((r for r in self.replicas if r in ranks), default=rank)
 
     def persistent_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The rows that feeds merge into, and the flags that captured feeds read."""
+        """Rows and flags, which recordings and graphs use."""
         return tuple(t for slot in self.slots.values() for t in (slot.row, slot.active))
 
     def schedule(self, iteration: int) -> None:
-        """Decide what is due in the coming iteration; what was fed before is forgotten."""
+        """Decide what is due in the next iteration, and forget what the last one fed."""
         self.clear()
         for (_, source), (schedule, asks) in self._schedules.items():
             if schedule is None or schedule.due(iteration):
@@ -89,37 +89,37 @@ class TensorStatistics:
                 self.due = True
 
     def clear(self) -> None:
-        """Nothing is due any more."""
-        self.due = self._trained = self._evaluated = self._shut = False
+        """Let nothing be due."""
+        self.due = self._trained = self._evaluated = self._ignored = False
         for slot in self.slots.values():
             slot.asks, slot.fed, slot.scales_only = (), False, slot.always_scales
 
     def free(self) -> None:
-        """Nothing feeds it any more: other tensors may have its slots."""
+        """Give the slots back: nothing feeds this tensor any more."""
         self.clear()
         for slot in self.slots.values():
             self.buffer.free(slot)
 
     def enter(self, evaluating: bool) -> None:
-        """A forward of the layer begins.
+        """Called when a forward of the layer begins.
 
-        What an evaluation feeds counts only in iterations in which the layer is not trained, so
-        that a validation between two steps changes the statistics of neither.
+        Evaluation counts only in iterations in which the layer is not trained, so that a
+        validation between two steps changes the statistics of neither.
         """
         if not evaluating and self._evaluated and not self._trained:
             for slot in self.slots.values():
                 self.buffer.empty(slot)
                 slot.fed = False
-        self._shut = evaluating and self._trained
+        self._ignored = evaluating and self._trained
         self._trained |= not evaluating
         self._evaluated |= evaluating
 
     def ended(self) -> tuple[Reading, ...]:
-        """What is to be read off the rows of the iteration that ends."""
+        """Return what is read from the rows of the iteration that ends."""
         return tuple(Reading.of(slot) for slot in self.slots.values() if slot.asks)
 
     def next_change(self, iteration: int) -> int | None:
-        """The first later iteration at which `due` may be another; None if there is none."""
+        """Return the next iteration at which `due` may change; None for never."""
         schedules = [schedule for schedule, _ in self._schedules.values()]
         if not self.due:
             following = [schedule.next(iteration) for schedule in schedules]
@@ -135,15 +135,15 @@ class TensorStatistics:
         if captured:
             self.buffer.captured = True
             return slot.row, slot.active
-        if self._shut or not slot.due or (self._once and slot.fed):
+        if self._ignored or not slot.due or (self._once and slot.fed):
             return _NO_ROWS
         slot.fed = True
         return slot.row, None
 
     def moments_row(self, numel: int = 0, captured: bool = False) -> Rows:
-        """Row and flag for a kernel that handles the tensor anyway; `(None, None)`: not now.
+        """Return the row and flag of moments for a kernel that reads the tensor anyway.
 
-        Asking counts as a feed: the kernel must be given what is returned.
+        The caller must hand them to the kernel. `(None, None)`: no moments are due.
 
         Args:
             numel: elements of the tensor; needed for weights.
@@ -154,10 +154,10 @@ class TensorStatistics:
     def _open(self, slot: Slot | None, captured: bool) -> bool:
         if slot is None:
             return False
-        return captured or not (self._shut or not slot.due or (self._once and slot.fed))
+        return captured or not (self._ignored or not slot.due or (self._once and slot.fed))
 
     def feed_moments(self, x: torch.Tensor, captured: bool = False) -> None:
-        """Merge a tensor's moments in a pass of their own; see the class for `captured`."""
+        """Merge the moments of a tensor, by a kernel of their own."""
         row, active = self._rows(self._moments, x.numel(), captured)
         if row is not None:
             moments(feeds.plain(x), row, active)
@@ -182,17 +182,17 @@ class TensorStatistics:
         quantizer: Any = None,
         captured: bool = False,
     ) -> None:
-        """Note what casts to FP8 have done to a tensor.
+        """Merge the statistics of a tensor's casts to FP8.
 
         Args:
             x: in high precision, without padding; None for a parameter that is kept in FP8.
-            rowwise: `Fp8Matrix`, quantised tensor, plain tensor or None: what the GEMMs take.
-            columnwise: likewise; the codes are transposed.
+            rowwise: the row-wise operand: `Fp8Matrix`, quantised tensor, plain tensor or None.
+            columnwise: the column-wise operand; its codes are transposed.
             quantizer: that made them.
             captured: see the class.
 
         Raises:
-            ValueError: a statistic of a recipe that cannot be evaluated after the fact.
+            ValueError: a cast by the requested recipe cannot be reproduced from the tensor.
         """
         for source in self._casts:
             slot = self.slots[source]
@@ -218,7 +218,7 @@ class TensorStatistics:
         quantizer: Any = None,
         captured: bool = False,
     ) -> None:
-        """Everything that is due about a tensor; arguments as above."""
+        """Take all statistics that are due; arguments as of `feed_casts`."""
         self.feed_moments(x, captured)
         self.feed_blocks(x, captured)
         self.feed_casts(x, rowwise, columnwise, quantizer, captured)
@@ -226,7 +226,7 @@ class TensorStatistics:
     def feed_fp8_weight(
         self, weight: Fp8Matrix, dtype: torch.dtype, quantizer: Any, captured: bool = False
     ) -> None:
-        """All due statistics of a weight that exists in FP8 alone; see the class for `captured`."""
+        """Take all due statistics of a weight that is kept in FP8."""
         values = [self._moments, *(self.slots[source] for source in self._blocks)]
         if any(self._open(slot, captured) for slot in values):
             x = dequantize(weight.codes, weight.format, weight.scales, dtype)
