@@ -30,9 +30,9 @@ from nvdlfw_inspect.startup import Settings, start
 from nvdlfw_inspect.utils import in_notebook, integer, refuse_misspelt, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
-_steering = threading.RLock()  # sessions begin, step and end one thread at a time
+_steering = threading.RLock()  # one thread at a time begins, steps or ends a session
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds to wait for that thread at exit
 _OPTIONS = {"tb_writer", "default_logging_enabled", "log_timestamps"}
 _Path = str | os.PathLike[str]
 
@@ -45,29 +45,31 @@ def initialize(
     init_training_step: int = 0,
     **kwargs: Any,
 ) -> None:
-    """Start to inspect, on every rank, before or after the model is built.
+    """Start a debug session. Call it on every rank, before or after building the model.
 
     Args:
-        config_file: What to do with which layers: a YAML file, or its content as a dict. None and
-            "": no features.
+        config_file: A YAML file that selects layers and features, or its content as a dict. None
+            and "": no features.
         feature_dirs: Directories with feature classes of your own; all their *.py files are run.
-            Built-in features are there without them.
+            Built-in features need no directory.
         statistics_logger: Receives all statistics.
         log_dir: Where the log files go.
         init_training_step: The first iteration.
         kwargs: `tb_writer`: a TensorBoard `SummaryWriter` that receives all statistics;
-            `default_logging_enabled`: write the log files also where there is a `tb_writer` or a
-            `statistics_logger` (without one they are always written);
+            `default_logging_enabled`: write the log files even with a `tb_writer` or a
+            `statistics_logger` (without either they are always written);
             `log_timestamps`: begin the lines of the text logs with the time, True by default.
 
     Raises:
         ValueError: A session is running already (in a notebook it is replaced), the configuration
-            is not right, or the directory for the logs cannot be written.
-        TypeError: An argument is of the wrong kind, or misspelt. One that is merely unknown gets a
-            warning.
+            has errors, or the log directory cannot be written.
+        TypeError: An argument has the wrong type or a misspelt name. Other unknown arguments cause
+            a warning.
         RuntimeError: A feature cannot be created.
 
-    A failed call leaves nothing behind. Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
+    A call that raises starts no session and changes nothing.
+
+    Environment variables: NVDLFW_INSPECT_LOG_LEVEL (INFO),
     NVDLFW_INSPECT_ENABLE_LOG_OVERWRITE (0 appends to the log files of an earlier session, 1
     truncates them; by default text starts anew and JSON lines are appended),
     NVDLFW_INSPECT_ENABLE_LOG_TIMESTAMP (1 puts the time into the names of the text logs, or what
@@ -107,7 +109,7 @@ def _begin(settings: Settings) -> None:
 
 
 def end_debug() -> None:
-    """End the session and close its logs; without one, do nothing."""
+    """End the session and close its logs. Without a session, do nothing."""
     with _steering:
         _end()
 
@@ -125,27 +127,27 @@ def _end() -> None:
 
 
 def step() -> None:
-    """Say that an iteration is over, after its backward pass; without a session, do nothing."""
+    """End an iteration: call it after each backward pass. Without a session, do nothing."""
     with _steering:
         if DEBUG_MANAGER is not None:
             DEBUG_MANAGER.step()
 
 
 def initialize_training_step(train_step: int) -> None:
-    """Set the number of the current iteration; without a session, do nothing.
+    """Set the number of the current iteration. Without a session, do nothing.
 
     Args:
-        train_step: The number, from 0; a resumed training says where it goes on.
+        train_step: The number, from 0. A resumed training passes the step at which it continues.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: `train_step` is no integer.
     """
     if DEBUG_MANAGER is not None:
         DEBUG_MANAGER.iteration = integer("initialize_training_step", "train_step", train_step)
 
 
 def flush() -> None:
-    """Write all statistics that there are to the logs; without a session, do nothing."""
+    """Wait for pending statistics and write them to the logs. Without a session, do nothing."""
     if DEBUG_MANAGER is not None:
         DEBUG_MANAGER.flush()
 
@@ -153,10 +155,10 @@ def flush() -> None:
 def show(log_dir: _Path | None = None) -> None:
     """Show a summary of the statistics, in a notebook as a table.
 
-    Where there is nothing to show it says why, and raises nothing: a training goes on.
+    If there is nothing to show, it prints why and raises nothing, so that training goes on.
 
     Args:
-        log_dir: Of the logs to show; by default those of the running session.
+        log_dir: Directory of the logs; by default that of the running session.
     """
     flush()
     manager, directory = DEBUG_MANAGER, log_dir
@@ -179,13 +181,14 @@ def log_message(
     level: int = logging.INFO,
     extra_cachable_args: Any = None,
 ) -> None:
-    """Write a line to the debug log, prefixed by the layer's name; each line once per session.
+    """Write a line to the debug log, prefixed by the layer's name; equal lines are written once.
 
     Args:
         msg: The text.
-        layer_name: What it is about.
+        layer_name: The layer that it is about.
         level: As in `logging`.
-        extra_cachable_args: Lines that differ in these alone are all written.
+        extra_cachable_args: Further values that tell lines apart: a line is written again if they
+            differ.
 
     Raises:
         RuntimeError: No session is running.
@@ -197,17 +200,17 @@ def log_message(
 def list_features() -> None:
     """Print the names of all features, on the first rank.
 
-    Without a session these are the built-in ones, and those of classes that are registered.
+    Without a session: the built-in features, and the feature classes that are registered.
     """
     print_rank_0(list(_features()))
 
 
 def explain_features(features: str | list[str] | None = None) -> None:
-    """Print what features do, on the first rank.
+    """Print the docstrings of features, on the first rank.
 
     Args:
-        features: Names such as "LogTensorStats" or "transformer_engine.LogTensorStats", one or a
-            list; "all".
+        features: A name such as "LogTensorStats" or "transformer_engine.LogTensorStats", a list of
+            names, or "all".
     """
     known = _features()
     if features is None:
@@ -235,14 +238,14 @@ def _features() -> dict[str, type]:
 
 
 def infer_and_assign_layer_names(model: Any) -> None:
-    """Name the layers of a model after its structure: "model.decoder.0.fc1".
+    """Name the layers of a model by their place in it, such as "model.decoder.0.fc1".
 
     Args:
-        model: A `torch.nn.Module`, a wrapper with a `.module`, or a list of such.
+        model: A `torch.nn.Module`, a wrapper that has it as `module`, or a list of these.
 
     Raises:
         RuntimeError: No session is running.
-        ValueError: It is none of these.
+        ValueError: `model` is something else.
     """
     assign_layer_names(model, _manager("infer_and_assign_layer_names").layer_named)
 
@@ -250,13 +253,13 @@ def infer_and_assign_layer_names(model: Any) -> None:
 def set_tensor_reduction_group(group: Any, layer_name: str | None = None) -> None:
     """Set the process group over which statistics are reduced, instead of all ranks.
 
-    Its ranks run the same layers, and each of them sets it, before `step()`: those of a pipeline
-    stage, say, whether they share data, tensors or contexts. PerTensorScaling and FakeQuant scale
-    activations and gradients by the amax over a group that was set.
+    All ranks of the group must run the same layers, such as the ranks of one pipeline stage, and
+    each must set the group before `step()`. PerTensorScaling and FakeQuant then also scale
+    activations and gradients by the amax over the group.
 
     Args:
         group: A `torch.distributed` group; None: all ranks.
-        layer_name: Not used: there is one group for all layers.
+        layer_name: Ignored: there is one group for all layers.
 
     Raises:
         ValueError: No session is running.
@@ -286,7 +289,7 @@ def get_tensor_reduction_group() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Find a namespace, such as `api.transformer_engine`, or an api of the namespace `base`."""
+    """Return a namespace, such as `api.transformer_engine`, or a call of the namespace `base`."""
     if name.startswith("__"):
         raise AttributeError(name)
     _manager(name)
@@ -304,7 +307,7 @@ def _manager(op: str, error: type[Exception] = RuntimeError) -> DebugManager:
 
 
 def _end_at_exit() -> None:
-    """A thread that never comes back from a session's end must not keep the process."""
+    """End the session, even if another thread has begun to end it and never returned."""
     alone = _steering.acquire(timeout=_PATIENCE)
     try:
         _end()

@@ -1,4 +1,4 @@
-"""What feature classes are made of: the description of their configuration, and base classes."""
+"""For authors of features: the description of a configuration, and base classes."""
 
 # ruff: noqa: B027 - what follows may be overridden
 
@@ -26,7 +26,7 @@ class Key:
 
 @dataclass(frozen=True, init=False)
 class Choice:
-    """A key that takes one of some words, in any case.
+    """A key whose value is one of several words, in upper or lower case.
 
     Example:
         >>> Choice("FP8E4M3", "FP8E5M2", required=True).values
@@ -43,16 +43,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What a feature class takes in a configuration, as its class attribute `CONFIG`.
+    """Describes the configuration of a feature class, as its class attribute `CONFIG`.
 
-    The engine checks configurations against it when they are loaded, and hands the feature what
-    they say for one tensor and gemm. A class without one takes any keys.
+    The engine checks configurations against it when it loads them, and passes the feature the
+    entries of one tensor and gemm. A class without `CONFIG` takes any keys.
 
     Attributes:
-        keys: Its own keys: "bool", "int", "number", "string", "any", a `Key` or a `Choice`.
-            None: any.
-        statistics: Regular expressions for what `stats` may name; empty: there is no `stats`.
-        tensors: Which tensors it can act on; empty: it is not about tensors.
+        keys: The kind of each key: "bool", "int", "number", "string", "any", a `Key` or a `Choice`.
+            None: any keys.
+        statistics: Regular expressions for the entries of `stats`; empty: there is no `stats`.
+        tensors: Tensors that it can act on; empty: it takes no tensors.
         gemms: Whether it takes `gemms` and `gemms_struct`.
         scheduled: Whether it takes `freq`, `start_step`, `end_step` and `start_end_list`.
         aliases: Other names of the feature.
@@ -72,7 +72,7 @@ class FeatureConfig:
     conflicts: tuple[str, ...] = ()
 
     def rule(self) -> dict[str, Any]:
-        """Write it as the engine takes it."""
+        """Return the form that the engine takes."""
         return {
             "free_form": self.keys is None,
             "keys": [_key_rule(name, key) for name, key in (self.keys or {}).items()],
@@ -94,25 +94,25 @@ def _key_rule(name: str, key: str | Key | Choice) -> tuple[str, str, list[str], 
 
 
 def parsed_by_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a `parse_config_and_api` that does what the engine does anyway.
+    """Mark a `parse_config_and_api` that the engine need not call, since it does the same.
 
-    Classes with any other one are asked themselves what their configuration says.
+    Classes that override the method without the mark parse their own configuration.
     """
     method.parsed_by_engine = True  # type: ignore[attr-defined]
     return method
 
 
 def choose_entry(config: Mapping[str, Any], what: str, name: Any) -> dict[str, Any] | None:
-    """Return what a configuration says for one tensor or gemm; None where it names another.
+    """Return the configuration of one tensor or gemm; None if it does not name that one.
 
     Args:
-        config: With a list `{what}s`, or `{what}s_struct` with keys of its own for each, which
-            stand above the outer ones.
+        config: Has a list `{what}s`, or a list `{what}s_struct` of dicts, whose keys override the
+            outer ones.
         what: "tensor" or "gemm".
-        name: Of the tensor or gemm.
+        name: The name of the tensor or gemm.
 
     Raises:
-        ValueError: It has neither.
+        ValueError: `config` has neither list.
 
     Example:
         >>> struct = [{"tensor": "weight", "freq": 2}]
@@ -133,23 +133,23 @@ def choose_entry(config: Mapping[str, Any], what: str, name: Any) -> dict[str, A
 
 
 class BaseConfigAPIMapper(ABC):
-    """Base of classes that read their own configuration."""
+    """Base of features that parse their own configuration."""
 
     def _process_tensor_config(
         self, config: Mapping[str, Any], api_tensor_name: str
     ) -> dict[str, Any] | None:
-        """Return what a configuration says for a tensor, as `choose_entry` does."""
+        """Return the configuration of a tensor, see `choose_entry`."""
         return choose_entry(config, "tensor", api_tensor_name)
 
     @abstractmethod
     def parse_config_and_api(
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a configuration covers a call, and what it says for it.
+        """Say whether a configuration covers a call, and return its entries for that call.
 
         Args:
-            config: As written, `enabled` included.
-            kwargs: `tensor_name` and `gemm` where the call carries them.
+            config: As written, including `enabled`.
+            kwargs: `tensor_name` and `gemm`, if the call has them.
 
         Returns:
             Whether the feature acts, and the configuration that its methods get.
@@ -157,14 +157,14 @@ class BaseConfigAPIMapper(ABC):
 
 
 class BaseNamespaceAPI(ABC):
-    """Base of classes that route the calls of a namespace of their own.
+    """Base of classes that route the calls of a namespace of the user's own.
 
-    Register one with `Registry.register_namespace_api`. The namespaces of the built-in features do
-    not need it: the engine routes their calls.
+    Register one with `Registry.register_namespace_api`. The engine routes the calls of built-in
+    namespaces.
     """
 
     name = ""
-    _default_api_impl: Any = None  # an object with the calls that are made where no feature acts
+    _default_api_impl: Any = None  # has the methods that are called if no feature acts
 
     def __getattr__(self, api_name: str) -> Callable[..., Any]:
         if api_name.startswith("_"):
@@ -172,7 +172,7 @@ class BaseNamespaceAPI(ABC):
         return partial(self.route_api, api_name=api_name)
 
     def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
-        """Raise where a call lacks something."""
+        """Raise an error if arguments of a call are missing."""
 
     @abstractmethod
     def routing_condition(
@@ -183,13 +183,13 @@ class BaseNamespaceAPI(ABC):
         feature_obj: Any,
         **kwargs: Any,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a feature acts, and the configuration that it gets (None: as written)."""
+        """Return whether a feature acts, and the configuration that it gets (None: as written)."""
 
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
-        """Raise where a feature returned what it should not."""
+        """Raise an error if the result of a feature is wrong."""
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
-        """Say whether several features may act in one call."""
+        """Return whether several features may act in one call."""
         return False
 
     def handle_multi_feature_output(
@@ -199,7 +199,7 @@ class BaseNamespaceAPI(ABC):
         features_to_invoke: Any,
         **kwargs: Any,
     ) -> Any:
-        """Merge what several features returned; without a better idea it must be the same."""
+        """Merge the results of several features; by default they must be equal."""
         first, *others = multi_feature_outputs
         if any(other != first for other in others):
             raise RuntimeError(
@@ -214,20 +214,20 @@ class BaseNamespaceAPI(ABC):
         return call(feat_config, layer_name, **kwargs)
 
     def step(self) -> None:
-        """An iteration is over."""
+        """Called when an iteration ends."""
 
     def end_debug(self) -> None:
-        """The session ends."""
+        """Called when the session ends."""
 
     def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
-        """Call an api of those features of a layer that `routing_condition` lets through.
+        """Call a method of those features of a layer for which `routing_condition` returns True.
 
         Returns:
-            What they returned; where none acts, what `_default_api_impl` returns, if it has the
-            call, else {}.
+            Their result. If no feature acts: the result of `_default_api_impl`, or {} if that has
+            no such method.
 
         Raises:
-            RuntimeError: Several act, and may not.
+            RuntimeError: Several features act in a call that allows one.
         """
         self.input_assertions_hook(api_name, layer_name=layer_name, **kwargs)
         chosen = self._chosen(layer_name, api_name, kwargs)

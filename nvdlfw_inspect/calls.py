@@ -1,4 +1,4 @@
-"""How the engine reaches features: the rules of a call, and errors that say where they are from."""
+"""`Calls`: calls the methods of features for the engine, and adds context to their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvdlfw_inspect.utils import warn_user
 if TYPE_CHECKING:
     from nvdlfw_inspect._engine import Schedule
 
-# Documented arguments that a call may lack: a feature that asks for one gets None.
+# Documented arguments that some calls do not have: a feature that takes one then gets None.
 _OPTIONAL = {
     "tensor_name",
     "gemm",
@@ -39,7 +39,7 @@ class Routed:
         feature: The instance.
         name: Its canonical name.
         section: The section of the configuration.
-        config: What the configuration says for the tensor and gemm, as plain values.
+        config: Its configuration for the tensor and gemm, as plain values.
         schedule: When it is due, if its class declares a schedule.
     """
 
@@ -51,10 +51,10 @@ class Routed:
 
 
 def _parameters_of(method: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...]]:
-    """Which arguments a method takes, None for all; and which documented ones must be filled in."""
+    """Return the arguments that a method takes (None: all), and those to fill in with None."""
     try:
         parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # nothing to see: let the method judge
+    except (TypeError, ValueError):  # no signature: pass everything
         return None, ()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -63,9 +63,10 @@ def _parameters_of(method: Callable[..., Any]) -> tuple[frozenset[str] | None, t
 
 
 class Calls:
-    """Calls features for a session. The engine's own calls arrive at `load`, `parse` and `ask`.
+    """Calls features for a session. The engine calls `load`, `parse` and `ask`.
 
-    `load` runs a feature file and says what went wrong, if anything did.
+    Args:
+        load: runs a feature file and returns an error message, or None.
     """
 
     def __init__(self, load: Callable[[str], str | None]) -> None:
@@ -76,7 +77,7 @@ class Calls:
     def routed(
         self, id: int, name: str, section: str, config: dict[str, Any], schedule: Schedule | None
     ) -> Routed:
-        """Make what a hook sees of a use."""
+        """Make a `Routed`."""
         return Routed(self.instances[id], name, section, config, schedule)
 
     def parse(
@@ -88,7 +89,7 @@ class Calls:
         tensor: str | None,
         gemm: str | None,
     ) -> dict[str, Any] | None:
-        """Ask a feature that parses its own configuration."""
+        """Let a feature parse its own configuration."""
         feature = self.instances[id]
         target = {"tensor_name": tensor, "gemm": gemm}
         parsing = {"tensor_parsing": tensor is not None, "gemm_parsing": gemm is not None}
@@ -108,7 +109,7 @@ class Calls:
         gemm: str | None,
         iteration: int,
     ) -> tuple[bool, int | None]:
-        """Make a routing call; a plain bool is asked for again in the next iteration."""
+        """Make a routing call; a plain bool is valid for this iteration alone."""
         target = {"tensor_name": tensor, "gemm": gemm}
         arguments: dict[str, Any] = {k: v for k, v in target.items() if v is not None}
         arguments |= {"layer_name": layer, "iteration": iteration}
@@ -124,11 +125,12 @@ class Calls:
         )
 
     def invoke(self, routed: Routed, api: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a method of a feature with those arguments that it takes.
+        """Call a method of a feature with those of the arguments that it takes.
 
         Raises:
-            NotImplementedError, ValueError, TypeError, RuntimeError: What the feature raised (any
-                other kind becomes a RuntimeError), with feature, layer, tensor, gemm and iteration.
+            NotImplementedError, ValueError, TypeError, RuntimeError: The feature raised it, or
+                another error, which becomes a RuntimeError. The text names feature, layer, tensor,
+                gemm and iteration.
         """
         method = getattr(routed.feature, api)
         key = (type(routed.feature), api)
@@ -151,7 +153,7 @@ class Calls:
         warn_user(text)
 
     def print(self, line: str) -> None:
-        """Show a line on the terminal."""
+        """Print a line."""
         print(line, file=sys.stderr, flush=True)
 
 

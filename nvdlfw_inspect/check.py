@@ -77,7 +77,7 @@ def _load(
     """The configuration, and what is said of features that cannot be loaded."""
     loader = FeatureLoader(directories)
     callouts = _engine.Callouts(Calls(loader.load))
-    with loader.at_work():
+    with loader.loading():
         broken = [*import_built_in(), *engine().discover(directories, callouts)]
     said = [f"{path} cannot be loaded: {reason}" for path, reason in broken]
     return engine().load(text, origin), said

@@ -1,4 +1,4 @@
-"""What the configuration says, for code that reads it itself."""
+"""Read access to the configuration of the running session, for programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nvdlfw_inspect import _engine
 
 
 class ConfigSpec:
-    """Which layers are meant.
+    """A selection of layers.
 
     Example:
         >>> spec = ConfigSpec()
@@ -22,7 +22,7 @@ class ConfigSpec:
 
     def initialize(self, layers: dict[str, Any]) -> None:
         """Take the `layers` part of a section."""
-        _engine.selects(layers, "")  # a mistake shows here
+        _engine.selects(layers, "")  # raises an error if it is wrong
         self.layers = dict(layers)
 
     def reset(self) -> None:
@@ -31,7 +31,7 @@ class ConfigSpec:
 
 
 def is_layer_in_cfg(layer_name: str, spec: ConfigSpec) -> bool:
-    """Say whether the selectors select the layer."""
+    """Return whether the selection contains the layer."""
     return bool(spec.layers) and _engine.selects(spec.layers, layer_name)
 
 
@@ -42,7 +42,7 @@ class ConfigManager:
     def get_config_for_layer(layer_name: str) -> dict[str, dict[str, Any]]:
         """Return {namespace: {feature: configuration}} of the sections that select the layer.
 
-        A feature of several sections appears as the first of them has it.
+        A feature of several sections has the configuration of the first one.
         """
         from nvdlfw_inspect import api  # noqa: PLC0415 - it needs this module
 

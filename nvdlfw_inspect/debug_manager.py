@@ -1,4 +1,4 @@
-"""A running session: what hooks, features and the functions of `nvdlfw_inspect.api` go through."""
+"""`DebugManager`: a running session, used by layers, features and `nvdlfw_inspect.api`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Whoever wants to know when sessions begin, step and end. `moved` need not be there."""
+    """Told when sessions begin, step and end. `moved` is optional."""
 
     def initialized(self, manager: DebugManager) -> None:
         """A session has begun; `api.DEBUG_MANAGER` is the manager."""
@@ -36,9 +36,10 @@ _listeners: list[Listener] = []
 
 
 def subscribe(listener: Listener) -> None:
-    """Tell a listener about all sessions from now on, and about the one that is running.
+    """Add a listener of all sessions, including the running one.
 
-    Listeners survive `end_debug()`. What they raise surfaces where the session is steered.
+    Listeners stay subscribed after `end_debug()`. Their errors are raised by the call that begins,
+    steps or ends the session.
     """
     _listeners.append(listener)
     if DebugManager.running is not None:
@@ -51,16 +52,16 @@ def unsubscribe(listener: Listener) -> None:
 
 
 class DebugManager:
-    """One `initialize()` ... `end_debug()`. Made by `nvdlfw_inspect.api.initialize`.
+    """One session, from `nvdlfw_inspect.api.initialize()` to `end_debug()`.
 
     Attributes:
-        drain: Callables that bring statistics which are still under way into the logs. They run
-            before the logs are closed or shown.
-        log_dir: Where the caller wants what a session writes.
-        root_log_dir: Where log files go: `log_dir`, or "" if there are none.
+        drain: Callables that wait for pending statistics and log them. They run before the logs
+            are closed or shown.
+        log_dir: The directory for everything that a session writes.
+        root_log_dir: The directory of the log files: `log_dir`, or "" if there are none.
         config_names: The sections of the configuration.
-        config_hash: Of its content: ranks compare it.
-        layer_names: Of layers that have been named, whether or not they have run.
+        config_hash: Hash of its content, which ranks compare.
+        layer_names: Names given to layers, whether or not the layers have run.
         silence: Why nothing was logged.
     """
 
@@ -99,7 +100,7 @@ class DebugManager:
 
     @property
     def iteration(self) -> int:
-        """How often `step()` was called, on top of what the counter was set to."""
+        """The current iteration: grows by one with each `step()`, and may be set."""
         return self._session.iteration
 
     @iteration.setter
@@ -140,23 +141,23 @@ class DebugManager:
         """Make a routing call (`*_enabled`).
 
         Returns:
-            The merged answer of all features, and the next iteration at which one is asked (None:
-            never). A yes is for this iteration; before the next one, answers come from a cache.
+            The merged answer of all features, and the next iteration at which a feature is asked
+            again (None: never). True is valid for this iteration alone.
         """
         now = self.iteration if iteration is None else iteration
         return self._session.decide(now, namespace, api_name, layer_name, tensor_name, gemm)
 
     def call(self, namespace: str, api_name: str, *, layer_name: str, **kwargs: Any) -> Any:
-        """Make a GEMM call: of the features whose own routing call said yes for this iteration.
+        """Call a method of the features whose routing call returned True for this iteration.
 
-        Each feature gets of `kwargs` what its method takes.
+        Each feature gets those of `kwargs` that its method takes.
 
         Returns:
-            What the last feature returned; None without one.
+            The result of the last feature; None without one.
 
         Raises:
-            NotImplementedError: No feature modifies the tensor that `modify_tensor` is called for.
-            RuntimeError: Several do.
+            NotImplementedError: `modify_tensor` was called, and no feature modifies the tensor.
+            RuntimeError: Several features modify it.
         """
         iteration = kwargs.get("iteration")
         now = self.iteration if iteration is None else iteration
@@ -183,19 +184,19 @@ class DebugManager:
     ) -> None:
         """Log statistics of a tensor, on the calling thread.
 
-        A value is None where there was nothing to measure; only the JSON lines say so.
+        A value of None (an empty tensor) appears in the JSON lines only.
         """
         MetricLogger.log_statistics(iteration, layer, tensor, values)
 
     def log_message(
         self, text: str, layer: str | None = None, level: int = logging.INFO, once: Any = None
     ) -> None:
-        """Write to the debug log; with a key `once`, only once per session and key."""
+        """Write to the debug log; once per session for each value of `once` that is not None."""
         key = None if once is None else repr(once)
         self._session.log_message(level, text, layer or "", key)
 
     def layer_named(self, name: str) -> None:
-        """A layer of the model has been given its name."""
+        """Called when a layer of the model gets a name."""
         self.layer_names.add(name)
         self.log_message(f"Assigned layer name: {name}")
 
@@ -204,9 +205,9 @@ class DebugManager:
         return self._session.written(layer_name)
 
     def schedules(self, feature: str) -> list[tuple[str, Schedule]]:
-        """Return when a feature may act on each of its tensors, whatever the layer is.
+        """Return (tensor, schedule) pairs of a feature, over all layers.
 
-        It follows from the configuration alone: ranks that share one agree on it.
+        They follow from the configuration alone, so they are the same on all ranks.
         """
         return [
             (tensor, schedule)
@@ -219,7 +220,7 @@ class DebugManager:
         """End an iteration: count, tell the listeners, write the logs."""
         self.silence.over(self.iteration)
         self._session.advance()
-        with ExitStack() as rest:  # all of it happens, whatever a part raises
+        with ExitStack() as rest:  # each of these runs even if another one raises
             rest.callback(self._session.settle)
             for api in Registry.namespace_apis():
                 rest.callback(api.step)
@@ -227,11 +228,11 @@ class DebugManager:
                 rest.callback(listener.stepped, self)
 
     def why_nothing_is_logged(self) -> list[str]:
-        """Say in sentences what keeps the logs empty."""
+        """Return sentences that say why the logs are empty."""
         return self.silence.reasons(self._session.layers())
 
     def begin(self) -> None:
-        """Run: tell the listeners."""
+        """Begin the session, and tell the listeners."""
         self._run(self, FileLogger(self.root_log_dir, self._session))
         for listener in list(_listeners):
             listener.initialized(self)
@@ -241,8 +242,8 @@ class DebugManager:
         DebugManager.running, FileLogger.running = manager, log
 
     def flush(self) -> None:
-        """Write all there is to the log files, waiting for statistics that are under way."""
-        if self._draining:  # a signal has come while we were at it
+        """Wait for pending statistics, and write everything to the log files."""
+        if self._draining:  # called by a signal handler that interrupted `flush`
             return
         self._draining = True
         try:

@@ -1,4 +1,4 @@
-"""The line of a configuration that a problem is about."""
+"""`pointed`: adds the line of the configuration and a caret to an error message."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def pointed(problem: str, source: object) -> str:
     r"""Return the problem with its line below, and a caret where it begins.
 
     Args:
-        problem: As the engine says it, `origin:line:column: ...`.
-        source: The bytes of the file. What else comes has no lines, and no line is added.
+        problem: Message of the engine, `origin:line:column: ...`.
+        source: The bytes of the file. For a dict, which has no lines, the problem stays as it is.
 
     Example:
         >>> print(pointed("c.yaml:2:3: expected spaces, got a tab", b"a:\n  \tb: 1\n"))

@@ -1,4 +1,4 @@
-"""What happens to a session when the program ends without `end_debug()`."""
+"""`ExitHooks`: ends the session of a program that exits without `end_debug()`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 class ExitHooks:
-    """Ends the session at exit, and drains it on SIGTERM before whatever else SIGTERM does.
+    """Ends the session at exit, and drains it on SIGTERM before the previous handler runs.
 
-    Forked children, such as workers that load data, leave their parent's session alone.
+    Forked children, such as workers that load data, do not touch the session of their parent.
     """
 
     def __init__(self, end: Callable[[], None], drain: Callable[[], None]) -> None:
@@ -26,11 +26,11 @@ class ExitHooks:
         atexit.register(self._at_exit)
 
     def install(self) -> None:
-        """Listen to SIGTERM. Only a main thread may; elsewhere nothing happens."""
+        """Install the handler of SIGTERM. Only a main thread may; other threads do nothing."""
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
-        if previous is None:  # not Python's: there would be no way to hand the signal on
+        if previous is None:  # installed by C code, which we could not call afterwards
             return
         self._process = os.getpid()
         self._previous = previous
@@ -38,7 +38,7 @@ class ExitHooks:
         self._installed = True
 
     def remove(self) -> None:
-        """Stop listening, unless someone else listens since."""
+        """Restore the previous handler, unless another one has been installed since."""
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self._handle:

@@ -1,4 +1,4 @@
-"""What looks like a slip in a feature class: methods that nothing will ever call."""
+"""Finds methods of feature classes that nothing calls, which are probably mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NEAR = 0.85  # of difflib: one or two letters of a call's name
 
 
 def slips_of(cls: type, calls: Collection[str]) -> list[str]:
-    """Say which methods of a feature class nothing calls, and why; layers make `calls`."""
+    """Return messages about methods of a class that are not among the `calls` of layers."""
     methods = {
         name: method
         for name in dir(cls)

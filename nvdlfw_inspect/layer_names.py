@@ -1,4 +1,4 @@
-"""Names of layers from the structure of a model."""
+"""Names layers by their place in a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def assign_layer_names(model: Any, named: Callable[[str], None]) -> None:
     Inside a ModuleList, a child's `layer_number` stands for its index, if it has one.
 
     Raises:
-        ValueError: Neither a module, nor something with a `.module`, nor a list of such.
+        ValueError: `model` is no module, no wrapper with a `module`, and no list of these.
     """
     for one in model if isinstance(model, (list, tuple)) else [model]:
         _assign(_unwrap(one), "model", named)

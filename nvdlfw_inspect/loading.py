@@ -17,15 +17,15 @@ _loaders: list[FeatureLoader] = []
 
 
 def loading_files() -> bool:
-    """Say whether feature files are being loaded now."""
+    """Return whether feature files are being loaded now."""
     return bool(_loaders)
 
 
 class FeatureLoader:
-    """Loads files as modules that are gone from `sys.modules` afterwards.
+    """Loads files as modules, which are removed from `sys.modules` afterwards.
 
-    While one runs, its folder is where imports look first, so that siblings find each other by
-    bare name. A file that the process has imported already is left alone.
+    While a file runs, its folder comes first in `sys.path`, so that it can import its siblings. A
+    file that the process has imported already is not run again.
     """
 
     def __init__(self, directories: list[str]) -> None:
@@ -33,8 +33,8 @@ class FeatureLoader:
         self._imported: dict[str, Path | None] = {}
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Load files inside; then forget the modules that came from the directories."""
+    def loading(self) -> Iterator[None]:
+        """Context for calls of `load`; removes the modules of the directories at the end."""
         before = set(sys.modules)
         _loaders.append(self)
         try:
@@ -46,7 +46,7 @@ class FeatureLoader:
                     del sys.modules[name]
 
     def load(self, path: str) -> str | None:
-        """Run a file; return what went wrong, if anything did."""
+        """Run a file; return an error message, or None."""
         file = Path(path).resolve()
         if file in self._imported_files():
             return None

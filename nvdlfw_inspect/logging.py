@@ -1,4 +1,4 @@
-"""Where messages and statistics go."""
+"""Loggers of statistics and of messages."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class BaseLogger(ABC):
 
     @abstractmethod
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Take one value.
+        """Log one value.
 
         Args:
             name: `{layer}_{tensor}_{statistic}`.
             value: In full precision; may be NaN or infinite.
-            iteration: Of the value.
-            kwargs: What the caller of `MetricLogger.log_scalar` added.
+            iteration: The iteration of the value.
+            kwargs: Further arguments of `MetricLogger.log_scalar`.
         """
 
 
 def require_logger(op: str, logger: object) -> None:
-    """Raise TypeError for what is no `BaseLogger`."""
+    """Raise TypeError unless `logger` is a `BaseLogger`."""
     if not isinstance(logger, BaseLogger):
         raise TypeError(f"[{op}] expected a BaseLogger, got {type(logger).__name__}")
 
 
 class TensorboardLogger(BaseLogger):
-    """Hands values on to a `SummaryWriter`."""
+    """Passes values to a `SummaryWriter`."""
 
     def __init__(self, tb_writer: Any) -> None:
         self.tb_writer = tb_writer
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Add a scalar; `kwargs` are the writer's, such as `walltime`."""
+        """Add a scalar; `kwargs` are passed to the writer, such as `walltime`."""
         self.tb_writer.add_scalar(name, value, iteration, **kwargs)
 
 
@@ -56,13 +56,13 @@ def wrap_tensorboard_writer(tb_writer: Any) -> TensorboardLogger:
 
 
 class StatisticsFiles(BaseLogger):
-    """The statistics log and the JSON lines of a session."""
+    """Writes the statistics log and the JSON lines of a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Write a value that belongs to no tensor."""
+        """Write a value that is not a statistic of a tensor."""
         self._session.log_scalar(name, float(value), iteration)
 
     def log_statistics(
@@ -80,7 +80,7 @@ class MetricLogger:
 
     @staticmethod
     def add_logger(logger: BaseLogger) -> None:
-        """Add a logger, until `end_debug()`.
+        """Add a logger for the rest of the session.
 
         Raises:
             TypeError: It is no `BaseLogger`.
@@ -90,7 +90,7 @@ class MetricLogger:
 
     @staticmethod
     def log_scalar(name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Hand one value to every logger."""
+        """Pass one value to every logger."""
         for logger in MetricLogger.enabled_loggers:
             logger.log_scalar(name, value, iteration, **kwargs)
 
@@ -98,7 +98,7 @@ class MetricLogger:
     def log_statistics(
         iteration: int, layer: str, tensor: str, values: Mapping[str, float | None]
     ) -> None:
-        """Hand the statistics of a tensor to every logger, in one call where it takes that."""
+        """Pass the statistics of a tensor to every logger, in one call if it has `log_batch`."""
         named = {f"{layer}_{tensor}_{k}": v for k, v in values.items() if v is not None}
         for logger in MetricLogger.enabled_loggers:
             if isinstance(logger, StatisticsFiles):
@@ -141,11 +141,11 @@ def get_logger() -> FileLogger:
 
 
 def custom_assert(condition: bool, message: str, level: int = logging.ERROR) -> None:
-    """Check something in a feature of your own: log what is wrong, and raise.
+    """Log a message and raise AssertionError if a condition does not hold; for your own features.
 
     Raises:
-        AssertionError: The condition does not hold. Out of a feature's method it surfaces as a
-            RuntimeError that names the call.
+        AssertionError: The condition does not hold. If raised in a method of a feature, it becomes
+            a RuntimeError that names the call.
     """
     if condition:
         return
@@ -166,7 +166,7 @@ def enable_logging_at_current_step(
     end_step: int | None = None,
     start_end_list: list[list[int]] | None = None,
 ) -> bool:
-    """Say whether a schedule is due: multiples of `freq` within closed intervals, -1 is no end.
+    """Return whether a step is a multiple of `freq` within closed intervals; -1 means no end.
 
     Example:
         >>> enable_logging_at_current_step(10, freq=5, start_step=2, end_step=10)

@@ -1,4 +1,4 @@
-"""What `nvdlfw_inspect.api.<namespace>` is: calls of a namespace's features by hand."""
+"""`nvdlfw_inspect.api.<namespace>`, by which programs call features as layers do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What a routing call (`*_enabled`) gives; it is true where `yes` is.
+    """The result of a routing call (`*_enabled`); its truth value is that of `yes`.
 
     Attributes:
-        yes: for the iteration of the call.
-        next_iteration: The next at which a feature is asked; None: never.
+        yes: The answer, for the iteration of the call.
+        next_iteration: The next iteration at which a feature is asked again; None: never.
 
     >>> bool(Answer(False, 3)), Answer(False, 3) == (False, 3)
     (False, True)
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 class Namespace:
-    """The apis of a namespace, as functions of `layer_name` and what else the call carries."""
+    """The calls of a namespace, as functions of `layer_name` and further arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,11 +42,11 @@ class Namespace:
         return partial(self.route_api, api_name=api_name)
 
     def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
-        """Call an api of a layer's features.
+        """Call a method of the features of a layer.
 
         Returns:
-            Of a routing call (`*_enabled`): an `Answer`, a tuple `(yes, next_iteration)`. Else what
-            the feature returned; without one, {} in the namespace `base`, None elsewhere.
+            For a routing call (`*_enabled`): an `Answer`, a tuple `(yes, next_iteration)`. For
+            others the result of the feature; without one, {} in the namespace `base`, else None.
 
         Raises:
             RuntimeError: No session is running.
@@ -62,7 +62,7 @@ class Namespace:
 
 
 def find_namespace(name: str) -> Any:
-    """Return what `name` stands for: an api of `base`, a namespace, or None."""
+    """Return a call of `base`, a namespace, or None for an unknown name."""
     base = Registry.data.get("base")
     if base is not None and base.feat_api_to_features.get(name):
         return partial(find_namespace("base").route_api, api_name=name)

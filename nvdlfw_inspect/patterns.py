@@ -1,7 +1,8 @@
-"""Searches in layer names: Python's `re`, without the patterns on which it takes exponential time.
+"""`search`: Python's `re`, but it refuses patterns that may take exponential time.
 
-`re` tries every way in which a pattern may match. A repetition of something that matches one text
-in several ways, like `(a+)+`, doubles these with every character, and nothing can interrupt it.
+`re` tries every way in which a pattern may match a text. If the body of a repetition matches a text
+in several ways, as in `(a+)+`, every further character doubles their number, and nothing can
+interrupt the search.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ try:
 except ImportError:  # Python 3.10
     import sre_parse as _parser
 
-_MANY = 16  # repetitions, from which on a bounded number of them is as bad
+_MANY = 16  # so many repetitions are refused even if their number is bounded
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
-_CHARACTERS = frozenset(map(chr, range(257)))  # the last one stands for all others
+_CHARACTERS = frozenset(map(chr, range(257)))  # chr(256) stands for all others
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
 _Item = tuple[Any, Any]
 
 
 def search(pattern: str, text: str) -> bool:
-    """Whether a pattern matches somewhere in a text.
+    """Return whether a pattern matches anywhere in a text.
 
     Raises:
-        re.error: The pattern is none, or may take exponential time.
+        re.error: The pattern is invalid, or may take exponential time.
     """
     _check(pattern)
     return re.search(pattern, text) is not None
@@ -45,10 +46,10 @@ def _check(pattern: str) -> None:
 
 
 def _is_ambiguous(body: Any) -> bool:
-    """Whether repetitions of this may share out a text between them in several ways.
+    """Whether a repetition of `body` may match one text in several ways.
 
-    They may not where each of them ends at, or begins with, a character that what varies inside
-    cannot match.
+    It cannot if the body has a mandatory character that no varying part of it can match: these
+    characters then separate the repetitions.
     """
     separators = [_characters(item) for item in _mandatory(body)]
     return any(
@@ -58,7 +59,7 @@ def _is_ambiguous(body: Any) -> bool:
 
 
 def _varies(item: _Item) -> bool:
-    """Whether an item may match the beginning of one text in several ways."""
+    """Whether an item may match several beginnings of one text."""
     op, value = item
     if str(op) in _REPEATS:
         return bool(value[0] != value[1])
@@ -70,7 +71,7 @@ def _varies(item: _Item) -> bool:
 
 
 def _first(items: list[_Item]) -> frozenset[str]:
-    """Characters with which a sequence may begin; none where it may be empty."""
+    """Return the characters with which a sequence may begin; an empty set if it may be empty."""
     for item in items:
         op, value = item
         if str(op) in ("AT", "ASSERT", "ASSERT_NOT"):
@@ -82,7 +83,7 @@ def _first(items: list[_Item]) -> frozenset[str]:
 
 
 def _mandatory(items: Any) -> Iterator[_Item]:
-    """The single characters that every match of a sequence has."""
+    """Yield the items of single characters that every match of a sequence contains."""
     for op, value in items:
         if str(op) in ("LITERAL", "NOT_LITERAL", "IN", "ANY"):
             yield op, value
@@ -91,7 +92,7 @@ def _mandatory(items: Any) -> Iterator[_Item]:
 
 
 def _within(items: Any) -> Iterator[_Item]:
-    """All items of a sequence, and those inside of them."""
+    """Yield all items of a sequence, including nested ones."""
     for op, value in items:
         yield op, value
         for inner in _sequences(str(op), value):
@@ -109,7 +110,7 @@ def _sequences(op: str, value: Any) -> list[Any]:
 
 
 def _characters(item: _Item) -> frozenset[str]:
-    """All characters that an item may match, in either case."""
+    """Return all characters that an item may match, in upper and lower case."""
     op, value = str(item[0]), item[1]
     if op in ("LITERAL", "NOT_LITERAL"):
         character = chr(min(value, 256))

@@ -1,4 +1,4 @@
-"""Which feature classes there are, by namespace."""
+"""`Registry`: the feature classes of the process, by namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvdlfw_inspect.feature_checks import slips_of
 from nvdlfw_inspect.utils import warn_user
 
 BUILT_IN = ("nvdlfw_inspect.debug_features.log_tensor_stats", "transformer_engine.debug.features")
-"""Modules that define features; those of packages that are not installed are left out."""
+"""Modules that define the built-in features; modules that cannot be imported are skipped."""
 
 _Class = TypeVar("_Class", bound=type)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -25,10 +25,10 @@ class NamespaceData:
     """The features of a namespace.
 
     Attributes:
-        name: Of the namespace.
-        api: The object behind `nvdlfw_inspect.api.<name>`, if a class was registered for it.
-        features: By name: the instances, while a session runs.
-        feat_api_to_features: By api: the names of the features that have it.
+        name: Name of the namespace.
+        api: The object `nvdlfw_inspect.api.<name>`, if a class was registered for it.
+        features: The instances by name, while a session runs.
+        feat_api_to_features: Names of the features that define a call, by call.
     """
 
     name: str
@@ -38,7 +38,7 @@ class NamespaceData:
 
     @property
     def deferred_features(self) -> list[type]:
-        """The classes without an instance: all of them, while no session runs."""
+        """The classes without an instance: all classes, if no session runs."""
         of_namespace = [r.cls for r in Registry._classes.values() if r.namespace == self.name]
         return [cls for cls in of_namespace if type(self.features.get(cls.__name__)) is not cls]
 
@@ -51,7 +51,7 @@ class _Registration:
 
 
 class Registry:
-    """The features of the process. Registration goes by decorators; sessions instantiate."""
+    """The features of the process: decorators register classes, sessions instantiate them."""
 
     data: ClassVar[dict[str, NamespaceData]] = {}
     _classes: ClassVar[dict[int, _Registration]] = {}
@@ -60,9 +60,9 @@ class Registry:
     def register_feature(namespace: str) -> Callable[[_Class], _Class]:
         """Register the decorated class as a feature of a namespace.
 
-        A class of the same name replaces the one registered before, so that a notebook's cell can
-        be run again; names of built-in features are taken. While feature files are loaded, the
-        first class of a name stays.
+        A class replaces an earlier one of the same name, so that a cell of a notebook can be run
+        again. Built-in features cannot be replaced. Among feature files, the first class of a name
+        stays.
 
         Example:
             >>> @Registry.register_feature(namespace="transformer_engine")
@@ -78,7 +78,7 @@ class Registry:
 
     @staticmethod
     def register_namespace_api(namespace: str) -> Callable[[_Class], _Class]:
-        """Register the decorated class as what `nvdlfw_inspect.api.<namespace>` is."""
+        """Register the decorated class; `nvdlfw_inspect.api.<namespace>` is its instance."""
 
         def register(cls: _Class) -> _Class:
             api = cls()
@@ -90,7 +90,7 @@ class Registry:
 
     @staticmethod
     def namespace_apis() -> list[Any]:
-        """Return the objects that stand for namespaces."""
+        """Return the objects `nvdlfw_inspect.api.<namespace>` of registered classes."""
         return [data.api for data in Registry.data.values() if data.api is not None]
 
     @staticmethod
@@ -103,7 +103,7 @@ class Registry:
 
     @staticmethod
     def slips() -> list[str]:
-        """What looks like a slip in a class, of namespaces that say what layers call."""
+        """Return messages about probable mistakes in feature classes."""
         slips = []
         for one in Registry._classes.values():
             calls = getattr(type(namespace_data(one.namespace).api), "documented_calls", ())
@@ -131,7 +131,7 @@ class Registry:
 
     @staticmethod
     def reset() -> None:
-        """Drop the instances, and the classes of feature files; what modules define stays."""
+        """Drop all instances and the classes of feature files; classes of modules stay."""
         for id, registration in list(Registry._classes.items()):
             if not is_importable(registration.cls):
                 _forget(id)
@@ -140,20 +140,20 @@ class Registry:
 
 
 def api_method(function: _Function) -> _Function:
-    """Mark a method of a feature as one that its namespace calls."""
+    """Mark a method of a feature that layers, or `nvdlfw_inspect.api`, may call."""
     function.is_api = True  # type: ignore[attr-defined]
     return function
 
 
 def namespace_data(name: str) -> NamespaceData:
-    """Return the namespace, a new one if need be."""
+    """Return the data of a namespace, which is created if it does not exist."""
     return Registry.data.setdefault(name, NamespaceData(name))
 
 
 def import_built_in() -> list[tuple[str, str]]:
-    """Import the modules that define the built-in features; return those that are not there.
+    """Import the modules of the built-in features; return those that fail, each with the reason.
 
-    Each with the reason: the debugger works without transformer_engine, too.
+    The debugger also works without `transformer_engine`.
     """
     missing = []
     for name in BUILT_IN:
@@ -165,15 +165,15 @@ def import_built_in() -> list[tuple[str, str]]:
 
 
 def is_importable(cls: type) -> bool:
-    """Say whether the class belongs to a module that the process has imported.
+    """Return whether the module of a class is in `sys.modules`.
 
-    Classes of feature files do not: their modules are gone once the files are loaded.
+    Modules of feature files are not: they are removed after loading.
     """
     return cls.__module__ in sys.modules
 
 
 def origin_of(cls: type) -> str:
-    """Return the file that defines a class; "" where there is none."""
+    """Return the file that defines a class; "" if there is none."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(Path(file).resolve()) if file else ""
 
@@ -190,7 +190,7 @@ def _register(namespace: str, cls: type) -> None:
     apis = {a for a, method in methods.items() if getattr(method, "is_api", False)}
     rule = {"namespace": namespace, "name": name, **_rule_of(cls)}
     id_ = engine().add(rule, apis, _parsing_of(cls), origin)
-    if id_ is None:  # the engine has no other way in
+    if id_ is None:  # `Registry` alone adds to the engine, and has removed earlier ones
         raise RuntimeError(f"[register_feature] {namespace}.{name} is registered twice")
     Registry._classes[id_] = _Registration(namespace, cls, origin)
     for api in sorted(apis):

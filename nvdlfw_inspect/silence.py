@@ -1,4 +1,4 @@
-"""Why a session has logged nothing, or a section of its configuration has not acted."""
+"""`Silence`: explains why a session has logged nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Silence:
-    """Follows a session.
+    """Collects reasons for empty logs during a session.
 
     Attributes:
-        skipped: What features have said of statistics that they could not take.
+        skipped: Messages of features about statistics that they could not take.
     """
 
     def __init__(self, config: LoadedConfig) -> None:
@@ -23,12 +23,12 @@ class Silence:
         self._config = config
         self._steps = 0
         self._last = 0
-        self._waiting: dict[str, list[Schedule]] = {}  # sections that have not come due
+        self._waiting: dict[str, list[Schedule]] = {}  # sections that have not been due yet
         for section, _, _, targets in config.plans([]):
             self._waiting.setdefault(section, []).extend(schedule for _, _, schedule in targets)
 
     def over(self, iteration: int) -> None:
-        """An iteration has ended."""
+        """Called when an iteration ends."""
         self._steps += 1
         self._last = iteration
         if self._waiting:
@@ -39,7 +39,7 @@ class Silence:
             }
 
     def never_due(self) -> Iterator[str]:
-        """Say of every section that was due in no iteration when it would have been."""
+        """Return a message for every section that was due in no iteration."""
         if not self._steps:
             return
         for name, schedules in self._waiting.items():
@@ -48,10 +48,10 @@ class Silence:
             yield f"section {name} never came due: the last step was {self._last}, {when}"
 
     def reasons(self, layers: Sequence[str]) -> list[str]:
-        """Say what keeps the logs empty.
+        """Return sentences that say why the logs are empty.
 
         Args:
-            layers: That have run.
+            layers: The layers that have run.
         """
         plans = self._config.plans(list(layers))
         if not plans:

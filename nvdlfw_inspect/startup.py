@@ -1,4 +1,4 @@
-"""From the arguments of `initialize` to a running session."""
+"""Starts a session from the arguments of `initialize`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PathLike = str | os.PathLike[str]
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """A file or directory that an argument names is not there."""
+    """A file or directory that an argument names does not exist."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings:
     config_file: PathLike | dict[str, Any] | None
     feature_dirs: PathLike | list[PathLike] | tuple[PathLike, ...] | None
     statistics_logger: BaseLogger | None
-    log_dir: Any  # a path; what else comes is refused
+    log_dir: Any  # a path; `start` refuses anything else
     init_training_step: int = 0
     tb_writer: Any = None
     default_logging_enabled: bool = False
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def logs_to_files(self) -> bool:
-        """Whether log files are written: without another destination they always are."""
+        """Whether log files are written; without another logger they always are."""
         other = self.statistics_logger is not None or self.tb_writer is not None
         return self.default_logging_enabled or not other
 
@@ -75,7 +75,7 @@ class _Source:
                 f"[initialize] expected a configuration file, got {config_file}: {what}; "
                 "config_file=None runs without features, and built-in features need no feature_dirs"
             )
-        # A file's name may have bytes that are no characters.
+        # A file name may contain bytes that are not UTF-8.
         name = str(config_file).encode("utf-8", "backslashreplace").decode()
         return cls(path.read_bytes(), name, f"Reading config from {name}.")
 
@@ -84,7 +84,7 @@ def start(settings: Settings) -> DebugManager:
     """Start a session.
 
     Raises:
-        TypeError, ValueError: An argument or the configuration is not right.
+        TypeError, ValueError: An argument or the configuration is wrong.
         RuntimeError: A feature cannot be created.
     """
     if settings.statistics_logger is not None:
@@ -103,7 +103,7 @@ def start(settings: Settings) -> DebugManager:
     callouts = _engine.Callouts(calls)
     session: _engine.Session | None = None
     try:
-        with loader.at_work():
+        with loader.loading():
             missing = import_built_in()
             broken = engine().discover(directories, callouts)
         for path, reason in broken:
@@ -115,7 +115,7 @@ def start(settings: Settings) -> DebugManager:
         session = engine().begin(config, callouts, _log_options(settings))
         session.iteration = first_step
         return _manager(settings, source, session, calls, config)
-    except BaseException:  # whatever was raised, the next session finds what this one found
+    except BaseException:  # leave nothing behind for the next session
         if session is not None:
             session.finish()
         MetricLogger.enabled_loggers.clear()
@@ -130,7 +130,7 @@ def _manager(
     calls: Calls,
     config: _engine.LoadedConfig,
 ) -> DebugManager:
-    """The session's manager; its first messages say what the session was started with."""
+    """Make the manager of the session, and log the settings of the session."""
     manager = DebugManager(session, calls, config, str(settings.log_dir), settings.logs_to_files)
     for message in [*_add_loggers(settings, session), source.message]:
         if message:
@@ -182,7 +182,7 @@ def _log_options(settings: Settings) -> _engine.LogOptions:
 
 
 def _add_loggers(settings: Settings, session: _engine.Session) -> list[str]:
-    """Fill `MetricLogger.enabled_loggers`; return what the debug log says about it."""
+    """Fill `MetricLogger.enabled_loggers`; return messages about them for the debug log."""
     loggers = MetricLogger.enabled_loggers
     loggers.clear()
     messages = []

@@ -1,4 +1,4 @@
-"""Small things: where we are among the ranks, and gathering."""
+"""Ranks and gathering, warnings, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PASSED_BY = ("nvdlfw_inspect", "transformer_engine", "torch", "contextlib", "im
 
 
 def _distributed() -> Any:
-    """`torch.distributed`, if a process group runs; a program without torch has none."""
+    """Return `torch.distributed` if a process group is initialized, else None."""
     if sys.modules.get("torch") is None:  # not imported, or blocked
         return None
     distributed = importlib.import_module("torch.distributed")
@@ -28,13 +28,13 @@ def _distributed() -> Any:
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """Return the size of a group, of all ranks by default; 1 where nothing is distributed."""
+    """Return the size of a group (default: all ranks); 1 without `torch.distributed`."""
     distributed = _distributed()
     return distributed.get_world_size(group) if distributed else 1
 
 
 def get_distributed_rank() -> int:
-    """Return this process's rank; before the process group exists, the launcher's word for it."""
+    """Return the rank of this process; before the process group exists, that of the launcher."""
     distributed = _distributed()
     return distributed.get_rank() if distributed else _env.launched_rank()
 
@@ -45,12 +45,12 @@ def gather_along_first_dim(
     """Gather a tensor of all ranks along its first dimension.
 
     Args:
-        input_: Of the same shape and dtype on all ranks of the group.
-        process_group: None: all ranks.
-        async_op: Return before it is done.
+        input_: A tensor of the same shape and dtype on all ranks of the group.
+        process_group: The group; None: all ranks.
+        async_op: Return before the collective has finished.
 
     Returns:
-        The gathered tensor, and a handle to wait for (None unless `async_op`).
+        The gathered tensor, and the handle of the collective (None unless `async_op`).
     """
     ranks = get_distributed_world_size(process_group)
     if ranks == 1:
@@ -79,7 +79,7 @@ def gather_tensor_on_last_rank(
 
 
 def append_parent_docstring(parent: type) -> Callable[[_Class], _Class]:
-    """Make a class decorator that adds the parent's docstring to the class's own."""
+    """Return a class decorator that appends the docstring of `parent` to that of the class."""
 
     def append(cls: _Class) -> _Class:
         cls.__doc__ = "\n".join(text for text in (cls.__doc__, parent.__doc__) if text)
@@ -89,7 +89,7 @@ def append_parent_docstring(parent: type) -> Callable[[_Class], _Class]:
 
 
 def warn_user(text: str) -> None:
-    """Warn the program that uses the debugger, at the line that called into it or into a layer."""
+    """Issue a UserWarning at the line of the program that called the debugger or a layer."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1
@@ -102,10 +102,10 @@ def _is_inside(frame: FrameType) -> bool:
 
 
 def integer(op: str, argument: str, value: Any) -> int:
-    """Take an integer of any library as Python's.
+    """Convert an integer of any library to Python's int.
 
     Raises:
-        TypeError: It is none.
+        TypeError: `value` is no integer.
     """
     try:
         return operator.index(value)
@@ -115,14 +115,14 @@ def integer(op: str, argument: str, value: Any) -> int:
 
 
 def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for keywords that are nearly known ones.
+    """Raise TypeError for keywords that look like misspelt ones.
 
-    Keywords of other versions are merely unknown: they are no errors, for programs pass them.
+    Other unknown keywords are accepted: programs for other versions pass them.
 
     Args:
-        op: What is called.
-        unknown: The keywords it was called with and does not have.
-        known: Those that it has.
+        op: Name of the function that was called.
+        unknown: Keywords of the call that the function does not take.
+        known: Keywords that it takes.
     """
     for name in unknown:
         near = difflib.get_close_matches(name, list(known), 1, _MISSPELT)
@@ -131,7 +131,7 @@ def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> No
 
 
 def in_notebook() -> bool:
-    """Say whether a notebook's kernel runs us."""
+    """Return whether the program runs in the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

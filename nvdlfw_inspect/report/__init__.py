@@ -1,4 +1,4 @@
-"""What a person sees of a run: tables in the terminal and in notebooks, and a page of charts."""
+"""Reports about runs: tables in the terminal and in notebooks, and a page of charts."""
 
 from nvdlfw_inspect.report.notebook import show
 

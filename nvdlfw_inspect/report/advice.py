@@ -1,7 +1,7 @@
-"""What to do about findings: one piece of advice for each rule, tensor and level, with its YAML.
+"""Advice about findings: one piece for each rule, tensor and level, with its YAML.
 
-Every piece of YAML is a whole section of a config file and can be used alone. It names the layers
-that it is about. What is bad is acted on; what is to be watched is logged, and nothing changes.
+Every piece of YAML is a whole section of a config file, can be used alone, and names its layers.
+For a bad finding it changes the precision or scaling; for one to watch it only logs statistics.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Advice:
     """Findings of one rule and level about one kind of tensor, and what to do about them."""
 
     level: Level
-    title: str  # what is wrong, in one line
-    text: str  # why, and what helps
+    title: str  # the problem, in one line
+    text: str  # its cause and its remedy
     findings: list[Finding]  # the worst first
-    features: Features  # what acts on it, or logs it
+    features: Features  # that act on the problem, or log it
     act_on: list[str]  # the layers that the YAML names
 
     @property
@@ -48,23 +48,23 @@ class Advice:
 
 
 class Told(NamedTuple):
-    """What a rule's advice says, and the features that act on what is bad."""
+    """The advice of one rule, and the features that act on a bad finding."""
 
     title: str
     cause: str
     remedy: str
     features: Features
-    harmless: bool = False  # the remedy says so
-    layers: list[str] | None = None  # all layers concerned
+    harmless: bool = False  # the remedy says that nothing needs to change
+    layers: list[str] | None = None  # for the YAML, if not all layers with findings
 
 
 Group = tuple[str, str, str]  # rule, tensor and recipe
 
 
 def advise(verdicts: Verdicts) -> list[Advice]:
-    """Gathers the findings of a run into pieces of advice, the most urgent first."""
+    """Groups the findings of a run into pieces of advice, the most urgent first."""
     groups: dict[tuple[Group, Level], list[Finding]] = {}
-    told: dict[tuple[Group, str], Level] = {}  # a layer is in one piece: findings are worst first
+    told: dict[tuple[Group, str], Level] = {}  # a layer counts at its worst level, which is first
     for finding in verdicts.findings:
         group = _group(finding)
         level = told.setdefault((group, finding.subject.key.layer), finding.level)
@@ -83,7 +83,7 @@ def _group(finding: Finding) -> Group:
 
 
 def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
-    """Says in one sentence what is wrong with a run."""
+    """Returns one sentence about the most urgent problem of a run."""
     if advice:
         return advice[0].title
     run = verdicts.run
@@ -91,7 +91,7 @@ def headline(verdicts: Verdicts, advice: list[Advice]) -> str:
 
 
 def combined_yaml(advice: list[Advice]) -> str:
-    """Returns one config that acts on all advice; no layer stands in two of its sections."""
+    """Returns one config for all advice, in which every layer belongs to one section."""
     sections = combine((piece.act_on, piece.features) for piece in advice)
     return to_yaml(
         {
@@ -113,7 +113,7 @@ def _advice(findings: list[Finding]) -> Advice:
 
 
 def _logging(findings: list[Finding]) -> Features:
-    """What logs, now and then, how a rule's findings go on."""
+    """Returns features that log the statistics of a finding every few steps."""
     key = findings[0].subject.key
     return {
         name: {"stats": stats or [key.statistic], "tensors": [key.tensor], "freq": WATCH_FREQ}
@@ -194,7 +194,7 @@ def _at_the_start_alone(finding: Finding) -> bool:
 
 
 def _current_scaling(findings: list[Finding]) -> float | None:
-    """The worst value with current scaling, where that was logged beside and is good enough."""
+    """Returns the worst value under current scaling, if it was logged and is good enough."""
     rule, base = findings[0].rule, findings[0].subject.statistic.base
     what_if = [f.subject.beside(base, "fp8_current_scaling") for f in findings]
     if findings[0].subject.statistic.recipe or None in what_if:
@@ -255,7 +255,7 @@ TELL: dict[str, Callable[[list[Finding]], Told]] = {
     "growth": _tell_growth,
     "range": _tell_range,
 }
-# What logs how a finding goes on: features and their statistics; none: the finding's own.
+# Features and statistics that log a finding from now on; []: the statistic of the finding.
 LOGGED: dict[str, dict[str, list[str]]] = {
     "overflow": {"LogFp8TensorStats": []},
     "underflow": {"LogFp8TensorStats": []},
@@ -272,7 +272,7 @@ RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", 
 
 
 def to_yaml(config: Config) -> str:
-    """Writes what a config file may hold: mappings, lists of scalars and scalars.
+    """Formats a config (mappings, lists of scalars and scalars) as YAML.
 
     >>> print(to_yaml({"a": {"enabled": True, "gemms": ["fprop", "wgrad"]}}), end="")
     a:

@@ -1,7 +1,7 @@
-"""The numbers behind the charts of the page: every series, put into the same columns of steps.
+"""Data for the charts of the page: every series, downsampled to the same columns of steps.
 
-A run of more steps than there are columns is downsampled: a column then stands for several steps,
-and shows the worst of them, so that no peak is lost.
+If there are more steps than columns, a column stands for several steps and shows the worst of them,
+so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nvdlfw_inspect.report.verdicts import Verdicts, worst_value
 
 MOST_COLUMNS = 600
 FEWEST_COLUMNS = 100
-MOST_DIGITS = 9  # what an fp32 value may need
+MOST_DIGITS = 9  # significant digits of an fp32 value
 MOST_CELLS = 2_000_000  # of all series together; about 4 bytes each in the page
 Cell = float | str | None
 
@@ -38,7 +38,7 @@ class Columns:
 
 
 def columns_for(runs: list[Run]) -> Columns:
-    """Lays the steps of one run, or of two that share a chart, out in columns."""
+    """Divides the steps of one run, or of two that share a chart, into columns."""
     steps = sorted(set().union(*(run.steps for run in runs)))
     series = sum(len(run.series) for run in runs)
     fitting = min(MOST_COLUMNS, max(FEWEST_COLUMNS, MOST_CELLS // series))
@@ -53,14 +53,14 @@ def columns_for(runs: list[Run]) -> Columns:
 
 
 class Binner:
-    """Puts series into columns; series that share their steps share the search for the borders."""
+    """Downsamples series to columns; borders are computed once for series with equal steps."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
         self._borders: dict[bytes, list[tuple[int, int, int]]] = {}
 
     def cells(self, key: Key, ranks: dict[int, Series]) -> list[Cell]:
-        """Returns a value a column: the worst of its steps and of all ranks; None without any."""
+        """Returns the value of each column: the worst of its steps and of all ranks, or None."""
         statistic = Statistic.parse(key.statistic)
         found = [self._row(series, statistic) for series in ranks.values()]
         if len(found) == 1:
@@ -93,7 +93,7 @@ class Binner:
 
 
 def _digits(values: list[float]) -> int:
-    """So many significant digits that a curve has a hundred heights and more; four at least."""
+    """Returns how many significant digits a curve needs to look smooth; at least four."""
     span = max(values, default=0.0) - min(values, default=0.0)
     if not span:
         return MOST_DIGITS
@@ -112,7 +112,7 @@ def _worst(cells: tuple[Cell, ...], statistic: Statistic) -> Cell:
 
 
 def payload(verdicts: list[Verdicts], columns: Columns) -> dict[str, Any]:
-    """Returns what the page's script draws: columns, layers, and a panel a tensor and statistic.
+    """Returns the data for the page's script: columns, layers, a panel per tensor and statistic.
 
     A panel has, for each run and layer, a list of values (None where the layer has none) and, for
     the first run, the verdict of each layer, and the layers with a finding, the worst first.
@@ -174,6 +174,6 @@ def _panel(tensor: str, statistic: str) -> dict[str, Any]:
 
 
 def _first_panel(verdicts: Verdicts, panels: list[dict[str, Any]]) -> int:
-    """The panel to open the page with: that of the worst series."""
+    """Returns the index of the panel that the page shows first: that of the worst series."""
     kind = verdicts.rows[0].key[1:]
     return next(i for i, p in enumerate(panels) if (p["tensor"], p["statistic"]) == kind)

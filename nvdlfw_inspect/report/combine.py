@@ -1,7 +1,7 @@
-"""One config from several pieces of advice, for those who want to act on all of them at once.
+"""Merges several pieces of advice into one config.
 
-Sections that stand side by side must not use one feature twice on a tensor of a layer, as pieces of
-advice may: here each layer stands in one section, with what all pieces want of it.
+A config must not apply a feature twice to a tensor of a layer, but pieces of advice may. Here each
+layer belongs to one section, which has the features of all pieces that name the layer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def combine(pieces: Iterable[tuple[list[str], Features]]) -> list[tuple[list[str], Features]]:
-    """Merges pieces of advice, each layers and features, so that no layer is in two of them.
+    """Merges (layers, features) pairs so that no layer is in two of them.
 
-    Lists are united; schedules widen to the first start and the last end, and a feature that one
-    piece wants at every step keeps no schedule.
+    Lists are united. A schedule becomes the union of the schedules; a feature without a schedule in
+    one of the pieces has none in the result.
     """
     of_layer: dict[str, Features] = {}
     for layers, features in pieces:
@@ -38,7 +38,7 @@ def combine(pieces: Iterable[tuple[list[str], Features]]) -> list[tuple[list[str
 
 
 def _needed(features: Features) -> Features:
-    """Drops what has no effect: turning FP8 off, or scaling it, in GEMMs where it is off anyway."""
+    """Drops features that have no effect on GEMMs in which FP8 is turned off."""
     disabled = features.get("DisableFP8GEMM", {}).get("gemms", [])
     needed = {}
     for name, keys in features.items():

@@ -1,4 +1,4 @@
-"""The optional packages that tables and pages are drawn with: the extra `report`."""
+"""Imports the optional packages of the extra `report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the summary of a run where the caller is: as HTML in a notebook, as text elsewhere."""
+"""Shows the summary of a run: as HTML in a notebook, as text elsewhere."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and says where it is."""
+    """Writes the page and prints its path."""
     logdirs = [arguments.logdir, *([arguments.other] if arguments.other else [])]
     page = report_html([judge(read_run(logdir, arguments.rank)) for logdir in logdirs])
     output = Path(arguments.output)
@@ -78,12 +78,12 @@ def report_html(verdicts: list[Verdicts]) -> str:
 
 
 def packed(text: str) -> str:
-    """Compresses text for a page, which takes it apart with the browser's own gzip."""
+    """Compresses text by gzip, in base64; the browser decompresses it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def compare(first: Verdicts, second: Verdicts) -> Table:
-    """Makes the table of what two runs do not do equally well, the largest differences first."""
+    """Makes the table of series whose level differs between two runs, largest differences first."""
     both = [
         (row, second.by_key[row.key])
         for row in first.rows

@@ -1,8 +1,7 @@
-"""Reads what a run left in its log directory.
+"""Reads the logs of a run.
 
-`LOGDIR/statistics_rank-R.jsonl` has one record a line; the message logs beside it say in which
-precision the GEMMs ran. Files are streamed: a record costs a few microseconds and, once read, 16
-bytes.
+`LOGDIR/statistics_rank-R.jsonl` has one record per line; the debug logs say in which precision the
+GEMMs ran. Files are read as streams: a record takes a few microseconds, and 16 bytes of memory.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ PLAN_LINE = re.compile(
     r"(?:^|- )INFO - (?P<layer>\S.*): Tensor: (?P<tensor>\w+), gemm (?P<gemm>\w+) - (?P<plan>.+)$"
 )
 HIGH_PRECISION = "High precision"
-LINES_AT_ONCE = 4096  # parsed by one call of json, which halves the time
+LINES_AT_ONCE = 4096  # one call of json for several lines takes half the time
 SPELT_OUT = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 class LogError(ValueError):
-    """A log directory that does not hold what was expected."""
+    """A log directory has no usable logs."""
 
 
 class Key(NamedTuple):
-    """What is measured: one statistic of one tensor of one layer."""
+    """Names a statistic of a tensor of a layer."""
 
     layer: str
     tensor: str
@@ -50,7 +49,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def in_order(self) -> Series:
-        """Returns the series by rising step; a step that a resumed run wrote again counts once."""
+        """Returns the series sorted by step; of equal steps (of a resumed run), the last one."""
         steps = self.steps
         if all(steps[i] < steps[i + 1] for i in range(len(steps) - 1)):
             return self
@@ -62,8 +61,8 @@ class Series:
 class Run:
     """All records of a run: for every key, a series per rank.
 
-    Of ranks that have logged the same about a tensor, as those of a reduction group do, the first
-    one stands for all.
+    Ranks that have logged the same about a tensor, such as those of a reduction group, are
+    represented by the first of them.
     """
 
     path: Path
@@ -78,14 +77,14 @@ class Run:
 
     @cached_property
     def layers(self) -> list[str]:
-        """The layers in the order of the forward pass, as far as the logs tell it."""
+        """The layers in the order of the forward pass, as far as it is known from the logs."""
         planned = dict.fromkeys(layer for layer, _, _ in self.plan)
         logged = dict.fromkeys(key.layer for key in self.series)
         return [n for n in planned if n in logged] + [n for n in logged if n not in planned]
 
     @cached_property
     def siblings(self) -> dict[tuple[str, str], dict[Statistic, Key]]:
-        """The statistics that there are of each tensor: (layer, tensor) -> statistic -> key."""
+        """The logged statistics of each tensor: (layer, tensor) -> statistic -> key."""
         found: dict[tuple[str, str], dict[Statistic, Key]] = {}
         for key in self.series:
             of_tensor = found.setdefault((key.layer, key.tensor), {})
@@ -94,7 +93,7 @@ class Run:
 
     @cached_property
     def steps(self) -> list[int]:
-        """All steps at which something was recorded, rising."""
+        """All steps with records, sorted."""
         distinct = {s.steps.tobytes() for ranks in self.series.values() for s in ranks.values()}
         union: set[int] = set()
         for data in distinct:
@@ -110,7 +109,7 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
         rank: only this rank.
 
     Raises:
-        LogError: there is no such directory, no statistics in it, or none of that rank.
+        LogError: the directory does not exist, or has no statistics (of that rank).
     """
     path = Path(logdir)
     files = _files(path)
@@ -170,7 +169,7 @@ def _files(path: Path) -> dict[int, Path]:
 def _has_statistics(path: Path) -> bool:
     try:
         return any(FILE.fullmatch(file.name) for file in path.iterdir())
-    except OSError:  # not ours to read: no hint then
+    except OSError:  # not readable
         return False
 
 
@@ -204,7 +203,7 @@ def _checked(key: tuple[str, str, str]) -> tuple[str, str, str]:
 
 
 def _objects(file: Path) -> Iterator[Any]:
-    """Yields what the lines hold, None for a line that is no JSON."""
+    """Yields the parsed lines, None for a line that is not JSON."""
     with file.open("rb") as lines:
         while chunk := list(islice(lines, LINES_AT_ONCE)):
             try:
@@ -231,7 +230,7 @@ def _read_plan(run: Run, file: Path) -> None:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Writes rising numbers, runs of them as their ends.
+    """Formats sorted numbers, with ranges for consecutive ones.
 
     >>> spans([3]), spans([0, 1, 2, 3, 6, 7])
     ('3', '0-3, 6-7')
@@ -246,7 +245,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def common_prefix(layers: Sequence[str]) -> str:
-    """Returns the dotted path that all layers begin with, its dot included.
+    """Returns the longest dotted prefix of all layers, including the dot.
 
     >>> common_prefix(["model.layers.0.fc1", "model.layers.1.fc1"])
     'model.layers.'

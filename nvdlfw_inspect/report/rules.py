@@ -1,7 +1,6 @@
-"""The rules that turn a series into a verdict: thresholds as data, a small judge per kind of rule.
+"""Rules that judge a series: thresholds are data, and each kind of rule has a function.
 
-A rule looks at one series and answers with a `Finding` or with None. What to do about a finding is
-in advice.py.
+A rule takes one series and returns a `Finding` or None. advice.py says what to do about a finding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from nvdlfw_inspect.report.statistic import (
 
 
 class Level(IntEnum):
-    """How a series does."""
+    """The verdict on a series."""
 
     OK = 0
     WATCH = 1
@@ -30,13 +29,13 @@ class Level(IntEnum):
 
     @property
     def word(self) -> str:
-        """The level as it is written: ok, watch or bad."""
+        """The name of the level: ok, watch or bad."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One series of one rank, and the run around it."""
+    """One series of one rank, and its run."""
 
     run: Run
     key: Key
@@ -45,19 +44,19 @@ class Subject:
     statistic: Statistic
 
     def beside(self, base: str, recipe: str = "") -> Series | None:
-        """Returns another statistic of the same tensor and rank, if it was logged."""
+        """Returns another statistic of the same tensor and rank, or None if it was not logged."""
         of_tensor = self.run.siblings[self.key.layer, self.key.tensor]
         key = of_tensor.get(Statistic(base, recipe, self.statistic.columnwise))
         return self.run.series[key].get(self.rank) if key else None
 
     @property
     def is_what_if(self) -> bool:
-        """The statistic is about a recipe that did not run, as the plain one beside it shows."""
+        """Whether the recipe of the statistic was not in use: the one in use was logged too."""
         return bool(self.statistic.recipe and self.beside(self.statistic.base))
 
     @property
     def fp8_gemms(self) -> tuple[str, ...]:
-        """The GEMMs that read the tensor, without those that the log shows in high precision."""
+        """The GEMMs that take the tensor, without those that ran in high precision."""
         layer, tensor = self.key.layer, self.key.tensor
         gemms = GEMMS_OF_OPERAND.get(tensor, ())
         return tuple(g for g in gemms if self.run.plan.get((layer, tensor, g)) != HIGH_PRECISION)
@@ -65,7 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule says of a series."""
+    """The finding of a rule about a series."""
 
     rule: Rule
     subject: Subject
@@ -91,11 +90,11 @@ class Rule:
     unit: str = ""
 
     def applies(self, statistic: Statistic) -> bool:
-        """Tells whether the rule looks at this statistic."""
+        """Returns whether the rule applies to a statistic."""
         return not self.statistics or statistic.base in self.statistics
 
 
-PERSISTENT = 0.05  # a share of steps; what is rarer, and over, has passed
+PERSISTENT = 0.05  # a share of steps; rarer findings that are not at the last step have passed
 GROWTH_STEPS = 10  # within so many steps; a history of amaxes is often 16 long
 ZERO_RECORDS = 3  # so many zero records in a row at the end: the tensor is dead
 # log2(largest / smallest subnormal): what a format holds between overflow and zero.
@@ -104,10 +103,10 @@ E5M2_BITS = math.log2(57344 / 2**-16)  # 31.8
 
 
 def over_threshold(rule: Rule, subject: Subject) -> Finding | None:
-    """Too large a share of the elements: now or often, or once (which is one level less)."""
+    """Finds too large shares of elements; one level less if they were rare and have passed."""
     values = subject.series.values
     worst = max(values, default=0.0)
-    if not worst > rule.watch:  # also where it is nan: another rule's
+    if not worst > rule.watch:  # also for NaN, which another rule finds
         return None
     level, limit = Level.OK, rule.watch
     for reached, threshold in ((Level.WATCH, rule.watch), (Level.BAD, rule.bad)):
@@ -125,7 +124,7 @@ def over_threshold(rule: Rule, subject: Subject) -> Finding | None:
 
 
 def not_finite(rule: Rule, subject: Subject) -> Finding | None:
-    """A NaN or an infinity; a dynamic range that is nan only says that the tensor is all zero."""
+    """Finds NaN and Inf, but not a dynamic range of NaN, which a tensor of zeros has."""
     series = subject.series
     if math.isfinite(sum(series.values)):
         return None
@@ -143,7 +142,7 @@ def not_finite(rule: Rule, subject: Subject) -> Finding | None:
 
 
 def grows(rule: Rule, subject: Subject) -> Finding | None:
-    """A jump to a multiple of what it was a few steps before."""
+    """Finds a jump to a multiple of the value of a few steps before."""
     positive = [
         (s, v)
         for s, v in zip(subject.series.steps, subject.series.values, strict=True)

@@ -1,4 +1,4 @@
-"""The names of statistics, `[RECIPE_]STATISTIC[_columnwise]`, and what is known of each."""
+"""Parses the names of statistics, `[RECIPE_]STATISTIC[_columnwise]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKWARD = TENSORS[3:]
 
 
 class Statistic(NamedTuple):
-    """A statistic's name, taken apart; `recipe` is empty for the recipe that the run used."""
+    """A parsed name; `recipe` is empty for the recipe in use."""
 
     base: str
     recipe: str = ""
@@ -32,7 +32,7 @@ class Statistic(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(name: str) -> Statistic:
-        """Takes a name apart.
+        """Parses a name.
 
         >>> Statistic.parse("fp8_current_scaling_underflows%")
         Statistic(base='underflows%', recipe='fp8_current_scaling', columnwise=False)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_summary(
     verdicts: Verdicts, limit: int | None = LIMIT, file: IO[str] | None = None
 ) -> None:
-    """Prints what is wrong with a run: in colours where rich is and a terminal, else plain."""
+    """Prints the summary of a run, in colours if rich is installed and stdout is a terminal."""
     out = _output(file or sys.stdout)
     advice = advise(verdicts)
     if not advice:

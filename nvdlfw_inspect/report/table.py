@@ -50,7 +50,7 @@ def table_of(verdicts: Verdicts, limit: int | None = None) -> Table:
 
 
 def _cells(row: Row, of_ranks: Run | None) -> list[str]:
-    """The cells of a row; ranks, where there are several, from the run."""
+    """The cells of a row; with ranks, if the run has several."""
     ranks = [] if of_ranks is None else of_ranks.copies[row.key.layer, row.key.tensor][row.rank]
     return [
         row.level.word,
@@ -64,7 +64,7 @@ def _cells(row: Row, of_ranks: Run | None) -> list[str]:
 
 
 def number(value: float, statistic: str = "") -> str:
-    """Writes a value with four significant digits, a share with two decimals.
+    """Formats a value with four significant digits, a share with two decimals.
 
     >>> number(0.012346), number(123456.0), number(0.00001234), number(7.0, "underflows%")
     ('0.01235', '1.235e+05', '1.234e-05', '7.00')
@@ -77,7 +77,7 @@ def number(value: float, statistic: str = "") -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Writes how many there are.
+    """Formats a count with its noun.
 
     >>> count_of(1, "step"), count_of(1200, "step")
     ('1 step', '1,200 steps')
@@ -86,14 +86,14 @@ def count_of(number: int, noun: str) -> str:
 
 
 def tally(verdicts: Verdicts) -> str:
-    """Counts the series at each level and what was read, in a line."""
+    """Returns a line with the number of series at each level."""
     run, counts = verdicts.run, verdicts.counts
     found = ", ".join(f"{counts[level]:,} {level.word}" for level in sorted(Level, reverse=True))
     return f"{found}: {len(verdicts.rows):,} series of {count_of(len(run.layers), 'layer')}"
 
 
 def extent(verdicts: Verdicts) -> str:
-    """Says in a line which steps and ranks were read, and what was left out."""
+    """Returns a line about the steps and ranks that were read, and about skipped records."""
     run = verdicts.run
     steps = run.steps
     text = f"{count_of(run.records, 'record')} of {count_of(len(steps), 'step')}, "

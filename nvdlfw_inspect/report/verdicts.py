@@ -14,7 +14,7 @@ from nvdlfw_inspect.report.statistic import Statistic
 
 @dataclass(frozen=True)
 class Row:
-    """One series in words and numbers; of several ranks the one that does worst."""
+    """The verdict on one series; of several ranks, the worst one."""
 
     key: Key
     rank: int  # for all of its reduction group, see `Run.copies`
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why the level is what it is; empty where all is well."""
+        """The reason for the level; empty for ok."""
         if not self.finding:
             return ""
         also = f" (also {', '.join(self.also)})" if self.also else ""
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the rules say of a run."""
+    """The verdicts on all series of a run."""
 
     run: Run
     rows: list[Row]  # the worst first
@@ -54,7 +54,7 @@ class Verdicts:
 
     @cached_property
     def folded(self) -> list[Row]:
-        """The rows, but what one rule says of several statistics of a tensor stands in one row."""
+        """The rows, with one row for all statistics of a tensor that the same rule found."""
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             layer, tensor, statistic = row.key
@@ -67,7 +67,7 @@ class Verdicts:
 
     @cached_property
     def by_key(self) -> dict[Key, Row]:
-        """The rows by what they are about."""
+        """The rows by key."""
         return {row.key: row for row in self.rows}
 
 
@@ -117,9 +117,10 @@ def _row(key: Key, ranks: dict[int, Series], worst: Finding | None) -> Row:
 
 
 def worst_value(series: Series, statistic: Statistic) -> tuple[float, int]:
-    """Returns the value that says most, and its step: not finite, else of largest magnitude.
+    """Returns the worst value and its step.
 
-    Of `scale_inv_min` it is the smallest.
+    It is the first that is not finite; else that of largest magnitude, or the smallest
+    `scale_inv_min`.
     """
     values = series.values
     low, high = min(values), max(values)
