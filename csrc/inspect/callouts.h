@@ -1,6 +1,5 @@
-// How the engine reaches what is not its own: the features, and the person who watches. The
-// bindings implement these interfaces, tests use fakes. None is ever called while the engine holds
-// its mutex, and they may be called on any thread.
+// Interfaces by which the engine calls features and prints messages. The bindings implement them,
+// tests use fakes. They may be called on any thread, never while the engine holds its mutex.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +12,8 @@ namespace te::inspect {
 
 using FeatureId = int;
 
-// What a hook asks about: a call of a namespace's api for a layer, and what else the call carries.
+// What a call is about: the namespace and its method, the layer, and the tensor and gemm if it has
+// them.
 struct Target {
   std::string ns, api, layer;
   std::optional<std::string> tensor, gemm;
@@ -42,11 +42,11 @@ class FeatureCall {
  public:
   virtual ~FeatureCall() = default;
 
-  // Runs a feature file, which registers what it defines. Returns what went wrong, if anything did.
+  // Runs a feature file, which registers its classes. Returns an error message, or nothing.
   virtual std::optional<std::string> load(const std::string& file) = 0;
 
-  // The configuration of a feature that reads its own: what `written` says for the target, or
-  // nothing.
+  // Lets a feature parse its own configuration. Returns the configuration for the target, or
+  // nothing if `written` does not cover it.
   virtual std::optional<Node> parse(FeatureId feature, const Node& written,
                                     const Target& target) = 0;
 

@@ -1,4 +1,4 @@
-// The typed configuration: sections that pick layers, and the features that act on them.
+// The typed configuration: sections that select layers, and their features.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,8 @@
 
 namespace te::inspect {
 
-// What a feature class says about its own configuration. Classes that declare nothing are
-// free-form: selectors, gemms / tensors shapes and schedules are checked, other keys travel as
-// written.
+// The declared configuration of a feature class. For a class without a declaration (`free_form`),
+// selectors, gemms, tensors and schedules are checked, and other keys are passed as written.
 struct KeyRule {
   std::string name;
   std::string kind;                       // "bool", "int", "number", "string", "choice", "any"
@@ -28,10 +27,10 @@ struct FeatureRule {
   std::vector<std::string> aliases = {};
   bool free_form = true;
   std::vector<KeyRule> keys = {};
-  // Legal `stats`: regular expressions that match whole names; empty: there is no key `stats`.
+  // Allowed `stats`: regular expressions that match whole names. Empty: no key `stats`.
   std::vector<std::string> statistics = {};
-  std::vector<std::string> tensors = {};  // legal tensor names; empty: takes no tensors
-  bool takes_gemms = false;               // gemms or gemms_struct must be there
+  std::vector<std::string> tensors = {};  // allowed tensor names; empty: takes no tensors
+  bool takes_gemms = false;               // gemms or gemms_struct is required
   bool scheduled = false;                 // freq, start_step, end_step, start_end_list
   // Features that must not act on the same tensor and gemm.
   std::vector<std::string> conflicts = {};
@@ -46,7 +45,7 @@ struct Problem {
   std::string message;  // "expected ..., got ...; did you mean ...?"
 };
 
-// "file:line:column: path: message", without what there is none of.
+// "file:line:column: path: message", without the parts that are unknown.
 std::string describe(const Problem& problem, std::string_view origin);
 
 // One feature of one section.
@@ -80,22 +79,22 @@ struct Loaded {
   bool has_errors() const;
 };
 
-// text: YAML; mistakes in it are problems, too. origin: file name for messages. rules: of every
-// known feature. regex: checks patterns and names of statistics.
+// Reads YAML text; its errors are among the problems. `origin` is the file name in messages,
+// `rules` are those of all known features, and `regex` checks patterns and names of statistics.
 Loaded load_config(std::string_view text, std::string origin, const std::vector<FeatureRule>& rules,
                    const RegexSearch& regex);
 Loaded load_config(const Node& root, std::string origin, const std::vector<FeatureRule>& rules,
                    const RegexSearch& regex);
 
-// The rule of a feature under its name or an alias; null where there is none.
+// The rule of a feature, found by its name or an alias; null if there is none.
 const FeatureRule* find_rule(const std::vector<FeatureRule>& rules, std::string_view ns,
                              std::string_view feature);
 
-// What a feature's configuration says for one tensor and gemm: the outer keys, overridden by those
-// of the matching gemms_struct / tensors_struct items, with `gemm` and `tensor` filled in where the
-// configuration lists them, and without the lists. A bare `stats` is a list of one. Either may be
-// absent: a call that does not carry it ignores it. Empty where the configuration does not cover
-// them, and for a tensor that is no operand (nor result) of the gemm.
+// The configuration of a feature for one tensor and gemm: the outer keys, overridden by those of
+// the matching gemms_struct and tensors_struct items. The lists are replaced by the keys `gemm` and
+// `tensor`, and a single value of `stats` by a list. A call without a gemm or tensor ignores the
+// list of it. Returns nothing if the configuration does not cover them, or if the tensor is no
+// operand or result of the gemm.
 std::optional<Node> config_for(const FeatureUse& use, const FeatureRule& rule,
                                std::optional<std::string_view> gemm,
                                std::optional<std::string_view> tensor);

@@ -11,17 +11,17 @@
 
 namespace te::inspect {
 
-// Keys, values, names of gemms, tensors and statistics, schedules, and what is missing. A statistic
-// of another one of `rules` is told where it belongs.
+// Checks keys, values, names of gemms, tensors and statistics, schedules, and required keys. The
+// error about a statistic of another feature in `rules` names that feature.
 void check_feature(const FeatureUse& use, const FeatureRule& rule,
                    const std::vector<FeatureRule>& rules, const ConfigPath& path,
                    const RegexSearch& regex);
 
-// Every (gemm, tensor) that a body may distinguish; absent where it does not.
+// Every (gemm, tensor) that a body may distinguish; absent if it does not distinguish them.
 std::vector<std::pair<std::optional<std::string_view>, std::optional<std::string_view>>> pairs_of(
     const Node& body);
 
-// Features of one section that act on the same tensor and gemm though they must not: the same one
+// Reports features of one section that act on the same tensor and gemm and must not: one feature
 // under two names, or two that conflict. `rules[i]` is the rule of `uses[i]`.
 void check_conflicts(const std::vector<FeatureUse>& uses,
                      const std::vector<const FeatureRule*>& rules, const ConfigPath& section);

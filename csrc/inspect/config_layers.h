@@ -1,4 +1,4 @@
-// `layers:` of a section -> Selector.
+// Reads the key `layers` of a section.
 #pragma once
 
 #include "inspect/config_path.h"

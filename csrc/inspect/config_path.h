@@ -1,4 +1,4 @@
-// Where in a configuration a check is, and what it has to say.
+// The place in a configuration that is being checked, and the problems found there.
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ class ConfigPath {
 
   ConfigPath at(std::string_view key) const;
   ConfigPath at(size_t index) const;
-  ConfigPath as_warnings() const;  // the same path, where mistakes do not matter
+  ConfigPath as_warnings() const;  // the same path; its problems are warnings
 
   const std::string& path() const { return path_; }
   void mistake(Mark mark, std::string message) const;
@@ -28,14 +28,13 @@ class ConfigPath {
   std::string path_ = {};
 };
 
-// A list, or a single value in place of a list of one; for null an empty list. Pointers into
-// `node`.
+// The items of a list. A single value is a list of one, and null an empty list. Points into `node`.
 std::vector<const Node*> as_list(const Node& node);
 
-// The strings among as_list(node); anything else is a mistake.
+// The strings of as_list(node); reports other items as problems.
 std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
-// The text of a key, whatever scalar it is.
+// The text of a scalar key of any type.
 std::string key_text(const Node& key);
 
 }  // namespace te::inspect

@@ -9,7 +9,7 @@ namespace te::inspect {
 
 bool is_schedule_key(std::string_view key);
 
-// One of the keys on its own; null means its default.
+// Checks one of the keys; null means its default.
 void check_schedule_key(std::string_view key, const Node& node, const ConfigPath& path);
 
 }  // namespace te::inspect

@@ -1,4 +1,4 @@
-// What is wrong where yaml-cpp stops reading, in words that help to mend it.
+// Better messages for the errors of yaml-cpp.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace te::inspect {
 
-// `message` is yaml-cpp's own, which is returned where nothing better is known.
+// `message` is yaml-cpp's, which is returned if nothing better is known.
 std::string explain_yaml_error(const SourceText& source, size_t offset, std::string_view message);
 
 }  // namespace te::inspect

@@ -1,4 +1,4 @@
-// What PyYAML refuses and yaml-cpp reads, and the text alone tells. Each throws TextError.
+// Checks of the text for what PyYAML refuses and yaml-cpp accepts. Each throws TextError.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 
 namespace te::inspect {
 
-// Of an anchor that begins here: the place behind its name. yaml-cpp takes anything up to a space
-// or a bracket for the name, PyYAML a part of that.
+// Returns the end of the name of the anchor that begins here. For yaml-cpp a name ends at a space
+// or bracket, for PyYAML earlier.
 size_t end_of_anchor(const SourceText& source, size_t begin);
 
-// Tabs between tokens, and lines that begin with % but say no version. In quotes and blocks, whose
-// begins and ends are `opaque`, both are text; in comments tabs are.
+// Refuses tabs between tokens, and lines that begin with % and give no version. Quotes and blocks,
+// whose ranges are `opaque`, may contain both, and comments may contain tabs.
 void reject_tabs_and_directives(const SourceText& source,
                                 const std::vector<std::pair<size_t, size_t>>& opaque);
 

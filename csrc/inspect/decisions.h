@@ -1,6 +1,6 @@
-// Routing calls: which features act at an iteration, cached until one of them is to be asked again.
-// "Yes, next at n" is a yes for the iteration at hand, then no one is asked before n; only whether
-// a GEMM runs in FP8 stays as it was said until then.
+// Routing calls: asks features whether they act in an iteration, and caches their answers. An
+// answer may name the next iteration at which to ask again. Until then the feature is not asked,
+// and its answer counts as no; the answer whether a GEMM runs in FP8 stays valid instead.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,23 @@
 
 namespace te::inspect {
 
-// The answers of all features of a target, and what follows from them.
+// The answers of all features of a target, and the merged answer.
 struct Decision {
   bool yes = false;
   std::optional<int64_t> next;  // when a feature is asked again; none: never
-  bool once = false;            // the yes is for one iteration
+  bool once = false;            // a yes is valid for one iteration
   Route route;
-  std::vector<bool> said;  // by every use of the route
+  std::vector<bool> said;  // the answer of every use of the route
 };
 
-// An inspect or modify call is wanted if any feature wants it; a GEMM runs in FP8 only if all
-// features let it. Without features: no inspection, no modification, FP8.
+// Tensors are inspected or modified if any feature says yes; a GEMM runs in FP8 if all features say
+// yes. Without features: no inspection, no modification, FP8.
 bool merged(std::string_view api, const std::vector<bool>& said);
 
 class Decisions {
  public:
-  // Asks those features whose last answer has run out (or was given for a later iteration: the
-  // counter may be set back). Callers of one iteration share the answers.
+  // Asks the features whose answers have expired, or were given for a later iteration (programs may
+  // set the iteration back). Calls in one iteration share the answers.
   std::shared_ptr<const Decision> decide(const Target& target, const Route& route,
                                          int64_t iteration, FeatureCall& features);
 

@@ -1,4 +1,4 @@
-// Finds the files of feature directories and has them loaded.
+// Finds and loads the files of feature directories.
 #pragma once
 
 #include <filesystem>
@@ -14,12 +14,12 @@ struct BrokenFile {
   std::string reason;
 };
 
-// All *.py files below the directory, sorted by path; neither hidden folders nor __pycache__. A
-// symbolic link to a folder is not followed. Throws Error (Value) for a path that is no directory.
+// All *.py files below the directory, sorted by path, without hidden folders, __pycache__ and
+// symbolic links to folders. Throws Error (Value) for a path that is no directory.
 std::vector<std::filesystem::path> feature_files(const std::filesystem::path& directory);
 
-// Loads the files of all directories in order, each file once. A file that cannot be loaded stops
-// nothing: it is returned.
+// Loads the files of all directories in order, each file once. Returns the files that cannot be
+// loaded; the others are loaded all the same.
 std::vector<BrokenFile> discover(const std::vector<std::string>& directories,
                                  FeatureCall& features);
 

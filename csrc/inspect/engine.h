@@ -1,4 +1,4 @@
-// What outlives the sessions of a process: the features that its modules define.
+// The feature classes of the process, which live longer than its sessions.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace te::inspect {
 
 class Engine {
  public:
-  // Gives the feature its id. None, if its namespace has the name already.
+  // Returns the id of the new feature, or nothing if its namespace has the name already.
   std::optional<FeatureId> add(Feature feature);
   void remove(FeatureId id);
-  Registry registry() const;  // as it is now
+  Registry registry() const;  // a copy
 
   // `config` must have been read with the rules of `registry`.
   std::shared_ptr<Session> begin(Config config, Registry registry, Callouts callouts,

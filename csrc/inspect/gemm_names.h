@@ -1,4 +1,4 @@
-// The GEMMs of a layer and the tensors they take and give.
+// The GEMMs of a layer, their operands and results.
 //   fprop: output = activation . weight^T    dgrad: dgrad = gradient . weight    wgrad: wgrad =
 //   gradient^T . activation
 #pragma once

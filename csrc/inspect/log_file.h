@@ -1,5 +1,5 @@
-// A file that lines are added to: one write per flush, and nothing lost while the disk is full for
-// a while.
+// A file to which lines are appended: one write per flush. Lines that cannot be written stay in
+// memory, so that a disk that is full for a while loses nothing.
 #pragma once
 
 #include <cstddef>
@@ -10,31 +10,29 @@ namespace te::inspect {
 
 class LogFile {
  public:
-  // Creates the folders above. With `append`, what is there stays, and a last line that was cut
-  // short is ended. Throws Error (Value) where the file cannot be written, or another process
-  // does.
+  // Creates the parent folders. With `append`, keeps the content, and ends a last line without a
+  // newline. Throws Error (Value) if the file cannot be written or another process writes it.
   LogFile(std::string path, bool append);
   ~LogFile();
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
 
-  // Keeps the line, which must end in a newline, for the next flush. Beyond the bound the oldest
-  // lines go.
+  // Buffers a line, which must end in a newline. Beyond the bound the oldest lines are dropped.
   void add(std::string_view line);
 
-  // Writes the buffer. False: a part could not be written and stays buffered for the next time;
-  // error() says why.
+  // Writes the buffer. Returns false if a part could not be written: it stays buffered, and error()
+  // has the reason.
   bool flush();
 
-  // Waits until what was written is on the disk, where a power failure leaves it.
+  // Synchronises the file with the disk, so that a power failure loses nothing.
   void synchronize();
 
-  // Lets other processes have the file. What is still added goes into it all the same.
+  // Unlocks the file for other processes. Lines that are added later are still written.
   void release();
 
   const std::string& path() const { return path_; }
   const std::string& error() const { return error_; }
-  // Somebody has removed the file, and a new one took its place: told once.
+  // True once after the file was removed; a new one has been created.
   bool was_removed();
   size_t dropped() const { return dropped_; }             // lines
   size_t unwritten() const { return unwritten_.size(); }  // bytes
@@ -48,7 +46,7 @@ class LogFile {
   void replace_removed();
 
   const std::string path_;
-  const int process_;  // a forked child keeps out of its parent's files
+  const int process_;  // a forked child does not write files of its parent
   int file_ = -1;
   bool inside_line_ = false;  // a part of the first buffered line has been written
   std::string unwritten_;

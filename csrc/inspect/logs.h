@@ -1,4 +1,4 @@
-// The log files of a session: messages, statistics, and the same statistics in full precision as
+// The log files of a session: messages, statistics as text, and statistics in full precision as
 // JSON lines.
 #pragma once
 
@@ -19,10 +19,10 @@ namespace te::inspect {
 using Clock = std::function<std::chrono::system_clock::time_point()>;
 
 struct LogOptions {
-  std::string directory;  // none: no files
+  std::string directory;  // empty: no files
   int rank = 0;
-  std::string stamp;         // of the names of the text files: 20250131_051157
-  bool append_text = false;  // else what an earlier session wrote is gone
+  std::string stamp;         // in the names of the text files: 20250131_051157
+  bool append_text = false;  // else text files of earlier sessions are truncated
   bool append_rows = true;
   bool timestamps = true;    // at the beginning of every line
   int level = level::kInfo;  // messages below are not written
@@ -31,7 +31,7 @@ struct LogOptions {
 struct StatisticRow {
   int64_t iteration = 0;
   std::string layer, tensor, statistic, name;
-  std::optional<double> value;  // none: there was nothing to measure
+  std::optional<double> value;  // nothing for an empty tensor
 };
 
 // "1.2346"; "nan", "inf", "-inf"
@@ -41,21 +41,21 @@ std::string json_of_row(const StatisticRow& row, int rank);
 // "2025-01-31 05:11:57,884", local time
 std::string text_of_time(std::chrono::system_clock::time_point time);
 
-// Every member may be called from any thread.
+// All members may be called on any thread.
 class Logs {
  public:
-  // Throws Error (Value) where the directory cannot be written.
+  // Throws Error (Value) if the directory cannot be written.
   explicit Logs(LogOptions options, Clock clock = std::chrono::system_clock::now);
 
-  // Written at once. Returns the line for the terminal, if the level deserves one.
+  // Writes a message at once. Returns the line if its level is to be printed.
   std::optional<std::string> message(int level, const std::string& text);
   void add(const StatisticRow& row);  // written by flush()
 
-  // Returns what a person has to know, in words: the first failure of a session (later ones are
-  // silent), and files that were removed.
+  // Writes the files. Returns warnings: about the first failure of a session (not about later
+  // ones), and about files that were removed.
   std::optional<std::string> flush();
 
-  // The session ends: writes, to the disk itself, and lets other processes have the files. Returns
+  // Ends the session: writes and synchronises the files, and unlocks them. Returns messages about
   // what is lost.
   std::optional<std::string> finish();
 

@@ -1,4 +1,4 @@
-// Messages of the debug log: their levels, and those that are worth saying once.
+// Messages of the debug log: levels, and the keys of messages that are written once.
 #pragma once
 
 #include <mutex>
@@ -18,7 +18,8 @@ std::string name_of_level(int level);
 
 class OneShot {
  public:
-  // True for the first call with this key. Keys beyond the bound are not stored: they repeat.
+  // True for the first call with this key. Keys beyond the bound are not stored, so their messages
+  // are repeated.
   bool first(const std::string& key);
 
  private:

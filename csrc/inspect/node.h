@@ -1,5 +1,4 @@
-// A configuration as a tree of our own: what a YAML file or a Python dict says, with places for
-// messages.
+// The tree of a configuration, read from a YAML file or a Python dict, with places for messages.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +33,7 @@ class Node {
   bool is_mapping() const { return holds<Mapping>(); }
   bool is_scalar() const { return !is_sequence() && !is_mapping(); }
 
-  // These throw std::bad_variant_access where the node holds something else.
+  // These throw std::bad_variant_access if the node has another type.
   bool as_bool() const { return std::get<bool>(value); }
   int64_t as_int() const { return std::get<int64_t>(value); }
   double as_double() const { return std::get<double>(value); }
@@ -44,11 +43,11 @@ class Node {
   Sequence& as_sequence() { return std::get<Sequence>(value); }
   Mapping& as_mapping() { return std::get<Mapping>(value); }
 
-  // The value under a string key; null where there is none, and for everything but mappings.
+  // The value of a string key; null if there is none or the node is no mapping.
   const Node* find(std::string_view key) const;
   // Replaces the value under a string key of a mapping, or appends the pair.
   void set(std::string_view key, Node node);
-  // Removes a string key of a mapping, if it is there.
+  // Removes a string key of a mapping, if it exists.
   void erase(std::string_view key);
 
  private:
@@ -58,11 +57,10 @@ class Node {
   }
 };
 
-// The node as a person would write it on one line, shortened to about forty characters: for
-// messages.
+// The node on one line, shortened to about forty characters, for messages.
 std::string brief(const Node& node);
 
-// FNV-1a of types and values, marks left out: equal trees have equal hashes on every rank and
+// FNV-1a hash of types and values without places: equal trees have equal hashes on every rank and
 // platform.
 uint64_t content_hash(const Node& node);
 

@@ -1,4 +1,4 @@
-// What a configuration would do, without training: for people who check it.
+// What a configuration would do in training, for the command `check`.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct Plan {
   };
 
   std::string section, ns, feature;
-  std::vector<std::string> layers;  // those among the given ones that the section selects
+  std::vector<std::string> layers;  // the given layers that the section selects
   std::vector<Target> targets;
 };
 

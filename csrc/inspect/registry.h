@@ -1,4 +1,4 @@
-// Which features there are: opaque handles with what their classes say about them.
+// The registered features: ids of Python classes, and their rules.
 #pragma once
 
 #include <optional>
@@ -12,11 +12,11 @@
 
 namespace te::inspect {
 
-// Who turns what is written into the configuration of one tensor and gemm.
+// Who parses the configuration of a feature for one tensor and gemm.
 enum class Parsing {
   Engine,   // config_for()
   Feature,  // the feature's own parse_config_and_api, through FeatureCall
-  Nobody,   // the configuration arrives as written
+  Nobody,   // the feature gets the configuration as written
 };
 
 struct Feature {
@@ -29,7 +29,7 @@ struct Feature {
 
 class Registry {
  public:
-  // False, and no change, if the namespace has the name already: the first wins.
+  // Returns false and changes nothing if the namespace has the name already.
   bool add(Feature feature);
   void remove(FeatureId id);
 
@@ -38,7 +38,7 @@ class Registry {
   const std::vector<Feature>& features() const { return features_; }
   std::vector<FeatureRule> rules() const;
 
-  // Does any feature of the namespace have this api?
+  // Whether any feature of the namespace has this method.
   bool has_api(std::string_view ns, std::string_view api) const;
 
  private:

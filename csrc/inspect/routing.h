@@ -1,5 +1,6 @@
-// From a hook to the features that act on it: layer -> sections -> uses -> the configuration of its
-// tensor and gemm. Static for a session, so everything is computed once.
+// Finds the features that act on a target: sections that select its layer, their features, and the
+// configuration of each for its tensor and gemm. Nothing of it changes in a session, so it is
+// cached.
 #pragma once
 
 #include <map>
@@ -19,11 +20,11 @@ namespace te::inspect {
 struct RoutedUse {
   const Feature* feature = nullptr;
   std::string section;
-  Node config;                       // what the feature is handed
-  std::optional<Schedule> schedule;  // of a feature whose rule has one
+  Node config;                       // passed to the feature
+  std::optional<Schedule> schedule;  // if its rule has one
 };
 
-// In file order. Shared, and never changed: pointers to its members are good for the session.
+// In file order. It is shared and never changed: pointers into it stay valid during the session.
 using Route = std::shared_ptr<const std::vector<RoutedUse>>;
 
 class Router {
@@ -31,17 +32,17 @@ class Router {
   // `config`, `registry` and `features` must outlive the router.
   Router(const Config& config, const Registry& registry, RegexSearch regex, FeatureCall& features);
 
-  // The features of the target's namespace that have its api and are configured for its layer,
-  // tensor and gemm. Throws Error (Value) where two sections give a tensor and gemm the same
-  // feature, or features that exclude each other.
+  // The features of the target's namespace that have its method and are configured for its layer,
+  // tensor and gemm. Throws Error (Value) if two sections apply the same feature to them, or two
+  // features that conflict.
   Route route(const Target& target);
 
   // The enabled sections that select the layer, by their index.
   std::vector<int> sections_of(const std::string& layer);
 
-  // Layers asked about so far, in the order of their first appearance.
+  // Layers of all targets so far, in the order of their first appearance.
   std::vector<std::string> layers() const;
-  // Enabled sections that selected none of them.
+  // Enabled sections that select none of these layers.
   std::vector<const Section*> unmatched() const;
 
  private:
@@ -54,7 +55,7 @@ class Router {
   const RegexSearch regex_;
   FeatureCall& features_;
 
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // protects the members below
   std::unordered_map<Target, Route, TargetHash> routes_;
   std::map<std::string, std::vector<int>, std::less<>> sections_;
   std::vector<std::string> layers_;

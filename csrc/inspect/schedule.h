@@ -1,4 +1,4 @@
-// When a feature is due.
+// The iterations in which a feature is due.
 #pragma once
 
 #include <cstdint>

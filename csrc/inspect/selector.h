@@ -1,4 +1,4 @@
-// Which layers a section is about.
+// Selects the layers of a section.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,8 @@ namespace te::inspect {
 // std::invalid_argument for a bad pattern.
 using RegexSearch = std::function<bool(const std::string& pattern, const std::string& text)>;
 
-// The names under which a layer is known to selectors: its own first, then those with the
-// documented aliases: self_attention -> self_attn; layernorm_qkv -> layernorm_linear_qkv; qkv ->
+// The names by which selectors know a layer: its own first, then those with the documented aliases:
+// self_attention -> self_attn; layernorm_qkv -> layernorm_linear_qkv; qkv ->
 // linear_qkv; layernorm_query -> layernorm_linear_q; query -> linear_q; key_value -> linear_kv
 // (whole path components, every combination of the first eight that have one).
 std::vector<std::string> names_of_layer(std::string_view layer);
@@ -31,10 +31,10 @@ struct Selector {
   std::optional<std::vector<std::pair<int, int>>> layer_numbers =
       {};  // closed ranges; all: {0, kEveryNumber}
 
-  // Exact names decide alone where there are any; else the regular expression; else types and
-  // numbers, both where both are given. A selector with none of them matches nothing. The number of
-  // a layer is the only run of digits in its name that does not follow "fc" or "gemm_"; a
-  // layer without one, or with several, has no number.
+  // If the selector has exact names, they alone decide; else the regular expression; else types and
+  // numbers, which must both match if both are given. A selector without any of them matches
+  // nothing. The number of a layer is the only run of digits in its name that does not follow "fc"
+  // or "gemm_"; a layer without one, or with several, has no number.
   bool matches(std::string_view layer, const RegexSearch& regex) const;
 };
 

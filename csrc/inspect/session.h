@@ -1,4 +1,4 @@
-// One initialize() ... end_debug(): a configuration at work.
+// A session, from initialize() to end_debug().
 #pragma once
 
 #include <atomic>
@@ -18,24 +18,24 @@
 
 namespace te::inspect {
 
-// How the session reaches the outside.
+// The interfaces that a session calls.
 struct Callouts {
   RegexSearch regex;
   std::shared_ptr<FeatureCall> features;
   std::shared_ptr<Sink> sink;
 };
 
-// Every member may be called from any thread; none calls out with a mutex held.
+// All members may be called on any thread. None calls an interface while it holds a mutex.
 class Session {
  public:
   Session(uint64_t epoch, Config config, Registry registry, Callouts callouts, LogOptions log,
           Clock clock);
 
-  uint64_t epoch() const { return epoch_; }  // another for every session of the process
+  uint64_t epoch() const { return epoch_; }  // unique in the process
   const Config& config() const { return config_; }
   FeatureCall& features() const { return *callouts_.features; }
 
-  // How often step() was called, unless set.
+  // The number of calls of step(), unless it was set.
   int64_t iteration() const { return iteration_; }
   void set_iteration(int64_t iteration) { iteration_ = iteration; }
 
@@ -45,22 +45,21 @@ class Session {
 
   // The answer to a routing call.
   std::shared_ptr<const Decision> decide(const Target& target, int64_t iteration);
-  // The features that a GEMM call reaches: those whose own routing call said yes. All of them, if
-  // no feature of the namespace has a routing call `<api>_enabled`. Throws Error (Runtime) where
-  // several want to modify one tensor.
+  // The features to call: those whose routing call `<api>_enabled` said yes, or all of them if no
+  // feature of the namespace has that call. Throws Error (Runtime) if several modify one tensor.
   std::vector<const RoutedUse*> active(const Target& target, int64_t iteration);
 
-  // A line of the debug log, prefixed by the layer. With a key: once per session and key.
+  // Writes a line to the debug log, prefixed by the layer; with a key once per session and key.
   void log_message(int level, const std::string& text, const std::string& layer = "",
                    const std::optional<std::string>& once = std::nullopt);
   void log_statistic(const StatisticRow& row) { logs_.add(row); }
 
   void advance() { ++iteration_; }
-  // The end of a step, after everyone has logged: writes, and reports after the first step sections
-  // that select no layer.
+  // Ends a step after its statistics were logged: writes the files, and after the first step
+  // reports sections that select no layer.
   void settle();
   void flush();
-  // The session is over: writes, says what is lost, and lets other processes have the files.
+  // Ends the session: writes and unlocks the files, and reports what is lost.
   void finish();
 
  private:

@@ -1,4 +1,4 @@
-// The bytes of a configuration file: what characters it may hold, and where an offset is.
+// The text of a configuration file: checks its characters, and finds the line of an offset.
 #pragma once
 
 #include <stdexcept>
@@ -10,15 +10,15 @@
 
 namespace te::inspect {
 
-// What is wrong with a file's text, and where.
+// An error in a text, and its place.
 class TextError : public std::runtime_error {
  public:
   TextError(Mark mark, const std::string& message) : std::runtime_error(message), mark(mark) {}
   Mark mark;
 };
 
-// The text with every byte that is not part of a UTF-8 sequence as a character of that number.
-// yaml-cpp gives such bytes for the escapes \N and \_, which name U+0085 and U+00A0, and in
+// Replaces every byte that is not part of a UTF-8 sequence by the character of that number.
+// yaml-cpp returns such bytes for the escapes \N and \_, which mean U+0085 and U+00A0, and in
 // messages that quote half a character.
 std::string to_utf8(std::string text);
 
@@ -26,8 +26,8 @@ class SourceText {
  public:
   static constexpr size_t kMaxBytes = size_t{1} << 20;
 
-  // Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8, control characters
-  // and ends of lines that YAML 1.1 and yaml-cpp do not agree on. Keeps the view.
+  // Keeps the view. Throws TextError for more than kMaxBytes, a byte order mark, invalid UTF-8,
+  // control characters, and ends of lines that YAML 1.1 and yaml-cpp read differently.
   explicit SourceText(std::string_view text);
 
   std::string_view text() const { return text_; }

@@ -11,15 +11,15 @@ namespace te::inspect {
 // Equal but for the case of ASCII letters.
 bool equal_without_case(std::string_view a, std::string_view b);
 
-// Insertions, deletions, replacements and swaps of neighbours that turn one word into the other;
-// case counts for nothing.
+// The number of insertions, deletions, replacements and swaps of neighbours that turn one word into
+// the other, ignoring case.
 int edit_distance(std::string_view a, std::string_view b);
 
-// The candidate nearest to a word, if it is near: at most a third of the word's letters differ.
+// The candidate nearest to a word, if at most a third of the word's letters differ.
 std::optional<std::string> nearest(std::string_view word,
                                    const std::vector<std::string>& candidates);
 
-// "expected one of a, b, c, got 'd'; did you mean 'a'?" Of many candidates the first are listed.
+// "expected one of a, b, c, got 'd'; did you mean 'a'?" Lists the first of many candidates.
 std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word);
 
 }  // namespace te::inspect

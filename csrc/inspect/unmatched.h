@@ -1,4 +1,4 @@
-// Sections whose selectors select nothing, in words.
+// Messages about sections that select no layer.
 #pragma once
 
 #include <string>
@@ -12,11 +12,10 @@ namespace te::inspect {
 // "layer_types [fc1, fc2]"
 std::string describe(const Selector& selector);
 
-// At most three of the layers, those most like the text first: the fewest edits between the text
-// and a part of the name.
+// At most three layers, most similar first: fewest edits between the text and a part of the name.
 std::vector<std::string> near_misses(std::string_view text, const std::vector<std::string>& layers);
 
-// One sentence on a section that selected none of the layers.
+// A sentence about a section that selects none of the layers.
 std::string explain_unmatched(const Section& section, const std::vector<std::string>& layers);
 
 }  // namespace te::inspect

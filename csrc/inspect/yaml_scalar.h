@@ -1,5 +1,5 @@
-// What a plain scalar of YAML 1.1 is, as PyYAML's safe_load decides: users' files were written for
-// it.
+// The type and value of a plain YAML 1.1 scalar, as in PyYAML's safe_load, for which users' files
+// are written.
 #pragma once
 
 #include <string_view>
