@@ -41,8 +41,12 @@ def counting_apart() -> Iterator[dict[tuple[str, str, str], int]]:
         _counters.own = outer
 
 
-def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
-    """Check that the operands are of one kind, count the GEMM, and say whether it is FP8."""
+def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> None:
+    """Check that the operands are of one kind, and count the GEMM, in eager mode.
+
+    Traced code must not call it: torch 2.11 makes a guard of each layer's name that is passed on,
+    so that layers of one shape would not share a graph.
+    """
     fp8 = type(a) is Fp8Matrix
     if fp8 is not (type(b) is Fp8Matrix) or a is None:
         raise TypeError(
@@ -54,11 +58,9 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"[{gemm}] expected scales of blocks in both operands or in neither, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
-    if not torch.compiler.is_compiling():
-        counts = process_state().gemm_counts if _counters.own is None else _counters.own
-        key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
-        counts[key] = counts.get(key, 0) + 1
-    return fp8
+    counts = process_state().gemm_counts if _counters.own is None else _counters.own
+    key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
+    counts[key] = counts.get(key, 0) + 1
 
 
 def count_group(group: GemmGroup) -> None:
@@ -91,7 +93,8 @@ def fprop(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`, or in `out`."""
-    _count(layer, "fprop", x, weight)
+    if not torch.compiler.is_compiling():
+        _count(layer, "fprop", x, weight)
     return _product(x, weight, dtype, False, fast_accumulation, bias, out)
 
 
@@ -104,8 +107,10 @@ def dgrad(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`dx[M, K] = dy[M, N] . weight[N, K]`, as `fprop`; an FP8 weight is its transpose `[K, N]`."""
-    fp8 = _count(layer, "dgrad", grad_output, weight)
-    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None, out)
+    if not torch.compiler.is_compiling():
+        _count(layer, "dgrad", grad_output, weight)
+    plain = type(grad_output) is not Fp8Matrix
+    return _product(grad_output, weight, dtype, plain, fast_accumulation, None, out)
 
 
 def _product(
@@ -211,7 +216,9 @@ def wgrad(
         `(dw, bias gradient)`: `dw` is None where it went into `main_grad`; the bias gradient is
         None where `bias_grad` is (it is the column sums of a plain `dy`).
     """
-    fp8 = _count(layer, "wgrad", grad_output, x)
+    if not torch.compiler.is_compiling():
+        _count(layer, "wgrad", grad_output, x)
+    plain = type(grad_output) is not Fp8Matrix
     a, a_scales, a_format = _unpack(grad_output)
     b, b_scales, b_format = _unpack(x)
     if target.main_grad is not None:
@@ -224,8 +231,8 @@ def wgrad(
             b_scales,
             a_format,
             b_format,
-            a_transposed=not fp8,
-            b_transposed=not fp8,
+            a_transposed=plain,
+            b_transposed=plain,
             accumulate=target.accumulate,
             fast_accumulation=fast_accumulation,
             bias_grad=grad,
@@ -239,8 +246,8 @@ def wgrad(
         b_scales,
         a_format,
         b_format,
-        not fp8,
-        not fp8,
+        plain,
+        plain,
         fast_accumulation,
         None,
         *_NO_EPILOGUE,
