@@ -1,6 +1,5 @@
 """train_gpt.py in a user's first hour: Ctrl-C, --resume, and options that do nothing."""
 
-import os
 import shlex
 import signal
 from pathlib import Path
@@ -26,7 +25,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step_of_a_busy_person(self: Training) -> None:
         if self.done == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         whole_step(self)
 
     monkeypatch.setattr(Training, "step", step_of_a_busy_person)
@@ -51,7 +50,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: Training) -> None:
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Training, "step", step)
     with pytest.raises(KeyboardInterrupt):

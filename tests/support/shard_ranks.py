@@ -111,6 +111,9 @@ class _Fp32Masters:
         masters = dict(make("TransformerLayer", dtype=torch.float32).named_parameters())
         self.pairs = [(p, masters[name].detach()) for name, p in model.named_parameters()]
         self.rate = rate
+        with torch.no_grad():  # releases of torch differ in what they draw for bf16
+            for parameter, master in self.pairs:
+                parameter.copy_(master)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -116,6 +116,8 @@ def test_random_numbers_are_drawn_again(mode: str, device: str) -> None:
     assert_equal(train("delayed", MODES[mode], device, dropout=0.5), expected)
 
 
+# torch 2.11 fails to close the generators of nested checkpoints behind our error.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*_checkpoint_without_reentrant")
 @pytest.mark.parametrize("outer", MODES)
 @pytest.mark.parametrize("inner", MODES)
 def test_nested(outer: str, inner: str) -> None:
