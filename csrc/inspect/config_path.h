@@ -35,6 +35,10 @@ std::vector<const Node*> as_list(const Node& node);
 // The strings among as_list(node); anything else is a mistake.
 std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
+// The mistake that a mapping is not one. A key without a value is told at the key, `at`: its own
+// keys may stand beside it for want of indentation.
+void expect_keys(const Node& body, Mark at, const ConfigPath& path);
+
 // The text of a key, whatever scalar it is.
 std::string key_text(const Node& key);
 

@@ -19,7 +19,9 @@ int edit_distance(std::string_view a, std::string_view b);
 std::optional<std::string> nearest(std::string_view word,
                                    const std::vector<std::string>& candidates);
 
-// "expected one of a, b, c, got 'd'; did you mean 'a'?" Of many candidates the first are listed.
-std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word);
+// "expected one of a, b, c, got 'd'; did you mean 'a'?" Of many candidates the first are listed,
+// and none of `unlisted`, which are suggested alike.
+std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word,
+                            const std::vector<std::string>& unlisted = {});
 
 }  // namespace te::inspect
