@@ -170,8 +170,10 @@ def check_options(options: argparse.Namespace) -> None:
     for flag, path in (("checkpoint", options.checkpoint), ("plot", options.plot)):
         if path and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}: there is no folder {path.parent}")
-    if options.inspect and (options.compare or not options.inspect.is_file()):
-        raise UsageError("--inspect needs a YAML file, and does not go with --compare")
+    if options.inspect and options.compare:
+        raise UsageError("--inspect does not go with --compare")
+    if options.inspect and not options.inspect.is_file():
+        raise UsageError(f"--inspect {options.inspect}: there is no such file")
     if options.compare and (options.checkpoint or options.model == "torch"):
         raise UsageError("--compare goes with neither --checkpoint nor --model torch")
 
@@ -226,6 +228,10 @@ def single(settings: Settings, text: Text, options: argparse.Namespace, ranks: R
     training = Training(settings, text, ranks)
     if options.resume:
         training.load(options.checkpoint)
+        if options.stop_after is not None and options.stop_after <= training.done:
+            raise UsageError(
+                f"--stop-after {options.stop_after}: {options.checkpoint} has step {training.done}"
+            )
     introduce(training, text)
     bigram = bigram_loss(text.train, torch.cat(training.batches.validation))
     with inspection(options.inspect, options.inspect_log, training.done):

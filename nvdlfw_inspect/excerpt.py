@@ -6,7 +6,8 @@ import re
 
 PLACE = re.compile(r"^(?P<origin>[^\n]*?):(?P<line>\d+):(?P<column>\d+): ")
 MARGIN = "    "
-WIDTH = 120  # of the line, as far as it is shown
+WIDTH = 120  # of what is shown of the line
+BEFORE = 80  # of that before the caret, in a line that is longer
 
 
 def pointed(problem: str, source: object) -> str:
@@ -27,7 +28,9 @@ def pointed(problem: str, source: object) -> str:
         return problem
     lines = source.decode("utf-8-sig", "replace").split("\n")
     number, column = int(place["line"]), int(place["column"])
-    if number > len(lines) or column > WIDTH:
+    if number > len(lines):
         return problem
-    line = lines[number - 1].rstrip().replace("\t", " ")
-    return f"{problem}\n{MARGIN}{line[:WIDTH]}\n{MARGIN}{' ' * (column - 1)}^"
+    line, caret = lines[number - 1].rstrip().replace("\t", " "), column - 1
+    if caret >= WIDTH:
+        line, caret = f"...{line[caret - BEFORE :]}", BEFORE + len("...")
+    return f"{problem}\n{MARGIN}{line[:WIDTH]}\n{MARGIN}{' ' * caret}^"

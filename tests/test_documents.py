@@ -71,6 +71,25 @@ def test_links_lead_somewhere() -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+def test_every_feature_has_a_page() -> None:
+    folder = ROOT / "transformer_engine/debug/features"
+    of_features = {
+        re.findall(r"^class (\w+)", path.read_text(), re.M)[0]: path.stem
+        for path in folder.glob("*.py")
+        if "@Registry.register_feature" in path.read_text()
+    }
+    assert "DumpTensors" in of_features
+    table = (ROOT / "docs/features/index.md").read_text()
+    of_keys = (ROOT / "docs/how-to/inspect_a_training.md").read_text()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for feature, page in of_features.items():
+        shown = f"{{{{ docstring transformer_engine.debug.features.{page}.{feature} }}}}"
+        assert shown in (ROOT / f"docs/features/{page}.md").read_text()
+        assert f"| [{feature}]({page}.md) |" in table
+        assert f"| `{feature}` |" in of_keys
+        assert f"- features/{page}.md" in navigation
+
+
 @pytest.fixture
 def figure():
     path = ROOT / "docs/figures/hook_order.py"

@@ -27,8 +27,14 @@ class Loader {
       top.mistake(root.mark, "expected sections, each under its name, got " + brief(root));
       return;
     }
-    for (const auto& [key, body] : root.as_mapping())
-      load_section(key, body, top.at(key_text(key)));
+    bool empty_above = false;  // then what stands beside it was meant to stand in it
+    for (const auto& [key, body] : root.as_mapping()) {
+      const std::string name = key_text(key);
+      const bool of_a_section = name == "enabled" || name == "layers" || is_namespace(name);
+      if (empty_above && of_a_section) continue;
+      empty_above = body.is_null();
+      load_section(key, body, top.at(name));
+    }
   }
 
  private:
@@ -41,9 +47,9 @@ class Loader {
     const ConfigPath path = enabled == false ? strict.as_warnings() : strict;
     Section& stored = loaded_.config.sections.back();
     const Node* layers = body.find("layers");
-    if (layers) {
+    if (layers && !layers->is_null()) {
       stored.selector = read_selector(*layers, path.at("layers"), regex_);
-    } else {
+    } else if (!layers) {
       path.mistake(key.mark, "expected the key layers, got none");
     }
     load_features(body, path);
@@ -55,7 +61,7 @@ class Loader {
   // Empty after a mistake.
   std::optional<bool> read_enabled(const Node& body, Mark mark, const ConfigPath& path) const {
     if (!body.is_mapping()) {
-      path.mistake(body.mark.line > 0 ? body.mark : mark, "expected a mapping, got " + brief(body));
+      expect_keys(body, mark, path);
       return std::nullopt;
     }
     const Node* enabled = body.find("enabled");
@@ -72,15 +78,18 @@ class Loader {
   void load_features(const Node& body, const ConfigPath& path) {
     rules_of_uses_.clear();
     found_ = 0;
+    bool empty_above = false;
     for (const auto& [key, node] : body.as_mapping()) {
       const std::string name = key_text(key);
+      empty_above = empty_above || (node.is_null() && name != "enabled");
+      if (name == "layers" && node.is_null()) expect_keys(node, key.mark, path.at(name));
       if (name == "enabled" || name == "layers") continue;
       ++found_;
       if (is_namespace(name)) {
-        load_namespace(name, node, path.at(name));
+        load_namespace(key, node, path.at(name));
       } else if (find_rule(rules_, kBase, name)) {
         load_feature(kBase, key, node, path.at(name));
-      } else {
+      } else if (!empty_above) {
         path.at(name).mistake(key.mark, unknown_key(name));
       }
     }
@@ -90,18 +99,17 @@ class Loader {
     return std::ranges::any_of(rules_, [&](const FeatureRule& rule) { return rule.ns == name; });
   }
 
-  void load_namespace(const std::string& ns, const Node& body, const ConfigPath& path) {
-    if (!body.is_mapping()) {
-      path.mistake(body.mark, "expected features, each under its name, got " + brief(body));
-      return;
-    }
+  void load_namespace(const Node& namespace_key, const Node& body, const ConfigPath& path) {
+    if (!body.is_mapping()) return expect_keys(body, namespace_key.mark, path);
+    const std::string ns = key_text(namespace_key);
+    bool empty_above = false;
     for (const auto& [key, node] : body.as_mapping()) {
       const std::string name = key_text(key);
       if (find_rule(rules_, ns, name)) {
+        empty_above = empty_above || node.is_null();
         load_feature(ns, key, node, path.at(name));
-      } else {
-        path.at(name).mistake(key.mark,
-                              "unknown feature: " + expected_one_of(features_of(ns), name));
+      } else if (!empty_above) {
+        path.at(name).mistake(key.mark, unknown_feature(ns, name));
       }
     }
   }
@@ -124,15 +132,15 @@ class Loader {
     rules_of_uses_.push_back(&rule);
   }
 
-  // Names with an underscore in front are for tests.
-  std::vector<std::string> features_of(std::string_view ns) const {
-    std::vector<std::string> names;
+  // Names with an underscore in front are for tests. Older names are suggested, but not listed.
+  std::string unknown_feature(std::string_view ns, std::string_view name) const {
+    std::vector<std::string> names, older;
     for (const FeatureRule& rule : rules_) {
       if (rule.ns != ns || rule.name.starts_with('_')) continue;
       names.push_back(rule.name);
-      names.insert(names.end(), rule.aliases.begin(), rule.aliases.end());
+      older.insert(older.end(), rule.aliases.begin(), rule.aliases.end());
     }
-    return names;
+    return "unknown feature: " + expected_one_of(names, name, older);
   }
 
   // A key of a section that is neither a namespace nor a feature of the base namespace.

@@ -53,6 +53,14 @@ std::vector<std::string> strings(const Node& node, const ConfigPath& path) {
   return found;
 }
 
+void expect_keys(const Node& body, Mark at, const ConfigPath& path) {
+  if (body.is_null()) {
+    path.mistake(at, "expected keys in it, indented deeper than its name, got none");
+  } else {
+    path.mistake(body.mark.line > 0 ? body.mark : at, "expected a mapping, got " + brief(body));
+  }
+}
+
 std::string key_text(const Node& key) { return key.is_string() ? key.as_string() : brief(key); }
 
 }  // namespace te::inspect

@@ -34,6 +34,10 @@ std::vector<const Node*> as_list(const Node& node);
 // The strings of as_list(node); reports other items as problems.
 std::vector<std::string> strings(const Node& node, const ConfigPath& path);
 
+// Reports that a value is no mapping. A null value is reported at its key, `at`: the keys that
+// should be in it may stand beside it because they are not indented.
+void expect_keys(const Node& body, Mark at, const ConfigPath& path);
+
 // The text of a scalar key of any type.
 std::string key_text(const Node& key);
 

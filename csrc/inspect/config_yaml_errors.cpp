@@ -85,7 +85,7 @@ std::string explain_open_list(const SourceText& source, size_t offset) {
     if (c == '[' || c == '{') open.push_back(i);
     if ((c == ']' || c == '}') && !open.empty()) open.pop_back();
   }
-  if (open.empty()) return "a list or mapping without its closing bracket";
+  if (open.empty()) return "a bracket that closes no other";
   const char bracket = source.text()[open.back()];
   const Mark at = source.mark(open.back());
   return concat("no ", bracket == '[' ? "]" : "}", " that closes the ", bracket, " of line ",
@@ -98,7 +98,7 @@ std::string explain_yaml_error(const SourceText& source, size_t offset, std::str
   using namespace YAML::ErrorMsg;  // NOLINT(google-build-using-namespace): names of its messages
   if (message == END_OF_MAP || message == END_OF_SEQ) return explain_end(source, offset);
   if (message == MAP_VALUE) return explain_value(source, offset);
-  if (message == END_OF_MAP_FLOW || message == END_OF_SEQ_FLOW)
+  if (message == END_OF_MAP_FLOW || message == END_OF_SEQ_FLOW || message == FLOW_END)
     return explain_open_list(source, offset);
   if (message == BLOCK_ENTRY)
     return "an item of a list, '- ', in the line of its key; it goes below";

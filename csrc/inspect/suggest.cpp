@@ -62,7 +62,8 @@ std::optional<std::string> nearest(std::string_view word,
   return best;
 }
 
-std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word) {
+std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word,
+                            const std::vector<std::string>& unlisted) {
   std::string text = candidates.empty() ? "expected nothing" : "expected ";
   if (candidates.size() > 1) text += "one of ";
   for (size_t i = 0; i < std::min(candidates.size(), kMostListed); ++i) {
@@ -72,8 +73,10 @@ std::string expected_one_of(const std::vector<std::string>& candidates, std::str
     text.append(" and ").append(std::to_string(candidates.size() - kMostListed)).append(" more");
   }
   text.append(", got '").append(word.substr(0, kLongestWord)).append("'");
-  auto suggestion = nearest(word, candidates);
-  if (!suggestion) suggestion = shortened(word, candidates);
+  std::vector<std::string> all = candidates;
+  all.insert(all.end(), unlisted.begin(), unlisted.end());
+  auto suggestion = nearest(word, all);
+  if (!suggestion) suggestion = shortened(word, all);
   if (suggestion) {
     text.append("; did you mean '").append(*suggestion).append("'?");
   }

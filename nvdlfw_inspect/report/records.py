@@ -123,6 +123,12 @@ def read_run(logdir: str | Path, rank: int | None = None) -> Run:
     for number, file in files.items():
         _read_rank(run, number, file)
         _read_plan(run, path / PLAN_FILES.format(rank=number))
+    if not run.records and not run.skipped:
+        raise LogError(
+            f"[report] expected statistics in {path / FILE_NAME}, got empty files: nothing was "
+            f"logged; warnings of the run say why, and the log in {path / 'nvdlfw_inspect_logs'} "
+            "names what was skipped"
+        )
     if not run.records:
         example = '{"iteration": 1, "layer": ..., "tensor": ..., "statistic": ..., "value": ...}'
         raise LogError(

@@ -232,6 +232,8 @@ def outcomes(label: str, finals: list[float], fp32: int = 0) -> list[report.Outc
         ("--prompt=", "--sample must not be negative, and --prompt not empty"),
         ("--checkpoint no/run.pt", "--checkpoint no/run.pt: there is no folder no"),
         ("--plot no/plot.png", "--plot no/plot.png: there is no folder no"),
+        ("--inspect no.yaml", "--inspect no.yaml: there is no such file"),
+        ("--inspect short --compare", "--inspect does not go with --compare"),
         ("--compare --model torch", "--compare goes with neither --checkpoint nor --model torch"),
     ],
 )
@@ -257,6 +259,13 @@ def test_resume_with_other_settings_is_an_error(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         run("--checkpoint", "run.pt", "--resume", "--lr", "0.5", "--hidden", "64")
     assert "of a run with --hidden 32 (now 64), --lr 0.01 (now 0.5)" in capsys.readouterr().err
+
+
+def test_stopping_where_the_run_has_been_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--checkpoint", "run.pt", "--stop-after", "2")
+    with pytest.raises(SystemExit):
+        run("--checkpoint", "run.pt", "--resume", "--stop-after", "1")
+    assert "--stop-after 1: run.pt has step 2" in capsys.readouterr().err
 
 
 def test_plain_torch_model_is_the_same_function() -> None:

@@ -300,3 +300,54 @@ def test_the_example_selects_what_it_says(
 def test_an_empty_configuration_is_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(folder, "") == 0
     assert capsys.readouterr().out == f"{folder / 'config.yaml'}: valid, no sections\n"
+
+
+INDENTED = """
+watched:
+  enabled: True
+  layers:
+    layer_types: [fc1]
+  transformer_engine:
+    CheckedFeature:
+      enabled: True
+      tensors: [weight]
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "place"),
+    [
+        ("      ", "    ", "7:5: watched.transformer_engine.CheckedFeature: "),
+        ("    Ch", "  Ch", "6:3: watched.transformer_engine: "),
+        ("    la", "  la", "4:3: watched.layers: "),
+        ("\n  ", "\n", "2:1: watched: "),
+    ],
+    ids=["feature", "namespace", "layers", "section"],
+)
+def test_keys_that_are_not_indented_are_one_mistake(
+    folder: Path, capsys: pytest.CaptureFixture[str], written: str, instead: str, place: str
+) -> None:
+    assert check(folder, INDENTED) == 0
+    assert check(folder, INDENTED.replace(written, instead)) == 1
+    told, *more = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+    assert f"{place}expected keys in it, indented deeper than its name, got none" in told
+    assert not more
+
+
+def test_a_long_line_is_shown_around_the_mistake(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "  layers: {layer_types: [" + "fc1, " * 60 + "fc2]}\n"
+    assert check(folder, f"watched:\n  enabled: True\n{long[:-3]} fc2}}\n") == 1
+    told, line, caret = capsys.readouterr().err.splitlines()[:3]
+    assert "no ] that closes the [ of line 3, column 25" in told
+    assert line[caret.index("^")] == "}" and len(line) < 130
+
+
+def test_other_spellings_of_features_are_suggested_but_not_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(folder, CONFIG.replace("CheckedFeature", "FakeQuantFp9"))
+    told = capsys.readouterr().err
+    assert "did you mean 'FakeQuantFp8'?" in told
+    assert "FakeQuant, LogFp8TensorStats, LogTensorStats" in told

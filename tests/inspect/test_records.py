@@ -121,6 +121,12 @@ def test_missing_and_empty_directories(tmp_path: Path) -> None:
         read_run(tmp_path / "nvdlfw_inspect_logs")
 
 
+def test_run_that_logged_nothing(tmp_path: Path) -> None:
+    (tmp_path / "statistics_rank-0.jsonl").touch()
+    with pytest.raises(LogError, match="got empty files: nothing was logged"):
+        read_run(tmp_path)
+
+
 def test_file_without_records(tmp_path: Path) -> None:
     write_records(tmp_path, [], tail="{half")
     with pytest.raises(LogError, match=r"expected lines like .*, got none \(1 damaged\)"):

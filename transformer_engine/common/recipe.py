@@ -114,7 +114,7 @@ class Recipe:
         if not fits:
             value = attrgetter(name)(self)
             raise ValueError(
-                f"{type(self).__name__}: expected {name} to be {expected}, got {value!r}"
+                f"[{type(self).__name__}] expected {name} to be {expected}, got {value!r}"
             )
 
 
@@ -276,7 +276,7 @@ class Float8BlockScaling(Recipe):
             wide += [name] if dimension == 2 else []
         if len(wide) > 1:
             raise ValueError(
-                f"Float8BlockScaling: expected {' and '.join(wide)} to be 2 for one kind of tensor"
+                f"[Float8BlockScaling] expected {' and '.join(wide)} to be 2 for one kind of tensor"
                 " at most (no GEMM multiplies two operands in 2D blocks), got 2"
             )
         for gemm in ("fprop", "dgrad", "wgrad"):

@@ -91,7 +91,9 @@ TEST(FeatureConfig, WhatIsMissing) {
   EXPECT_EQ(
       problems(
           "s: {enabled: yes, layers: {layer_types: x}, transformer_engine: {DisableFP8Layer: }}"),
-      "c.yaml:1:83: s.transformer_engine.DisableFP8Layer: expected a mapping, got null\n");
+      "c.yaml:1:66: s.transformer_engine.DisableFP8Layer: expected keys in it, indented deeper "
+      "than "
+      "its name, got none\n");
 }
 
 TEST(FeatureConfig, SchedulesAreChecked) {

@@ -71,8 +71,8 @@ TEST(Config, DisabledPartsOnlyWarn) {
             "layer_name_regex_pattern, layer_types, layer_numbers, got 'layer_type'; did you mean "
             "'layer_types'?\n"
             "(warning) c.yaml:1:64: a.transformer_engine.X: unknown feature: expected one of "
-            "LogTensorStats, LogFp8TensorStats, LogFp8Stats, DisableFP8GEMM, DisableFp8Gemm, "
-            "DisableFP8Layer, DisableFp8Layer, PerTensorScaling, FakeQuant, Custom, got 'X'\n");
+            "LogTensorStats, LogFp8TensorStats, DisableFP8GEMM, DisableFP8Layer, PerTensorScaling, "
+            "FakeQuant, Custom, got 'X'\n");
   const Loaded loaded = load(
       "a: {enabled: yes, layers: {layer_types: x}, transformer_engine: {FakeQuant: {enabled: no}, "
       "Custom: {enabled: yes, any: [1]}}, LogTensorStats: {enabled: yes}}");

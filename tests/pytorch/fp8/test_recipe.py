@@ -136,7 +136,7 @@ def test_block_scaling_says_what_the_quantizers_do(monkeypatch) -> None:
     ],
 )
 def test_block_scaling_refuses_what_no_gemm_can_do(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"Float8BlockScaling: .*{message}"):
+    with pytest.raises(ValueError, match=rf"\[Float8BlockScaling\] .*{message}"):
         Float8BlockScaling(**arguments)
 
 

@@ -247,7 +247,7 @@ CONSTRUCTORS = {
     "a margin that is no int": (
         lambda: DelayedScaling(margin=0.5),
         ValueError,
-        "DelayedScaling: expected margin to be an int within +-126, got 0.5",
+        "[DelayedScaling] expected margin to be an int within +-126, got 0.5",
     ),
     "a recipe by name for FP8 weights": (
         lambda: te.fp8_model_init(True, "delayed"),

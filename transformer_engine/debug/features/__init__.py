@@ -1,12 +1,10 @@
-"""The built-in features of `transformer_engine`: importing this registers all of them."""
+"""The built-in features of `transformer_engine`: importing this registers all of them.
 
-from transformer_engine.debug.features import (  # noqa: F401 - for their effect
-    api,
-    disable_fp8_gemm,
-    disable_fp8_layer,
-    dump_tensors,
-    fake_quant,
-    log_fp8_tensor_stats,
-    log_tensor_stats,
-    per_tensor_scaling,
-)
+A file in this folder is imported by being there.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _file in iter_modules(__path__, f"{__name__}."):
+    import_module(_file.name)
