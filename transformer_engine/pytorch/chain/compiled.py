@@ -23,7 +23,7 @@ import torch
 from transformer_engine.pytorch._torch_private import compiling, memory_of
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES
-from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.gemm import CountingApart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
@@ -152,7 +152,7 @@ class ChainOperator:
         if state and any(self.facts.needs):
             refuse_in_backward()
         plan, sizes = self._planned(state), (*self.sizes(inputs), _length(state))
-        with counting_apart():
+        with CountingApart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             trace = self._traces.get(sizes)
             if trace is not None and [t.stages is None for t in trace.of_segments] != [
@@ -169,7 +169,7 @@ class ChainOperator:
         """The same of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
-        with counting_apart():
+        with CountingApart():
             of_all, saved = traced(
                 None, run_forward(self.bound(state), values, 0, len(chain.steps))
             )
@@ -206,7 +206,7 @@ class ChainOperator:
             for place in trace.places
         ]
         plan = self._planned(state) if launch else self.bound(state)
-        with counting_apart():
+        with CountingApart():
             found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
         known = {id(grad) for grad in grads}
         device = next(grad.device for grad in grads if grad is not None)
