@@ -18,7 +18,6 @@ TOLERATED = {
     ("attention.cache", "attention"),
     ("attention.core", "attention"),
     ("attention.core", "attention.backends"),
-    ("attention.masks", "attention.core"),
     ("chain", "chain.stages"),
     ("chain", "recompute"),
     ("fp8", "export"),

@@ -93,6 +93,22 @@ def test_inputs_that_recordings_refuse() -> None:
             assert_bitwise(got, wanted)
 
 
+@pytest.mark.parametrize("shape", [(16, HIDDEN), (2, 8, HIDDEN)])
+def test_results_that_backward_reads(shape: tuple[int, ...]) -> None:
+    """The output of the norm is returned, and the gradient of the weight needs it."""
+    eager = te.LayerNormLinear(HIDDEN, 64, return_layernorm_output=True, device="cpu")
+    twin = copy.deepcopy(eager)
+    call = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    made = [*eager(x), *call(y)]
+    (made[0].square().sum() + made[1].square().sum()).backward()
+    (made[2].square().sum() + made[3].square().sum()).backward()
+    assert_bitwise(twin.weight.grad, eager.weight.grad)
+    for got, wanted in ((made[2], made[0]), (made[3], made[1]), (y.grad, x.grad)):
+        assert_bitwise(got, wanted)
+
+
 def test_gradients_in_place() -> None:
     eager = te.Linear(HIDDEN, 64, fuse_wgrad_accumulation=True, device="cpu")
     twin = copy.deepcopy(eager)

@@ -23,7 +23,7 @@ import torch
 from transformer_engine.pytorch._torch_private import compiling, memory_of
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES
-from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.gemm import CountingApart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
@@ -61,13 +61,16 @@ class _Trace(NamedTuple):
     """What backward must know of forwards with some sizes.
 
     Attributes:
-        places: of what was saved, see `_places`.
+        sources: where the backward operator finds what was saved among the tensors that it is
+            given; None for None.
         of_segments: as `segments.forward` returned it.
+        by_stages: of each segment, whether its stages ran one by one.
         picks: which of results and saved tensors the operator returns.
     """
 
-    places: Sequence[int | None]
+    sources: Sequence[int | None]
     of_segments: Sequence[Any]
+    by_stages: Sequence[bool]
     picks: Sequence[int]
 
 
@@ -78,12 +81,13 @@ class ChainOperator:
         facts: of its calls.
         chain: of that kind, without a module.
         results: places of what the chain returns.
-        reads: of each input, whether backward reads it.
+        reads: of each input and of each tensor that a call makes, whether backward reads it.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.chain = TEMPLATES[facts.kind]
+        self._recorded = any(facts.needs)
         self.results: Sequence[Any] = ()
         self.reads: Sequence[bool] = ()
         self._plans: dict[int, CallPlan] = {}  # by lengths of histories
@@ -135,6 +139,8 @@ class ChainOperator:
 
     def sizes(self, inputs: Tensors) -> tuple[int, ...]:
         """Of all values that come in."""
+        if self.chain.inputs == 1:
+            return tuple(inputs[0].shape)  # type: ignore[union-attr]
         return tuple([n for x in inputs[: self.chain.inputs] for n in x.shape])  # type: ignore[union-attr]
 
     def staged(self, inputs: Tensors) -> bool:
@@ -149,15 +155,14 @@ class ChainOperator:
         """The tensors that a call makes: results, and what backward reads."""
         if self.facts.flush:
             process_state().flush()
-        if state and any(self.facts.needs):
+        if state and self._recorded:
             refuse_in_backward()
         plan, sizes = self._planned(state), (*self.sizes(inputs), _length(state))
-        with counting_apart():
+        trace = self._traces.get(sizes)
+        with CountingApart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
-            trace = self._traces.get(sizes)
-            if trace is not None and [t.stages is None for t in trace.of_segments] != [
-                t.stages is None for t in of_segments
-            ]:  # it runs from a recording, but not with these addresses or strides
+            if trace is not None and trace.by_stages != _by_stages(of_segments):
+                # it runs from a recording, but not with these addresses or strides
                 copies = tuple([None if x is None else x.clone() for x in inputs])
                 results, saved, of_segments = segments.forward(plan, copies, state)
         made = [*results, *saved]
@@ -169,7 +174,7 @@ class ChainOperator:
         """The same of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
-        with counting_apart():
+        with CountingApart():
             of_all, saved = traced(
                 None, run_forward(self.bound(state), values, 0, len(chain.steps))
             )
@@ -183,11 +188,14 @@ class ChainOperator:
         places = _places(inputs, made)
         results = len(self.chain.outputs)
         self.results = places[:results]
-        read = {-1 - place for place in places[results:] if place is not None and place < 0}
-        self.reads = [i in read for i in range(len(inputs))]
         firsts = {place: i for i, place in reversed([*enumerate(places)])}
-        fresh = sorted(place for place in firsts if place is not None and place >= 0)
-        return _Trace(places[results:], of_segments, [firsts[place] for place in fresh])
+        picks = [firsts[i] for i in sorted(p for p in firsts if p is not None and p >= 0)]
+        sources = [
+            None if place is None else -1 - place if place < 0 else len(inputs) + place
+            for place in places[results:]
+        ]
+        self.reads = [i in sources for i in range(len(inputs) + len(picks))]
+        return _Trace(sources, of_segments, _by_stages(of_segments), picks)
 
     def backward(
         self,
@@ -199,22 +207,19 @@ class ChainOperator:
     ) -> list[Any]:
         """The gradients that are needed; one that there is none of is a tensor of no values."""
         trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", tuple(sizes))]
-        inputs = len(self.reads)
-        first = inputs - sum(place is not None and place >= 0 for place in self.results)
-        tensors = [
-            None if place is None else saved[-1 - place if place < 0 else first + place]
-            for place in trace.places
-        ]
+        tensors = [None if i is None else saved[i] for i in trace.sources]
         plan = self._planned(state) if launch else self.bound(state)
-        with counting_apart():
+        with CountingApart():
             found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
         known = {id(grad) for grad in grads}
-        device = next(grad.device for grad in grads if grad is not None)
         needed: list[Any] = []
         for grad, need in zip(found, self.facts.needs, strict=False):
-            if need and grad is None:
+            if not need:
+                continue
+            if grad is None:
+                device = next(grad.device for grad in grads if grad is not None)
                 needed.append(torch.empty(0, device=device))
-            elif need and grad is not None:
+            else:
                 needed.append(grad.clone() if id(grad) in known else grad)
                 known.add(id(needed[-1]))
         return needed
@@ -223,6 +228,11 @@ class ChainOperator:
 def _length(state: Sequence[torch.Tensor]) -> int:
     """Of the histories in it."""
     return state[0].shape[1] if state else 0
+
+
+def _by_stages(of_segments: Sequence[Any]) -> list[bool]:
+    """Of each segment, whether its stages ran one by one."""
+    return [trace.stages is not None for trace in of_segments]
 
 
 def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
@@ -301,15 +311,18 @@ def chain_backward(
         key: of the forward.
         sizes: of all values that came in.
         grads: of the results, contiguous.
-        saved: those inputs that it reads, the others None; and what the forward left.
+        saved: the inputs, and what the forward made; None for those that it does not read.
         state: of the forward.
         launch: False gives the shapes alone.
 
     Returns:
         Gradients, see `ChainOperator.backward`.
     """
-    with nullcontext() if launch else compiling():
-        return _OPERATORS[key].backward(sizes, grads, saved, state, launch)
+    operator = _OPERATORS[key]
+    if launch:
+        return operator.backward(sizes, grads, saved, state, True)
+    with compiling():
+        return operator.backward(sizes, grads, saved, state, False)
 
 
 class _CompiledNode(torch.autograd.Function):
@@ -321,10 +334,9 @@ class _CompiledNode(torch.autograd.Function):
         operator = _OPERATORS[key]
         made = torch.ops.te.chain_forward(key, inputs, state)
         ctx.call = key, state, operator.sizes(inputs)
-        read = [x if read else None for x, read in zip(inputs, operator.reads, strict=True)]
-        results = _results(operator, inputs, made)
-        ctx.save_for_backward(*read, *made[sum(p >= 0 for p in operator.results) :])
-        return tuple(results)
+        known = zip((*inputs, *made), operator.reads, strict=True)
+        ctx.save_for_backward(*[x if read else None for x, read in known])
+        return tuple(_results(operator, inputs, made))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

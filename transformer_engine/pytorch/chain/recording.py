@@ -26,7 +26,7 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import TorchDispatchMode
-from transformer_engine.pytorch.chain.gemm import counting_apart
+from transformer_engine.pytorch.chain.gemm import CountingApart
 from transformer_engine.pytorch.fp8.process_state import GemmGroup
 from transformer_engine.pytorch.kernels.memory import allocators, strides_of
 
@@ -162,7 +162,7 @@ def record(
     recorder, watch = _C.Recorder(), _Watch()
     recorder.start()
     try:
-        with torch.no_grad(), counting_apart() as counts, watch:
+        with torch.no_grad(), CountingApart() as counts, watch:
             results, saved = python()
     finally:
         recorder.stop()

@@ -21,8 +21,8 @@ from transformer_engine.pytorch.attention.core.call import (
 )
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
 from transformer_engine.pytorch.attention.core.formats import check_format
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.notices import warn_once
 

@@ -34,9 +34,8 @@ from transformer_engine.pytorch.attention.backends.dense import check_bias_shape
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Call, CallShape, Sequences
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.core.projections import layout_of, views
-from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.capture import is_capturing, memoize
 from transformer_engine.pytorch.kernels.attention import (
     APART,
     AS_INPUTS,

@@ -33,8 +33,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.cudnn import NOT_ASKED, question, settings_for
 from transformer_engine.pytorch.attention.core.call import Call, CallShape
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.memoize import memoize
-from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.capture import is_capturing, memoize
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
 from transformer_engine.pytorch.kernels.attention import (
     APART,

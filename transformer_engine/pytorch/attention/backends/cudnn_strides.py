@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 

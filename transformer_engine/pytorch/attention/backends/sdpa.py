@@ -43,8 +43,8 @@ from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     sum_repeated,
 )
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import Mask
+from transformer_engine.pytorch.capture import memoize
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value

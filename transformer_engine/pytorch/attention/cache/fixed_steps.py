@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.core.call import Sequences
-from transformer_engine.pytorch.attention.core.memoize import memoize
-from transformer_engine.pytorch.capture import is_capturing
+from transformer_engine.pytorch.capture import is_capturing, memoize
 
 
 class FixedStep(NamedTuple):

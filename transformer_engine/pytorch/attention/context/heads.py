@@ -25,9 +25,9 @@ from transformer_engine.pytorch.attention.core.call import (
     Sink,
 )
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.attention.masks.masks import build_mask
+from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own, swap_stack
 from transformer_engine.pytorch.parallel.order import by_rank, in_order
 

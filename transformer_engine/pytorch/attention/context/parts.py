@@ -21,8 +21,8 @@ from transformer_engine.pytorch.attention.core.call import (
     Sequences,
 )
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType, build_mask
+from transformer_engine.pytorch.capture import memoize
 
 _ALL = Needs(True, True, True)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.capture import memoize
 
 Range = tuple[int, int]
 

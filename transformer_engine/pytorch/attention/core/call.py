@@ -9,7 +9,6 @@ import torch
 
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.casts import Casts
-from transformer_engine.pytorch.attention.core.memoize import memoize
 from transformer_engine.pytorch.attention.masks.masks import (
     Mask,
     MaskRule,
@@ -17,6 +16,7 @@ from transformer_engine.pytorch.attention.masks.masks import (
     build_mask,
     mask_rule,
 )
+from transformer_engine.pytorch.capture import memoize
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.attention.context.group import ContextGroup

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.core.memoize import memoize
+from transformer_engine.pytorch.capture import memoize
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.notices import warn
 
