@@ -8,8 +8,12 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own
-from transformer_engine.pytorch.parallel.order import by_rank, in_order, rows_of_rank
+from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
+from transformer_engine.pytorch.parallel.order import (
+    to_rank_order,
+    to_sequence_order,
+    tokens_of_rank,
+)
 
 Group = Any  # dist.ProcessGroup, a pair of them, or a DeviceMesh of one dimension
 
@@ -64,7 +68,7 @@ def shard_sequence(
         return x
     _check_tokens("shard_sequence", x.shape[seq_dim], 2 * ranks, cu_seqlens)
     if cu_seqlens is not None:
-        return x.index_select(0, rows_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
+        return x.index_select(0, tokens_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
     chunks = x.chunk(2 * ranks, seq_dim)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), seq_dim)
 
@@ -115,9 +119,9 @@ class _Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = groups, dim, cu_seqlens
         for group in groups:  # of neighbours first
-            x = gather_stack(x, group)
+            x = all_gather_stack(x, group)
         ranks = x.shape[: len(groups)]
-        return in_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
+        return to_sequence_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -126,10 +130,10 @@ class _Gather(torch.autograd.Function):
         total = 1
         for size in sizes:
             total *= size
-        stack = by_rank(grad, dim, total, cu_seqlens)
+        stack = to_rank_order(grad, dim, total, cu_seqlens)
         stack = stack.unflatten(0, tuple(sizes[::-1]))
         for group in reversed(groups):
-            stack = sum_own(stack, group)
+            stack = reduce_scatter_stack(stack, group)
         return stack, None, None, None
 
 

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
-        part: the softmax goes over more keys than these, see `Parts`.
+        part: these are a part of the keys that the softmax goes over, see `Parts`.
     """
 
     device: str = "cpu"
@@ -169,23 +169,32 @@ class Gradients(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How a call may be a part of attention: the softmax goes over more keys than it has.
+    """How a backend computes attention with a part of the keys, as context parallelism needs it.
 
-    Results of parts are merged by their log-sum-exp. The backward of a part is that of the backend,
-    of a `Saved` with the result and the log-sum-exp of all keys. Queries, keys and values of a part
-    need not be kept in between.
+    The results of all parts are merged by their log-sum-exp. The backward of a part is the
+    backend's own, called with the merged result and the log-sum-exp of all keys. Between forward
+    and backward the caller holds query, key, value and result once for all parts.
 
     Attributes:
-        rows: `rows(saved, call)`: the log-sum-exp as fp32 `[..., heads]` in the format of the call;
-            any value, or an infinite one, of a query that sees no key of the part.
-        keep: `keep(saved, call)`: what is left without query, key, value, result and log-sum-exp.
-        restore: `restore(rest, tensors, rows, call)`: a `Saved` again, from query, key, value and
-            result in the format of the call, and rows, +inf of a query that sees no key at all.
+        log_sum_exp: `log_sum_exp(saved, call)` returns fp32 `[..., heads]` in the format of the
+            call. The value of a query that sees no key of the part is undefined, perhaps infinite.
+        strip: `strip(saved, call)` removes query, key, value, result and log-sum-exp.
+        restore: `restore(stripped, tensors, log_sum_exp, call)` reverses `strip`. `tensors` are
+            query, key, value and result in the format of the call; the log-sum-exp of a query that
+            sees no key at all is +inf.
     """
 
-    rows: Callable[[Saved, Call], torch.Tensor]
-    keep: Callable[[Saved, Call], Saved]
+    log_sum_exp: Callable[[Saved, Call], torch.Tensor]
+    strip: Callable[[Saved, Call], Saved]
     restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor, Call], Saved]
+
+
+class KernelParts(NamedTuple):
+    """`Parts` of a kernel, in the shapes of the kernel and without the call."""
+
+    log_sum_exp: Callable[[Saved], torch.Tensor]
+    strip: Callable[[Saved], Saved]
+    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
 
 
 Forward = Callable[
@@ -209,7 +218,7 @@ class Backend(NamedTuple):
         draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
             it `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
-        parts: for calls that are parts; None where there is no log-sum-exp.
+        parts: attention with a part of the keys; None where there is no log-sum-exp.
     """
 
     name: str
