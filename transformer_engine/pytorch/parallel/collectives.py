@@ -27,7 +27,7 @@ Finish = Callable[[torch.Tensor], Any]
 Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
-class Parts(NamedTuple):
+class RankParts(NamedTuple):
     """The rows of each rank of what comes part by part.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pending:
         self._work = work
         self._finish = finish
         self._held = held
-        self._parts: Callable[[bool], Parts] | None = None
+        self._parts: Callable[[bool], RankParts] | None = None
 
     def wait(self) -> Any:
         """The result. On a GPU the stream waits, not the host."""
@@ -81,14 +81,14 @@ class Pending:
         if of_part is not None and self._parts is not None:
             parts = self._parts
 
-            def of_parts(keep: bool) -> Parts:
+            def of_parts(keep: bool) -> RankParts:
                 ranks, each = parts(keep)
-                return Parts(ranks, ((rank, of_part(part)) for rank, part in each))
+                return RankParts(ranks, ((rank, of_part(part)) for rank, part in each))
 
             made._parts = of_parts
         return made
 
-    def parts(self, keep: bool) -> Parts | None:
+    def parts(self, keep: bool) -> RankParts | None:
         """Its parts, to be taken all of them; None where it comes as a whole.
 
         Args:
@@ -97,7 +97,7 @@ class Pending:
         return None if self._parts is None else self._parts(keep)
 
 
-class _Gathering(Pending):
+class _PeerAllGather(Pending):
     """An all-gather through peer memory."""
 
     __slots__ = ("_own", "_transfer")
@@ -105,7 +105,7 @@ class _Gathering(Pending):
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
         self._own, self._transfer = x, memory.start(self)
-        self._parts = lambda keep: Parts(memory.ranks, self._come(keep))
+        self._parts = lambda keep: RankParts(memory.ranks, self._come(keep))
         for rank in memory.others:
             self._transfer.send(rank, x)
 
@@ -134,7 +134,7 @@ class _Gathering(Pending):
         return self.result
 
 
-class Product(Pending):
+class LazyProduct(Pending):
     """A tensor that is computed once it is asked for: all of it, or some rows.
 
     Args:
@@ -167,12 +167,12 @@ class Product(Pending):
         return self._out[where]
 
 
-class _Summing(Pending):
+class _PeerReduceScatter(Pending):
     """A reduce-scatter through peer memory: the rows of other ranks are computed, and go, first."""
 
     __slots__ = ("_add", "_own", "_transfer")
 
-    def __init__(self, x: torch.Tensor | Product, memory: PeerMemory, add: Add) -> None:
+    def __init__(self, x: torch.Tensor | LazyProduct, memory: PeerMemory, add: Add) -> None:
         super().__init__(None)
         self._add, self._transfer = add, memory.start(self)
         count = x.shape[0] // memory.ranks
@@ -224,14 +224,14 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
     memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
     if memory is not None:
-        return _Gathering(x, memory)
+        return _PeerAllGather(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=True)
     return Pending(result, work, held=x)
 
 
 def reduce_scatter(
-    x: torch.Tensor | Product, group: Any, add: Add | None = None, in_parts: bool = False
+    x: torch.Tensor | LazyProduct, group: Any, add: Add | None = None, in_parts: bool = False
 ) -> Pending:
     """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
 
@@ -248,7 +248,7 @@ def reduce_scatter(
     ranks = dist.get_world_size(group)
     memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
     if memory is not None:
-        return _Summing(x, memory, add)
+        return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     work = scatter_into(result, whole, group=group, async_op=True)
