@@ -39,7 +39,7 @@ def shard_sequence(
 ) -> Any:
     """The tokens of this rank: of n ranks, rank r has the chunks r and 2n - 1 - r of 2n.
 
-    Gradients of other tokens are zero: gradients of the whole are their sum over the ranks.
+    The gradient of `x` is zero for the tokens of other ranks; sum it over the ranks.
 
     Args:
         x: a tensor that is equal on all ranks; or a list of them, as the buffers of
@@ -80,9 +80,9 @@ def gather_sequence(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of all ranks in their order: what `shard_sequence` has cut.
+    """The tokens of all ranks in the order of the sequence: the reverse of `shard_sequence`.
 
-    The gradient is the sum of those of all ranks: the loss of the group is the sum of theirs.
+    The gradient is summed over the ranks, because the loss of the group is the sum of their losses.
 
     Args:
         x: tokens of this rank.
@@ -138,7 +138,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
-    """Those of several ranks, that of neighbours first."""
+    """The groups with more than one rank, the group of neighbouring ranks first."""
     if cp_group is None or not dist.is_initialized():
         return []
     groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
@@ -147,7 +147,7 @@ def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
 
 
 def _place(cp_group: Group) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """The number of this rank, and the number of ranks."""
     rank, ranks = 0, 1
     for group in _groups(cp_group):
         rank += ranks * dist.get_rank(group)
