@@ -77,12 +77,12 @@ class Problem(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """There is nothing to attend with or to."""
+        """Whether there are no queries or no keys."""
         return 0 in (self.batch, self.queries, self.keys)
 
     @property
     def summary(self) -> str:
-        """What errors call the problem."""
+        """A description of the problem for errors."""
         dtype = str(self.dtype).removeprefix("torch.")
         heads = f"{self.heads} query and {self.groups} key heads"
         sizes = f"of sizes {self.key_size} and {self.value_size}"
@@ -102,14 +102,17 @@ class Problem(NamedTuple):
 
 
 class Requirement(NamedTuple):
-    """A condition, and what to tell the user where it does not hold (or who can tell)."""
+    """A condition on a problem, and the reason that users see if it does not hold.
+
+    `reason` is a text, or a function of the problem.
+    """
 
     holds: Callable[[Problem, AttentionVariables], bool]
     reason: str | Callable[[Problem], str]
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward will be asked for; none of them: no backward follows."""
+    """Which gradients the backward must compute. If there are none, no backward follows."""
 
     query: bool = False
     key: bool = False
@@ -123,7 +126,7 @@ class Needs(NamedTuple):
         return self.query or self.key or self.bias or self.sink
 
     def pick(self, *gradients: torch.Tensor | None) -> Gradients:
-        """Those of query, key, value, bias and sink that are needed."""
+        """`Gradients` from those of query, key, value, bias and sink, without those not needed."""
         pairs = zip(gradients, self, strict=False)
         return Gradients(*[x if need else None for x, need in pairs])
 
@@ -140,7 +143,7 @@ class Saved(NamedTuple):
         tensors: everything else that the backward reads, tensors and None; autograd watches them.
             Where there is a log-sum-exp, the first four of the innermost function are query, key,
             value and result.
-        facts: what is no tensor.
+        facts: anything that is no tensor.
     """
 
     log_sum_exp: torch.Tensor | None
@@ -148,18 +151,18 @@ class Saved(NamedTuple):
     facts: Any = None
 
     def wrap(self, tensors: tuple[Any, ...], facts: Any = None) -> Saved:
-        """This, and what a function around it saves."""
+        """Add what an adapter around the backend saves: tensors in front, and facts."""
         inner = (len(tensors), facts, self.facts)
         return Saved(self.log_sum_exp, (*tensors, *self.tensors), inner)
 
     def unwrap(self) -> tuple[Saved, tuple[Any, ...], Any]:
-        """What `wrap` has put together: this, tensors and facts."""
+        """The reverse of `wrap`: the inner `Saved`, and tensors and facts of the adapter."""
         count, facts, inner = self.facts
         return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
 
 
 class Gradients(NamedTuple):
-    """What a backward returns; None where there is no need."""
+    """The gradients that a backward returns; None where `Needs` asks for none."""
 
     query: torch.Tensor | None
     key: torch.Tensor | None
@@ -246,7 +249,7 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
     return None
 
 
-_FEW = 16  # queries of a step that writes on, not of a prompt
+_FEW = 16  # queries of a generation step; a prompt has more
 
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"

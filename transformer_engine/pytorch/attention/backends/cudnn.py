@@ -229,7 +229,7 @@ def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, 
 
 @memoize
 def _refusal(problem: Problem) -> str:
-    """What cuDNN itself says of a problem."""
+    """Why cuDNN itself refuses a problem."""
     if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
@@ -297,7 +297,7 @@ def _alibi_is_ours(problem: Problem) -> bool:
 
 
 def _recordable(call: Call) -> bool:
-    """Lengths that the host must ask the device for are of one call."""
+    """Not if the host must read lengths from the device: then calls differ."""
     return call.shape.qkv_format != "thd" or call.query_sequences.longest is not None
 
 

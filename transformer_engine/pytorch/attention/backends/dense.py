@@ -1,4 +1,4 @@
-"""The way to backends that see `[batch, heads, sequence, size]` and a mask of their own.
+"""Adapter to kernels that take `[batch, heads, sequence, size]` and a dense mask.
 
 thd is padded to `[batch, longest sequence]` on the way there, and packed again on the way back.
 """

@@ -1,4 +1,4 @@
-"""The way to backends that take sequences of unequal length one after the other, without gaps.
+"""Adapter to kernels that take sequences of unequal length, packed without gaps.
 
     thd                   as it is; what lies outside the sequences is zero in results and gradients
     thd with room between moved together, and apart again
