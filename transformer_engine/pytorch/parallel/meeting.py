@@ -33,8 +33,8 @@ OF_THE_DEBUGGER = (
 )
 
 
-def group_size(group: Any) -> int:
-    """The number of ranks of a group, None being all; 1 for ranks that are not in it."""
+def group_or_world_size(group: Any) -> int:
+    """The number of ranks of a group, or of all for None; 1 on ranks that are not in the group."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
         return 1
     return dist.get_world_size(group)

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.attention.context.merging import (
     sink_gradient,
 )
 from transformer_engine.pytorch.attention.context.parts import (
-    Part,
+    AttentionPart,
     RankCall,
     SavedPart,
     part_backward,
@@ -103,7 +103,7 @@ def _on_stream(stream: Any, *tensors: torch.Tensor) -> Iterator[None]:
 
 
 def _inputs(
-    rank_call: RankCall, part: Part, query: torch.Tensor, step: KeyValues
+    rank_call: RankCall, part: AttentionPart, query: torch.Tensor, step: KeyValues
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     queries, keys = part.block.queries, part.block.keys
     return (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.context.parts import Part, RankCall
+from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import Range
 
 
@@ -26,7 +26,7 @@ class OutputMerger:
         self.out: torch.Tensor | None = None
         self.log_sum_exp: torch.Tensor | None = None
 
-    def add(self, part: Part, out: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
+    def add(self, part: AttentionPart, out: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
         """Add the result of a part."""
         out = out.unflatten(-1, (-1, self.size))
         queries = part.block.queries
@@ -134,7 +134,7 @@ class GradSum:
         return self.in_fp32().to(dtype)
 
 
-def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: Part) -> None:
+def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: AttentionPart) -> None:
     """Add the gradient of a part's block of the bias to the gradient of the whole bias."""
     if grad is None:
         return

@@ -33,7 +33,7 @@ _ALL = Needs(True, True, True)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Attention of a block of queries and keys.
 
     Attributes:
@@ -105,7 +105,7 @@ class RankCall:
         assert self.query_lengths is not None
         return self.query_lengths.places()
 
-    def parts(self, keys: Chunks) -> Iterator[Part]:
+    def parts(self, keys: Chunks) -> Iterator[AttentionPart]:
         """The parts in which this rank's queries see some of these keys."""
         left, right, shift = self.rule.left, self.rule.right, 0
         if self.packed:
@@ -115,7 +115,7 @@ class RankCall:
         for block in score_blocks(left, right, shift, self.queries, keys):
             yield self._part(block, keys)
 
-    def _part(self, block: ScoreBlock, keys: Chunks) -> Part:
+    def _part(self, block: ScoreBlock, keys: Chunks) -> AttentionPart:
         call, key_runs = self.call, keys.runs(block.keys)
         tokens = self.tokens if self.packed else None
         shape = _part_shape(call.shape, block, tokens)
@@ -137,12 +137,12 @@ class RankCall:
             context=None,
             part=True,
         )
-        return Part(block, own, has_keys, key_runs)
+        return AttentionPart(block, own, has_keys, key_runs)
 
     def _sequences(
         self, block: ScoreBlock, keys: Chunks
     ) -> tuple[Sequences, Sequences, torch.Tensor | None]:
-        """Sequences of the queries and of the keys of a block, and `Part.has_keys`."""
+        """Sequences of the queries and of the keys of a block, and `AttentionPart.has_keys`."""
         lengths, key_lengths = self.query_lengths, self.key_lengths
         if lengths is None or key_lengths is None:
             return Sequences(), Sequences(), None
@@ -203,7 +203,7 @@ def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | N
 
 
 def part_forward(
-    inputs: Inputs, part: Part, needs: Needs
+    inputs: Inputs, part: AttentionPart, needs: Needs
 ) -> tuple[torch.Tensor, torch.Tensor, SavedPart]:
     """Run a part.
 
@@ -244,7 +244,7 @@ def part_backward(
     grad: torch.Tensor,
     tensors: tuple[torch.Tensor, ...],
     log_sum_exp: torch.Tensor,
-    part: Part,
+    part: AttentionPart,
     saved_part: SavedPart,
     needs: Needs,
 ) -> Gradients:
