@@ -91,8 +91,8 @@ def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
             f"[{type(module).__name__}] expected to find the first forward of a layer that a "
             "checkpoint recomputes in this backward, got none: use "
             "transformer_engine.pytorch.checkpoint instead of a checkpoint that does not show its "
-            "first forward to autograd (torch.utils.checkpoint nested in itself), and call the "
-            "same layer both times (a lambda that captures the variable of a loop does not) "
+            "first forward to autograd (such as torch.utils.checkpoint nested in itself), and call "
+            "the same layer both times (a lambda that captures the variable of a loop does not) "
             f"(layer {module.name})"
         )
     return region is not None
