@@ -31,6 +31,8 @@ RETIRED = {
     r"OneWeight|PlannedChain": "SingleGemmModule, SingleStageModule",
     r"empty_whole|whole_of|as_it_lies": "empty_packed, packed_base, is_readable",
     r"note_(?:amaxes|scope|states)": "record_...",
+    r"pass_on|sum_own|swap_stack": "send_to_next, reduce_scatter_stack, all_to_all_stack",
+    r"Unfinished|FirstParameters": "ParamGradTask",
 }
 IDENTIFIERS = {
     "Place": "BufferSlice, RecomputeContext, PackedLayout, ConfigPath",

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from nvdlfw_inspect import api
 from transformer_engine.pytorch.kernels.amax import amax
 from transformer_engine.pytorch.parallel.agreement import differences, mismatch
-from transformer_engine.pytorch.parallel.meeting import Facts, Meeting, group_size, ranks_of
+from transformer_engine.pytorch.parallel.meeting import (
+    Facts,
+    Meeting,
+    group_or_world_size,
+    ranks_of,
+)
 
 _PURPOSE = "amax"
 
@@ -87,7 +92,7 @@ def groups_of(tensor: str, tp_group: Any, tp_size: int | None) -> tuple[Any, ...
     group = None if manager is None else manager._tensor_reduction_group
     if group is not None and tensor != "weight":
         wanted.append(group)
-    wanted = [group for group in wanted if group_size(group) > 1]
+    wanted = [group for group in wanted if group_or_world_size(group) > 1]
     if len(wanted) == 2 and set(ranks_of(wanted[0])) <= set(ranks_of(wanted[1])):
         return tuple(wanted[1:])
     return tuple(wanted)

@@ -280,5 +280,5 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     else:
         added = _scaled(gradients.weight, factor, main_grad.dtype)
         main_grad.add_(added) if into.accumulate else main_grad.copy_(added)
-        by_weight = into.stand_in()
+        by_weight = into.placeholder()
     return by_hidden, by_weight, _scaled(gradients.bias, factor, dtype), *[None] * 7

@@ -178,21 +178,23 @@ def test_a_part_is_kept_without_what_comes_again(name, case, monkeypatch):
     _, _, statistics = by_definition(case, problem)
     with torch.no_grad():
         out, saved = backend.forward(*inputs, call, ALL)
-        rows = backend.parts.rows(saved, call)
-        rest = backend.parts.keep(saved, call)
-        assert rows.dtype is torch.float32 and rows.shape == (*out.shape[:-1], HEADS)
+        lse = backend.parts.log_sum_exp(saved, call)
+        stripped = backend.parts.strip(saved, call)
+        assert lse.dtype is torch.float32 and lse.shape == (*out.shape[:-1], HEADS)
         if not problem.biases:
             exact = statistics.transpose(1, 2).unsqueeze(-1)
             exact = to_format(exact, case, case.lengths[0]).squeeze(-1)
             seen = exact.isfinite() & (exact != 7.0)  # which `to_format` has between sequences
             bound = 1e-5 if case.dtype is torch.float32 else 2e-2
-            torch.testing.assert_close(rows[seen].double(), exact[seen], rtol=bound, atol=bound)
+            torch.testing.assert_close(lse[seen].double(), exact[seen], rtol=bound, atol=bound)
         places = {x.untyped_storage().data_ptr() for x in (*inputs, out)}
-        assert all(x is None or x.untyped_storage().data_ptr() not in places for x in rest.tensors)
-        rows = rows.masked_fill(~rows.isfinite(), torch.inf)
+        assert all(
+            x is None or x.untyped_storage().data_ptr() not in places for x in stripped.tensors
+        )
+        lse = lse.masked_fill(~lse.isfinite(), torch.inf)
         tensors = (*inputs, out)
-        again = backend.parts.restore(rest, tensors, rows, call)
-        more = backend.parts.restore(rest, tensors, rows + 1.0, call)
+        again = backend.parts.restore(stripped, tensors, lse, call)
+        more = backend.parts.restore(stripped, tensors, lse + 1.0, call)
         upstream = torch.randn_like(out)
         expected = backend.backward(upstream, saved, call.settings(), ALL)
         found = backend.backward(upstream, again, call.settings(), ALL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
-from transformer_engine.pytorch.parallel.order import by_rank, in_order
+from transformer_engine.pytorch.parallel.order import to_rank_order, to_sequence_order
 
 
 def frequency(i, dim, base=10000.0):
@@ -293,10 +293,10 @@ def test_a_rank_turns_its_tokens_as_one_that_has_all(device, ranks, tensor_forma
     angles = angles_of(device, 6, 32)
     expected = apply_rotary_pos_emb(whole, angles, **options)
     dim = 1 if tensor_format == "bshd" else 0
-    cuts = by_rank(whole, dim, ranks, ends if tensor_format == "thd" else None)
+    cuts = to_rank_order(whole, dim, ranks, ends if tensor_format == "thd" else None)
     found = [
         apply_rotary_pos_emb(cut, angles, cp_size=ranks, cp_rank=rank, **options)
         for rank, cut in enumerate(cuts)
     ]
-    found = in_order(torch.stack(found), dim, ends if tensor_format == "thd" else None)
+    found = to_sequence_order(torch.stack(found), dim, ends if tensor_format == "thd" else None)
     assert torch.equal(found, expected)

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.cuda_graphs.graphed import (
     Graphed,
     Settings,
     capture_weights,
-    untouched,
+    state_restored,
 )
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
 from transformer_engine.pytorch.cuda_graphs.subject import Subject
@@ -91,7 +91,7 @@ def graphs(
         Emulated(subjects[plan.function(i)], settings, args, kwargs)
         for i, (args, kwargs) in enumerate(samples)
     ]
-    with untouched(subjects):
+    with state_restored(subjects):
         for one in made:
             one.warm_up()
         for subject in subjects:

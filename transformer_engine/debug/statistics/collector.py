@@ -25,7 +25,7 @@ from transformer_engine.debug.statistics.ranks import RanksDifferError
 from transformer_engine.debug.statistics.reductions import LOCAL, Reductions, any_due
 from transformer_engine.debug.statistics.subscription import Subscription
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.parallel.meeting import group_size, ranks_of
+from transformer_engine.pytorch.parallel.meeting import group_or_world_size, ranks_of
 
 if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
@@ -108,7 +108,7 @@ class Collector:
 
     def _share(self, tensor: TensorStatistics, tp_group: Any, replicated: bool) -> None:
         """Note that other ranks have shards or copies of a tensor."""
-        if group_size(tp_group) == 1:
+        if group_or_world_size(tp_group) == 1:
             return
         tensor.replicas = ranks_of(tp_group) if replicated else ()
         if tensor.group is not LOCAL and not replicated:

@@ -11,7 +11,7 @@ from transformer_engine.debug.statistics.differences import RankFacts, Row, key_
 from transformer_engine.debug.statistics.layout import Layout, digest
 from transformer_engine.debug.statistics.ranks import GroupRows
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.parallel.meeting import Meeting, group_size, ranks_of
+from transformer_engine.pytorch.parallel.meeting import Meeting, group_or_world_size, ranks_of
 
 BUILT_IN = ("LogTensorStats", "LogFp8TensorStats")
 PURPOSE = "statistics"  # of meetings of the reduction group
@@ -67,7 +67,7 @@ class Reductions:
         """Return the tensors by the group that merges their rows, or `LOCAL`; cached."""
         group = self._manager._tensor_reduction_group
         live = self._live()
-        size = group_size(group)
+        size = group_or_world_size(group)
         key = (group, size, [id(tensor) for tensor in live])
         if self._grouped is None or self._grouped[0] != key:
             homes: dict[Any, Any] = {LOCAL: LOCAL, None: group if size > 1 else LOCAL}
@@ -140,7 +140,7 @@ class Reductions:
     def check(self) -> None:
         """Raise RuntimeError if other ranks have given up waiting for this one."""
         group = self._manager._tensor_reduction_group
-        if group_size(group) == 1:
+        if group_or_world_size(group) == 1:
             return
         together = self._groups.get(group)
         meeting = Meeting(group, PURPOSE) if together is None else together.meeting
@@ -151,7 +151,7 @@ class Reductions:
 
 def _home(own: Any, group: Any) -> Any:
     """Return the group that merges a tensor's rows: `group` if it has the same ranks."""
-    if group_size(own) == 1:
+    if group_or_world_size(own) == 1:
         return LOCAL
     return group if group is not LOCAL and ranks_of(own) == ranks_of(group) else own
 

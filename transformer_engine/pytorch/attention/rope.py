@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of elements of a query or key, turned by position * frequency.
+"""Rotary position embedding: rotates pairs of elements of a head by position * frequency.
 
     y = x * cos(angle) + rotate_half(x) * sin(angle)
 
@@ -33,16 +33,16 @@ class RotaryPositionEmbedding(nn.Module):
 
     Args:
         dim: size of a head.
-        rotary_percent: share of the size that is turned.
+        rotary_percent: share of the elements that is rotated.
         seq_len_interpolation_factor: positions are divided by it.
         pretrained_max_position_embeddings: sequences longer than this times the factor have their
             positions divided by sequence length / this instead.
         rotary_base: the lowest frequency is about 1 / rotary_base.
-        interleaved: pairs that turn together are neighbours, (0, 1), (2, 3), ..., and not elements
-            of the two halves, (0, dim / 2), (1, dim / 2 + 1), ...
+        interleaved: pairs are neighbours, (0, 1), (2, 3), ...; else they are elements of the two
+            halves, (0, dim / 2), (1, dim / 2 + 1), ...
 
     Raises:
-        ValueError: an odd number of elements to turn; a share or factor that cannot be.
+        ValueError: an odd number of elements to rotate; an invalid share or factor.
 
     Example:
         >>> RotaryPositionEmbedding(64)(16).shape
@@ -72,7 +72,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if self.dim < 2 or self.dim % 2:
             raise ValueError(
-                f"[RotaryPositionEmbedding] expected an even number of elements to turn,"
+                f"[RotaryPositionEmbedding] expected an even number of elements to rotate,"
                 f" got {self.dim} of dim={dim}"
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
@@ -106,7 +106,7 @@ class RotaryPositionEmbedding(nn.Module):
         return angle[:, None, None, :]
 
     def _interpolation(self, max_seq_len: int) -> float:
-        """What positions are divided by."""
+        """The factor that positions are divided by."""
         factor = self.seq_len_interpolation_factor
         if factor is None:
             return 1.0
@@ -128,7 +128,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Turn the first elements of each head, as many as `freqs` has, and pass on the rest.
+    """Rotate the first elements of each head, as many as `freqs` has; the others are unchanged.
 
     Args:
         t: `[sequence, batch, heads, size]`, or as `tensor_format` says.

@@ -8,7 +8,7 @@ import torch
 
 
 def check_rank(cp_size: int, cp_rank: int) -> None:
-    """ValueError unless the rank is one of so many."""
+    """Raise ValueError unless `0 <= cp_rank < cp_size`."""
     if not 0 <= cp_rank < cp_size:
         raise ValueError(
             f"[apply_rotary_pos_emb] expected 0 <= cp_rank < cp_size, got cp_rank={cp_rank} and"
@@ -19,7 +19,7 @@ def check_rank(cp_size: int, cp_rank: int) -> None:
 def angles_of_rank(
     freqs: torch.Tensor, length: int, starts: torch.Tensor | None, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """Those of the `length` tokens that a rank has of whole sequences, in its order."""
+    """The angles of the `length` tokens of a rank, in its order, from those of whole sequences."""
     if starts is not None:
         _refuse("start_positions=None, or tensor_format 'thd',", "start_positions")
     if length % 2:

@@ -1,7 +1,7 @@
-"""Ranks that share a layer compare what they are about to do, before they first do it together.
+"""Checks that tensor parallel ranks call a layer alike, before their first collective.
 
-A collective for which ranks come with other shapes, or of which one knows nothing, hangs or gives
-garbage. Later calls of a structure pay nothing.
+A collective hangs or returns garbage if ranks call it with different shapes, or if one rank does
+not call it. The check runs once for each plan and shape; later calls cost nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def check_agreement(plan: CallPlan, inputs: Sequence[Any]) -> None:
     """Raise unless all ranks are about to run the same chain on equal shapes.
 
     Args:
-        plan: of a chain that communicates.
+        plan: of a chain with collectives.
         inputs: the values that come in, then all parameters.
 
     Raises:
-        RuntimeError: ranks differ, or one does not come; on every rank. Overlap was asked for
-            without `initialize_ub`.
+        RuntimeError: on every rank, if ranks differ or one does not come; on this rank, if the
+            layer asks for overlap without `initialize_ub`.
     """
     stages = [stage for stage in plan.chain.stages if stage.communicates]
     for ranks in {id(stage.ranks): stage.ranks for stage in stages}.values():
         group = ranks.check()
         note_layer(ranks)
-        # Numbers in names that were made up count the modules of a process.
+        # Default names number the modules of a process, which may differ between ranks.
         doing = f"a call of layer {re.sub(r'^Layer_[0-9]+', 'Layer_N', ranks.layer)}"
         agree(ranks.op, [group], doing, _facts(plan, inputs), layer=ranks.layer)
 
@@ -51,6 +51,6 @@ def _facts(plan: CallPlan, inputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def _described(quantizers: GemmQuantizers) -> str:
-    """How its operands are cast, and whether the debugger looks."""
+    """How the operands of a GEMM are cast, and whether the debugger inspects it."""
     casts = quantizers.input.scaling if quantizers.fp8 else "high precision"
     return f"{casts}, inspected" if quantizers.wrapped else casts

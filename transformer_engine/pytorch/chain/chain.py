@@ -30,10 +30,10 @@ class ChainStep(NamedTuple):
         inputs: numbers of the values that it reads.
         parameters: numbers of its parameters, which are neighbours.
         outputs: numbers of the values that it makes.
-        consumer: the only step that reads its first result, as its first input; else -1. It may
-            request operands.
-        producer: the step that made its first input, if no other step reads that; else -1.
-        last_reads: the values that no later step reads, and that stay in the chain.
+        consumer: the step that may request operands: the only one that reads the first result of
+            this step, as its first input. -1 if there is none.
+        producer: the step whose `consumer` is this one; -1 if there is none.
+        last_reads: the values that no later step reads and the chain does not return.
     """
 
     stage: Stage
@@ -92,14 +92,14 @@ class ChainBuilder:
         return Chain(self, outputs)
 
 
-# Chains without a module, by kind: what operators of compiled code run.
+# Copies of chains, by kind, without a module. Operators of compiled code run them.
 TEMPLATES: dict[str, Chain] = {}
 
 
 def _kind_of(chain: Chain) -> str:
-    """What chains of the same stages and settings have in common, names aside.
+    """A hash of stages and settings, equal for chains that differ in names alone.
 
-    Empty where compiled code has to trace them stage by stage.
+    Empty if compiled code has to trace the chain stage by stage.
     """
     if chain.communicates or any(m.fuse_wgrad or m.delayed is not None for m in chain.matmuls):
         return ""
@@ -119,12 +119,12 @@ class Chain:
         outputs: the values that a call returns.
 
     Attributes:
-        inputs: how many values come in.
-        arguments: how many these and the parameters are.
+        inputs: the number of values that come in.
+        arguments: the number of values that come in and of parameters.
         names: of all values.
-        kind: equal for chains that compute the same.
-        parts: the first step, and the one behind the last, of what is planned together.
-        communicates: ranks run some of its stages together.
+        kind: see `_kind_of`.
+        parts: ranges of steps that are planned together: the first step, the step behind the last.
+        communicates: some of its stages are collectives.
     """
 
     def __init__(self, built: ChainBuilder, outputs: Sequence[int]) -> None:
@@ -153,7 +153,7 @@ class Chain:
 
     @classmethod
     def of(cls, *stages: Stage) -> Chain:
-        """Stages one after the other; further results of each are the chain's, too."""
+        """Stages one after the other. The chain also returns the further results of each stage."""
         built = ChainBuilder("input")
         value = 0
         further: list[int] = []
@@ -172,7 +172,7 @@ class Chain:
             makers.update(dict.fromkeys(step.outputs, i))
 
         def consumer_of(maker: int, value: int) -> int:
-            """The step that may request operands of a value; -1: none."""
+            """The step that may request operands of a value; -1 if there is none."""
             reader = readers[value][0] if len(readers[value]) == 1 else -1
             if reader < 0 or value in self.outputs or steps[reader].inputs[0] != value:
                 return -1
@@ -204,19 +204,19 @@ class Chain:
         return tuple(stage.name for stage in self.matmuls)
 
     def rename(self, layer: str) -> None:
-        """Let every stage follow the name of the module."""
+        """Tell every stage the new name of the module."""
         self.layer = layer
         for stage in self.stages:
             stage.rename(layer)
         self.gemm_names = self._gemm_names()
 
     def settings_changed(self) -> None:
-        """Find its kind anew: a stage has another setting."""
+        """Update `kind` after a setting of a stage has changed."""
         self.kind = _kind_of(self)
 
     @torch.compiler.assume_constant_result
     def keep_template(self) -> bool:
-        """Keep a copy without a module for all chains of its kind; Dynamo calls this."""
+        """Register a copy as the template of all chains of this kind. Dynamo calls this."""
         if self.kind not in TEMPLATES:
             template = TEMPLATES[self.kind] = copy.deepcopy(self)
             template.rename("in compiled code")
@@ -225,7 +225,7 @@ class Chain:
         return True
 
     def prepare(self, plan: CallPlan) -> CallPlan:
-        """Let every stage decide what it can for all calls of a plan."""
+        """Let every stage make its plan, and return the plan of the call."""
         plan.chain = self
         plan.compiling = torch.compiler.is_compiling()
         plan.exporting = exporting()
@@ -270,11 +270,11 @@ def run_exported(plan: CallPlan, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return first.to(plan.dtype), *others
 
 
-Targets = Mapping[int, Any]  # where weight gradients go, by step
+Targets = Mapping[int, Any]  # `WgradTarget`s by step
 
 
 def wgrad_targets(plan: CallPlan, inputs: Sequence[Any]) -> Targets:
-    """Where the weight gradients of a call go, for those that do not go into fresh tensors."""
+    """The targets of weight gradients that do not go into new tensors."""
     targets = {}
     for i, (step, own) in enumerate(zip(plan.chain.steps, plan.stage_plans, strict=True)):
         target = step.stage.wgrad_target(own, inputs[step.parameters])

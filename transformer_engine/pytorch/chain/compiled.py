@@ -38,15 +38,15 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class Facts(NamedTuple):
-    """In what the calls of an operator agree.
+    """What is equal for all calls of an operator.
 
     Attributes:
         kind: `Chain.kind`.
         dtype: of activations.
         needs: see `CallPlan`.
-        gemms: descriptions of the quantizers of each.
+        gemms: descriptions of the quantizers of each GEMM.
         flush: first run the updates of scales that compiled code has deferred.
-        recomputed: the graph may compute the call again.
+        recomputed: a checkpoint in the graph may recompute the call.
     """
 
     kind: str
@@ -58,14 +58,14 @@ class Facts(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """What backward must know of forwards with some sizes.
+    """How forwards with certain sizes ran, as their backward must know.
 
     Attributes:
-        sources: where the backward operator finds what was saved among the tensors that it is
-            given; None for None.
-        of_segments: as `segments.forward` returned it.
+        sources: where the backward operator finds what was saved among the tensors that it gets;
+            None for None.
+        of_segments: returned by `segments.forward`.
         by_stages: of each segment, whether its stages ran one by one.
-        picks: which of results and saved tensors the operator returns.
+        picks: the results and saved tensors that the operator returns, by number.
     """
 
     sources: Sequence[int | None]
@@ -75,13 +75,13 @@ class _Trace(NamedTuple):
 
 
 class ChainOperator:
-    """What stands behind a key.
+    """The operator with a certain key.
 
     Attributes:
         facts: of its calls.
-        chain: of that kind, without a module.
-        results: places of what the chain returns.
-        reads: of each input and of each tensor that a call makes, whether backward reads it.
+        chain: the template of that kind, which belongs to no module.
+        results: places of what the chain returns, see `_places`.
+        reads: for each input and each tensor that a call makes, whether backward reads it.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -97,11 +97,14 @@ class ChainOperator:
         self,
         state: Sequence[torch.Tensor],
         staged: bool = False,
-        apart: torch.Tensor | None = None,
+        cse_barrier: torch.Tensor | None = None,
     ) -> CallPlan:
-        """A plan of calls with this scaling state; `staged` ones cast with copies of its scales.
+        """A plan of calls with this scaling state.
 
-        `apart` is that of `CallPlan`.
+        Args:
+            state: the memory of scaling state, forward and backward; empty without any.
+            staged: the call is traced stage by stage, and casts with copies of the scales.
+            cse_barrier: see `CallPlan`.
         """
         facts, columns = self.facts, None
         of_gemms: list[Any] = [None] * len(facts.gemms)
@@ -110,25 +113,25 @@ class ChainOperator:
             columns, of_gemms = columns_in_memory(state, len(of_gemms), *how)
         gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
         plan = CallPlan(facts.dtype, facts.needs, gemms)
-        plan.columns, plan.apart = columns, apart
+        plan.columns, plan.cse_barrier = columns, cse_barrier
         return self.chain.prepare(plan)
 
     def run_staged(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> Any:
         """A call that is traced stage by stage.
 
-        The partitioner of AOTAutograd may merge equal casts of two checkpoints, of which it then
-        has to save one result and to compute another again, which torch 2.15 cannot. It merges no
-        uninitialised tensors, and so nothing that takes one.
+        The partitioner of AOTAutograd merges equal casts of two checkpoints. Then it would have to
+        save one result of the merged cast and recompute another, which torch 2.15 cannot. It does
+        not merge uninitialised tensors, so casts with different `cse_barrier`s stay separate.
         """
         first = inputs[0]
         assert first is not None
-        apart = None
+        barrier = None
         if self.facts.recomputed:
-            apart = torch.empty(0, dtype=torch.int32, device=first.device)
-        return call_chain(self.bound(state, staged=True, apart=apart), None, *inputs)
+            barrier = torch.empty(0, dtype=torch.int32, device=first.device)
+        return call_chain(self.bound(state, staged=True, cse_barrier=barrier), None, *inputs)
 
     def _planned(self, state: Sequence[torch.Tensor]) -> CallPlan:
-        """The plan of recorded calls; made in the first one, outside of what is traced."""
+        """The plan of recorded calls. The first call makes it; it is not traced."""
         length = _length(state)
         plan = self._plans.get(length)
         if plan is None:
@@ -138,7 +141,7 @@ class ChainOperator:
         return plan
 
     def sizes(self, inputs: Tensors) -> tuple[int, ...]:
-        """Of all values that come in."""
+        """The sizes of all values that come in."""
         if self.chain.inputs == 1:
             return tuple(inputs[0].shape)  # type: ignore[union-attr]
         return tuple([n for x in inputs[: self.chain.inputs] for n in x.shape])  # type: ignore[union-attr]
@@ -152,7 +155,7 @@ class ChainOperator:
         return first.nbytes > segments.HOST_BOUND_BYTES or not first.numel()
 
     def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
-        """The tensors that a call makes: results, and what backward reads."""
+        """Run a forward; the new tensors among its results and what backward reads."""
         if self.facts.flush:
             process_state().flush()
         if state and self._recorded:
@@ -162,7 +165,7 @@ class ChainOperator:
         with CountingApart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             if trace is not None and trace.by_stages != _by_stages(of_segments):
-                # it runs from a recording, but not with these addresses or strides
+                # recorded before, but these addresses or strides do not suit the recording
                 copies = tuple([None if x is None else x.clone() for x in inputs])
                 results, saved, of_segments = segments.forward(plan, copies, state)
         made = [*results, *saved]
@@ -171,7 +174,7 @@ class ChainOperator:
         return [made[i] for i in trace.picks]
 
     def shapes_of_forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
-        """The same of fake tensors."""
+        """`forward` of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
         with CountingApart():
@@ -184,7 +187,7 @@ class ChainOperator:
         return [made[i] for i in trace.picks]
 
     def _trace_of(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
-        """The trace of a call; what is the same for all sizes is kept."""
+        """The trace of a call. Also sets `results` and `reads`, which are equal for all sizes."""
         places = _places(inputs, made)
         results = len(self.chain.outputs)
         self.results = places[:results]
@@ -205,7 +208,7 @@ class ChainOperator:
         state: Sequence[torch.Tensor],
         launch: bool,
     ) -> list[Any]:
-        """The gradients that are needed; one that there is none of is a tensor of no values."""
+        """The gradients that `needs` asks for. An empty tensor stands for a gradient of None."""
         trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", tuple(sizes))]
         tensors = [None if i is None else saved[i] for i in trace.sources]
         plan = self._planned(state) if launch else self.bound(state)
@@ -226,7 +229,7 @@ class ChainOperator:
 
 
 def _length(state: Sequence[torch.Tensor]) -> int:
-    """Of the histories in it."""
+    """The length of the amax histories in this state."""
     return state[0].shape[1] if state else 0
 
 
@@ -236,7 +239,7 @@ def _by_stages(of_segments: Sequence[Any]) -> list[bool]:
 
 
 def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
-    """Where tensors are found: `-1 - i` is input i, n is the n-th that is none; None for None."""
+    """Where each tensor is: `-1 - i` for input i, n for the n-th new tensor, None for None."""
     known: dict[int, tuple[int, torch.Tensor]] = {}
     for i, x in enumerate(inputs):
         if x is not None:
@@ -256,13 +259,13 @@ def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
     return places
 
 
-# By keys. A key is its description, so an operator is never replaced.
+# By key. A key is a hash of the facts, so an operator is never replaced.
 _OPERATORS: dict[str, ChainOperator] = {}
 
 
 @torch.compiler.assume_constant_result
 def operator_key(*facts: Any) -> str:
-    """The key of calls with such `Facts`; Dynamo calls this and takes the result as a constant."""
+    """The key of calls with these `Facts`. Dynamo calls this and takes the result as a constant."""
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if key not in _OPERATORS:
         _OPERATORS[key] = ChainOperator(Facts(*facts))
@@ -286,7 +289,7 @@ def chain_forward(
         launch: False gives the shapes alone.
 
     Returns:
-        Results and what backward reads, each a tensor of its own and none of the inputs.
+        Results and saved tensors. None of them is an input, and no two share memory.
     """
     operator = _OPERATORS[key]
     if launch:

@@ -1,15 +1,15 @@
-"""Gradients that a backward leaves for later, oldest first."""
+"""Tasks of a stage that wait for `backward_dw`, oldest first."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Delayed(list[Any]):
-    """What is `Unfinished` of a stage. It belongs to a graph: copies of a stage have nothing."""
+class DelayedTasks(list[Any]):
+    """`ParamGradTask`s of a stage. They hold tensors of a graph, so a copied stage has none."""
 
-    def __deepcopy__(self, memo: object) -> Delayed:
-        return Delayed()
+    def __deepcopy__(self, memo: object) -> DelayedTasks:
+        return DelayedTasks()
 
-    def __reduce__(self) -> tuple[type[Delayed], tuple[()]]:
-        return Delayed, ()
+    def __reduce__(self) -> tuple[type[DelayedTasks], tuple[()]]:
+        return DelayedTasks, ()

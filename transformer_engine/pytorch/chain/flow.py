@@ -1,8 +1,8 @@
-"""Which nodes of autograd's graph a layer becomes: one for all of it, or one for each of its parts.
+"""Decides whether a layer runs as one node of autograd's graph, or as one node for each part.
 
-A layer says in `data_flow` what it does, once: it calls modules and runs parts. `EAGER` does so
-one after the other, as PyTorch code does. Where nobody looks in between and the host is what takes
-time, the same `data_flow` lists the stages of all parts as one chain, which runs as one node.
+A layer defines in `data_flow` what it computes, once: it calls modules and runs parts. With `EAGER`
+these run one after the other, as in any PyTorch code. If nobody observes a part and the time of the
+call is host time, the same `data_flow` lists the stages of all parts as one chain, run as one node.
 
 A layer runs part by part where
 
@@ -17,7 +17,7 @@ A layer runs part by part where
     a part has no chain for its arguments: a cache of keys and values, FP8 attention,
         recomputation, a bias that is returned.
 
-It computes the same either way, bit for bit.
+Both ways give the same results, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from transformer_engine.pytorch.recompute.module_calls import may_recompute
 
 _MOST_PLANS = 16
 Arguments = Sequence[dict[str, Any]]
-_FORWARDS: dict[type, Any] = {}  # of classes whose modules may run without being called
+_FORWARDS: dict[type, Any] = {}  # `forward` of each class that `joins_chains`
 
 
 def joins_chains(module: type[nn.Module]) -> type[nn.Module]:
-    """Let modules of this very class run without being called, as a part of a larger chain."""
+    """Let modules of this class (not of subclasses) run as a part of a larger chain, uncalled."""
     _FORWARDS[module] = module.forward
     return module
 
 
 class FlowModule(Remakable, nn.Module):
-    """Base of layers, which say in `data_flow` what they do.
+    """Base of layers that define their computation in `data_flow`.
 
     Attributes:
-        data_flow: `(flow, values, *groups)`: what the layer does, from the values that come in and
-            groups of arguments to what it returns.
-        flow_key: `()`: what that depends on beside its arguments.
+        data_flow: `data_flow(flow, values, *groups)` computes the results of the layer from the
+            values that come in and groups of arguments.
+        flow_key: `flow_key()` returns what `data_flow` depends on beside its arguments.
     """
 
     data_flow: Callable[..., Any]
@@ -80,14 +80,14 @@ class FlowModule(Remakable, nn.Module):
 
 
 class Flow:
-    """Does what a `data_flow` says, as it says it."""
+    """Runs the modules and parts of a `data_flow` one after the other."""
 
     def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call a module on values, and with further arguments."""
+        """Call a module with values and further arguments."""
         return module(*arguments, **keywords)
 
     def run(self, part: Any, *arguments: Any) -> Any:
-        """Run a `Part` on values, and with further arguments."""
+        """Run a `Part` with values and further arguments."""
         return part(*arguments)
 
 
@@ -95,26 +95,26 @@ EAGER = Flow()
 
 
 class _Argument(NamedTuple):
-    """Stands for an argument of a call where a `data_flow` lists its stages."""
+    """Placeholder for an argument of later calls, while a `data_flow` lists its stages."""
 
     group: int
     name: str
 
 
 class _NotFused(Exception):
-    """A module has to be called."""
+    """The layer cannot be one chain: one of its modules must be called."""
 
 
 class _Member(NamedTuple):
     """A part or module of a fused layer.
 
     Attributes:
-        part: it has `chain` and `plan_call`.
-        inputs: the values that it reads.
-        outputs: the values that it makes.
-        likes: for each input, the value that came into the layer and has its tokens.
-        arguments: behind the values.
-        keywords: likewise.
+        part: with `chain` and `plan_call`.
+        inputs: numbers of the values that it reads.
+        outputs: numbers of the values that it makes.
+        likes: for each input, the number of an input of the layer with the same tokens.
+        arguments: further positional arguments, some of them `_Argument`.
+        keywords: keyword arguments, likewise.
     """
 
     part: Any
@@ -127,7 +127,7 @@ class _Member(NamedTuple):
     def plan_call(
         self, values: Sequence[Any], needs: Sequence[bool], records: bool, groups: Arguments
     ) -> Planned | None:
-        """Its plan and its parameters in a call of the layer."""
+        """Plan and parameters of this member in a call of the layer."""
         likes = tuple([values[i] for i in self.likes])
         coming = Incoming(likes, tuple([needs[v] for v in self.inputs]), records)
         if not (self.arguments or self.keywords):
@@ -143,7 +143,7 @@ def _resolved(argument: Any, groups: Arguments) -> Any:
 
 
 class _Listing(Flow):
-    """Lists the stages of a `data_flow` and runs none; values are ints."""
+    """Lists the stages of a `data_flow` without running them. Values are numbers."""
 
     def __init__(self, values: Sequence[str]) -> None:
         self.built = ChainBuilder(*values)
@@ -152,7 +152,7 @@ class _Listing(Flow):
         self._likes = {i: i for i in range(len(values))}
 
     def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        """A layer lists what it calls, a module its chain."""
+        """Add the chain of a module, or the modules that a layer calls."""
         self.modules.append(module)
         if type(module) not in _FORWARDS:
             raise _NotFused
@@ -163,7 +163,7 @@ class _Listing(Flow):
         return self._add(module, arguments, keywords)
 
     def run(self, part: Any, *arguments: Any) -> Any:
-        """A part lists its chain."""
+        """Add the chain of a part."""
         return self._add(part, arguments, {})
 
     def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -171,7 +171,7 @@ class _Listing(Flow):
             raise _NotFused
         count = part.chain.inputs
         inputs = arguments[:count]
-        if None in inputs:  # which the part itself may refuse
+        if None in inputs:  # an error, perhaps, which the part itself raises
             raise _NotFused
         outputs = self.built.add_part(part.chain, *inputs)
         likes = tuple([self._likes[v] for v in inputs])
@@ -187,7 +187,7 @@ class _FusedLayer:
     Args:
         layer: with a `data_flow`.
         values: names of the values that come in.
-        groups: arguments of a call that stands for all of them.
+        groups: arguments of one of these calls; the names count, not the values.
     """
 
     def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:
@@ -208,7 +208,7 @@ class _FusedLayer:
         self._plans: dict[Hashable, CallPlan] = {}
 
     def is_current(self) -> bool:
-        """Whether the layer has the modules that it had."""
+        """Whether the layer still has the same modules."""
         return all([[*now.values()] == then for now, then in self._children])
 
     def __call__(self, values: Sequence[Any], groups: Arguments) -> Any:
@@ -247,7 +247,7 @@ class _FusedLayer:
 
 
 def _joined(chain: Chain, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:
-    """One plan of the plans of all parts of a chain."""
+    """Join the plans of the parts of a chain into the plan of the chain."""
     joined = CallPlan(plans[0].dtype, needs)
     joined.chain = chain
     joined.recordings = {}
@@ -279,7 +279,7 @@ def _is_observed(module: Any) -> bool:
 
 
 def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
-    """Whether hooks run as soon as one of these has its gradient."""
+    """Whether a parameter has hooks, which run as soon as its gradient is there."""
     for parameter in parameters:
         if parameter is not None and (
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
@@ -307,13 +307,13 @@ def _may_fuse(x: torch.Tensor) -> bool:
 def run_layer(
     layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
 ) -> Any:
-    """What a layer's `data_flow` says, as one node of autograd's graph or part by part.
+    """Run a layer's `data_flow`, as one node of autograd's graph or part by part.
 
     Args:
-        layer: that was called.
-        names: of the values.
-        values: that come in.
-        groups: arguments that differ from their defaults, by name.
+        layer: to run.
+        names: of the values, for errors.
+        values: the values that come in.
+        groups: further arguments by name, those that differ from their defaults.
     """
     if torch.compiler.is_compiling():
         return layer.data_flow(EAGER, values, *groups)
@@ -333,9 +333,9 @@ def run_layer(
 
 
 def _check_values(layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-    """Say that a value does not suit the layer's parameters, where a part of it says the same.
+    """Raise if device or dtype of a value differ from those of the layer's parameters.
 
-    The part would name its own argument, which the caller of the layer does not know.
+    Called after a part has failed: its error names an argument of the part, not of the layer.
     """
     kind, like = type(layer).__name__, next(layer.parameters())
     for name, x in zip(names, values, strict=True):

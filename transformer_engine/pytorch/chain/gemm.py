@@ -22,14 +22,14 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Counters(threading.local):
-    own: dict[tuple[str, str, str], int] | None = None  # of a recording; else all count together
+    own: dict[tuple[str, str, str], int] | None = None  # of `counting_apart`; None outside of it
 
 
 _counters = _Counters()
 
 
 class CountingApart:
-    """Inside, GEMMs of this thread are counted in the dict that it gives, and nowhere else.
+    """Count the GEMMs of this thread in the dict that it yields, and nowhere else.
 
     A class, because every operator of compiled code enters one: a generator takes 1 us longer.
     """
@@ -66,7 +66,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> None:
 
 
 def count_group(group: GemmGroup) -> None:
-    """Count GEMMs that run elsewhere, unless those of this thread are counted apart."""
+    """Count the GEMMs of a recording, unless this thread is inside `counting_apart`."""
     if _counters.own is not None:
         return
     groups = process_state().gemm_groups
@@ -108,7 +108,7 @@ def dgrad(
     layer: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`dx[M, K] = dy[M, N] . weight[N, K]`, as `fprop`; an FP8 weight is its transpose `[K, N]`."""
+    """`dx[M, K] = dy[M, N] . weight[N, K]`, see `fprop`; an FP8 weight is given transposed."""
     if not torch.compiler.is_compiling():
         _count(layer, "dgrad", grad_output, weight)
     plain = type(grad_output) is not Fp8Matrix
@@ -147,27 +147,32 @@ def _product(
 
 
 class WgradTarget(NamedTuple):
-    """Where a weight gradient goes: a fresh tensor of `dtype`, or into `main_grad`.
+    """Where a weight gradient goes: into a new tensor, or into `main_grad`.
 
-    With `announced`, autograd gets a tensor in its place all the same, so that hooks of
-    data-parallel trainers run: of undefined values, or zeros with `zeroed`.
+    Attributes:
+        dtype: of the new tensor; None for the dtype of the operands.
+        main_grad: None for a new tensor.
+        accumulate: add to what is in `main_grad`.
+        has_placeholder: autograd gets a placeholder for a gradient that went into `main_grad`, so
+            that hooks of data-parallel trainers run.
+        zeroed: the placeholder is zero; else its values are undefined.
     """
 
-    dtype: torch.dtype | None  # None: that of the operands
+    dtype: torch.dtype | None
     main_grad: torch.Tensor | None = None
     accumulate: bool = False
-    announced: bool = False
+    has_placeholder: bool = False
     zeroed: bool = False
 
     @property
-    def how(self) -> tuple[Any, ...]:
-        """What a GEMM does with it, whatever memory it is."""
+    def mode(self) -> tuple[Any, ...]:
+        """The settings of a GEMM into `main_grad`; recordings with equal ones can be shared."""
         assert self.main_grad is not None
         return self.accumulate, self.main_grad.dtype
 
-    def stand_in(self) -> torch.Tensor | None:
-        """What autograd gets for a gradient that went into `main_grad`."""
-        if self.main_grad is None or not self.announced:
+    def placeholder(self) -> torch.Tensor | None:
+        """What autograd gets for a gradient that went into `main_grad`; None for no gradient."""
+        if self.main_grad is None or not self.has_placeholder:
             return None
         make = torch.zeros_like if self.zeroed else torch.empty_like
         return make(self.main_grad, dtype=self.dtype)
@@ -177,9 +182,9 @@ def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> Wgrad
     """The weight's `main_grad`, where data-parallel trainers keep gradients.
 
     Args:
-        weight: its attributes say more: `overwrite_main_grad`, `zero_out_wgrad`, and
-            `grad_added_to_main_grad`, which is set where it is there.
-        overwrite: do not add to what is in it.
+        weight: its attributes `overwrite_main_grad` and `zero_out_wgrad` are read, and
+            `grad_added_to_main_grad` is set to True if there is one.
+        overwrite: do not add to what is in `main_grad`.
         layer: for messages.
 
     Raises:
@@ -197,11 +202,11 @@ def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> Wgrad
             f"{tuple(main_grad.shape)} (layer {layer})"
         )
     overwrite = overwrite or getattr(weight, "overwrite_main_grad", False)
-    announced = hasattr(weight, "grad_added_to_main_grad")  # where data-parallel hooks look
-    if announced:
+    has_placeholder = hasattr(weight, "grad_added_to_main_grad")  # where data-parallel hooks look
+    if has_placeholder:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeroed = getattr(weight, "zero_out_wgrad", False)
-    return WgradTarget(weight.dtype, main_grad, not overwrite, announced, zeroed)
+    return WgradTarget(weight.dtype, main_grad, not overwrite, has_placeholder, zeroed)
 
 
 def wgrad(

@@ -18,7 +18,7 @@ def call_chain(plan: CallPlan, step: Step | None, *inputs: Any) -> Any:
 
     Args:
         plan: of the call.
-        step: that ends behind the backward of this call, if any.
+        step: the autocast step that ends with the backward of this call, or None.
         inputs: the values that come in, then all parameters.
 
     Returns:
@@ -87,14 +87,14 @@ def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Te
     for i, target in targets.items():
         weight = plan.chain.steps[i].parameters.start
         if found[weight] is None:
-            found[weight] = target.stand_in()
+            found[weight] = target.placeholder()
     if step is not None:
         step.end_backward()
     return found
 
 
 def _readable(x: torch.Tensor, compiling: bool) -> torch.Tensor:
-    """Its values in order and, as a compiler sees to by itself, with their signs in memory."""
+    """A contiguous tensor without a lazy sign; compilers resolve the sign themselves."""
     ordered = x if x.is_contiguous() else x.contiguous()
     return ordered if compiling or not ordered.is_neg() else ordered.resolve_neg()
 

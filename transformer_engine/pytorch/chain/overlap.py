@@ -1,7 +1,7 @@
 """The backward of a segment in two recordings.
 
-The first gives the gradient of the input; the second the gradients of the first step's parameters,
-while the collective that has made the input runs backward, or when they are asked for.
+The first computes the gradient of the segment's input. The second computes the gradients of the
+first step's parameters: while the collective before the segment runs backward, or in `backward_dw`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from transformer_engine.pytorch.chain.gemm import count_group
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, reader_of
-from transformer_engine.pytorch.chain.stage_by_stage import Unfinished
+from transformer_engine.pytorch.chain.stage_by_stage import ParamGradTask
 from transformer_engine.pytorch.chain.stages.base import Saved
-from transformer_engine.pytorch.fp8.operands import Operands, built, flat
+from transformer_engine.pytorch.fp8.operands import Operands, flatten_values, unflatten_values
 from transformer_engine.pytorch.parallel.collectives import waited
 
 Buffers = list[torch.Tensor | None]
 
 
-class FirstParameters(Unfinished):
-    """`Unfinished` of the first step of a segment that was recorded.
+class RecordedParamGradTask(ParamGradTask):
+    """`ParamGradTask` of the first step of a segment whose forward ran from a recording.
 
     Args:
-        segment: that `overlaps`.
+        segment: with `overlaps`.
         plan: of the call.
-        grads: of all values.
-        carry: of the step's `backward_data`.
-        buffers: what the forward of the segment left.
+        grads: gradients of all values.
+        carry: returned by `backward_data` of the step.
+        buffers: saved by the forward of the segment.
         targets: of weight gradients.
-        restored: the segment's input, see `Stage.restore`.
+        regathered: the segment's input, see `Stage.regather`; it may be pending.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class FirstParameters(Unfinished):
         carry: Operands,
         buffers: Buffers,
         targets: Targets,
-        restored: Any,
+        regathered: Any,
     ) -> None:
-        super().__init__(plan, grads, segment.start, carry, Saved(()), restored)
+        super().__init__(plan, grads, segment.start, carry, Saved(()), regathered)
         self.segment = segment
         self.buffers = buffers
         self.target = targets.get(segment.start)
 
     def gradients(self) -> Sequence[Any]:
-        """Compute them now, from a recording where that can be."""
-        like = [self.carry, Operands(None, waited(self.restored))]
+        """Compute the gradients, from a recording if possible."""
+        like = [self.carry, Operands(None, waited(self.regathered))]
         main = [] if self.target is None else [self.target.main_grad]
-        inputs = (*flat(like), *self.buffers, *main)
-        how = None if self.target is None else self.target.how
-        key = ("parameters", how, self.plan.in_tf32)
+        inputs = (*flatten_values(like), *self.buffers, *main)
+        mode = None if self.target is None else self.target.mode
+        key = ("parameters", mode, self.plan.in_tf32)
         backwards = self.segment.backwards
         found = backwards.get(key)
         if found is None:
@@ -74,19 +74,21 @@ class FirstParameters(Unfinished):
         return self._by_stage(like, self._saved(self.buffers, self.target))
 
     def _saved(self, buffers: Tensors, target: Any) -> Saved:
-        return self.segment.views(buffers, {} if target is None else {self.number: target})[0]
+        targets = {} if target is None else {self.number: target}
+        return self.segment.saved_views(buffers, targets)[0]
 
     def _by_stage(self, read: Sequence[Any], saved: Saved) -> Sequence[Any]:
         plan, i = self.plan, self.number
-        carry, again = read
-        saved = saved._replace(restored=again.columnwise)
+        carry, regathered = read
+        saved = saved._replace(regathered=regathered.columnwise)
         return plan.chain.steps[i].stage.backward_params(carry, saved, plan.stage_plans[i])
 
     def _record(self, inputs: Tensors, like: Sequence[Any]) -> Any:
-        ours = recording.stand_ins(inputs)
-        first, last = len(flat(like)), len(ours) - (self.target is not None)
-        target = None if self.target is None else self.target._replace(main_grad=ours[last])
-        read, saved = built(ours[:first], like), self._saved(ours[first:last], target)
+        stand_ins = recording.stand_ins(inputs)
+        first, last = len(flatten_values(like)), len(stand_ins) - (self.target is not None)
+        target = None if self.target is None else self.target._replace(main_grad=stand_ins[last])
+        read = unflatten_values(stand_ins[:first], like)
+        saved = self._saved(stand_ins[first:last], target)
 
         def python() -> tuple[Tensors, Tensors]:
             grads = self._by_stage(read, saved)
@@ -94,35 +96,35 @@ class FirstParameters(Unfinished):
             needed = zip(grads, needs, strict=True)
             return [grad if need else None for grad, need in needed], ()
 
-        recorded = self.segment.watch(self.plan, inputs, ours, (), python)
+        recorded = self.segment.record(self.plan, inputs, stand_ins, (), python)
         return recorded if isinstance(recorded, str) else (recorded, reader_of(recorded.results))
 
 
-def backward_with(
+def overlapped_backward(
     segment: Segment,
     plan: CallPlan,
     grads: list[Any],
     made: Sequence[Any],
     buffers: Buffers,
     targets: Targets,
-    restored: Any,
-) -> Unfinished | None:
-    """The backward of a segment that `overlaps`.
+    regathered: Any,
+) -> ParamGradTask | None:
+    """The backward of a segment with `overlaps`, but for the parameters of its first step.
 
     Args:
-        segment: that was recorded.
+        segment: whose forward ran from a recording.
         plan: of the call.
-        grads: of all values; those of what it reads, and of its parameters, are put there.
-        made: of the values that it made.
-        buffers: what its forward left.
+        grads: gradients of all values, to which the results are added.
+        made: gradients of the values that the segment made.
+        buffers: saved by its forward.
         targets: of weight gradients.
-        restored: its input, see `Stage.restore`.
+        regathered: the segment's input, see `Stage.regather`; it may be pending.
 
     Returns:
-        What is left to do once the collective has started.
+        The task of the first step, to be run once the collective has started.
     """
     *results, carry = segment.backward(plan, made, buffers, targets)
-    segment.put(grads, results)
+    segment.add_results(grads, results)
     if carry is None:
         return None
-    return FirstParameters(segment, plan, grads, carry, buffers, targets, restored)
+    return RecordedParamGradTask(segment, plan, grads, carry, buffers, targets, regathered)

@@ -1,4 +1,4 @@
-"""`Part`: stages that belong to no module of their own, with the plans of their calls."""
+"""`Part`: a chain that belongs to no module, with the plans of its calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 
 _MOST_PLANS = 64
-Planned = tuple[CallPlan, Sequence[torch.Tensor | None]]  # a call: its plan, and its parameters
+Planned = tuple[CallPlan, Sequence[torch.Tensor | None]]  # plan and parameters of a call
 
 
 class Incoming(NamedTuple):
     """The values that come into a call, as far as a plan depends on them.
 
     Attributes:
-        likes: for each a tensor with its device, its dtype, and its sizes but for the features.
-        needs: whether a gradient is wanted, of each.
-        records: autograd records the call, if anything in it needs a gradient.
+        likes: for each value a tensor of its device, dtype and sizes; the last size may differ.
+        needs: for each value whether it needs a gradient.
+        records: gradients are enabled.
     """
 
     likes: tuple[torch.Tensor, ...]
@@ -30,18 +30,18 @@ class Incoming(NamedTuple):
 
     @property
     def like(self) -> torch.Tensor:
-        """Of the first value."""
+        """The entry of `likes` for the first value."""
         return self.likes[0]
 
     def with_parameters(self, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
-        """`CallPlan.needs` of a chain with these parameters."""
+        """`CallPlan.needs` of a call with these parameters."""
         if not self.records:
             return (False,) * (len(self.needs) + len(parameters))
         return (*self.needs, *[t is not None and t.requires_grad for t in parameters])
 
 
 def incoming(*values: torch.Tensor | None) -> Incoming:
-    """Of values at hand; the first one is there."""
+    """`Incoming` of values that exist; the first one is not None."""
     likes: Any = values
     if not torch.is_grad_enabled():
         return Incoming(likes, (False,) * len(values), False)
@@ -49,10 +49,10 @@ def incoming(*values: torch.Tensor | None) -> Incoming:
 
 
 class Part:
-    """Runs a chain on values, as a module does, but without hooks, name or parameters of its own.
+    """Runs a chain on values, like a module, but without hooks, name or parameters of its own.
 
     Args:
-        chain: whose stages read `options` of their call.
+        chain: its stages read `CallPlan.options`.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -70,7 +70,14 @@ class Part:
         options: Any,
         needs: tuple[bool, ...] | None = None,
     ) -> Planned:
-        """The plan for these parameters; options are hashable, `needs` may be derived from both."""
+        """The plan of a call with these parameters and options.
+
+        Args:
+            values: of the call.
+            parameters: of the chain.
+            options: hashable, see `CallPlan.options`.
+            needs: see `CallPlan`; None to take them from values and parameters.
+        """
         dtype = values.like.dtype
         needs = values.with_parameters(parameters) if needs is None else needs
         if torch.compiler.is_compiling():
@@ -89,7 +96,7 @@ class Part:
         return self.chain.prepare(plan)
 
     def __call__(self, *values_and_arguments: Any) -> Any:
-        """Run it on its own: one node of autograd's graph."""
+        """Run the chain as one node of autograd's graph."""
         values = values_and_arguments[: self.chain.inputs]
         arguments = values_and_arguments[self.chain.inputs :]
         plan, parameters = self.plan_call(incoming(*values), *arguments)

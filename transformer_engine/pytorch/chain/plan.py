@@ -1,4 +1,4 @@
-"""`CallPlan`: what is decided once for all calls of a chain that are alike."""
+"""`CallPlan`: what is decided once for all calls of a chain with equal facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CallPlan:
-    """The facts of a call of a chain. They seldom change, so modules keep their plans.
+    """The facts of a call of a chain. They seldom change, so modules cache their plans.
 
     Args:
         dtype: of activations.
@@ -24,37 +24,38 @@ class CallPlan:
 
     Attributes:
         requires_grad: autograd will call backward.
-        in_first_forward: autograd does not see this call, and will see one that computes the same
-            again. Its stages do all that they would do otherwise, so that no bit differs.
-        is_recompute: this call computes one again (see `recompute`).
-        recompute_plan: of calls that compute those of this plan again.
-        recompute_scales: where such a plan finds the scales of the call that it computes again.
-        columns: of the module's scaling state that it casts with.
-        options: what else stages must know of it.
-        fp8_weights: which inputs are weights that exist in FP8 alone.
-        caching: the stages that read what they have cached, with their plans.
-        operator: the key of the operator that the call is in compiled code; else empty.
-        apart: a tensor of no values that the kernels of forward take, so that a compiler does not
-            take them for those of an equal call; None: it may.
-        state: of such a plan: the memory of scaling state, or stand-ins for it.
-        bind: makes the same plan with other state than these stand-ins.
+        accumulates: some weight gradients go into `main_grad`.
+        in_first_forward: the first forward of a recompute region, which autograd does not record.
+            Its stages compute what they would if autograd recorded the call, so that both forwards
+            are equal bit for bit.
+        is_recompute: the call is the recompute of an earlier one (see `recompute`).
+        recompute_plan: the plan of the recomputes of this plan's calls.
+        recompute_scales: of a plan of recomputes: memory for the scales of the first forward.
+        columns: of the module's scaling state, which hold the scales of its casts.
+        options: further settings that stages of this chain read.
+        fp8_weights: numbers of the inputs that are weights kept in FP8.
+        caching: the stages that read tensors which earlier calls have cached, with their plans.
+        operator: in compiled code the key of the operator that runs the call; else empty.
+        cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
+            compiler does not merge them with equal kernels of another call; None if it may.
+        state: of a plan of an operator: the memory of scaling state, or stand-ins for it.
+        bind: makes the same plan with other scaling state in place of the stand-ins.
         stage_plans: of each stage.
-        differentiable: of each stage, whether anything in it needs a gradient.
-        recordings: by shapes of the inputs; None where calls are not recorded.
-        recorded: the forward of this call ran from a recording, or from those of all segments that
-            can be recorded.
-        inspect_at: the tick of the inspector from which it may want to look.
-        inspection: what it decided last.
+        differentiable: for each stage, whether it has a gradient to compute.
+        recordings: segments by shapes of the inputs; None if calls are not recorded.
+        recorded: in the last forward every segment that can be recorded ran from its recording.
+        inspect_at: the tick of the inspector from which on it may inspect the call.
+        inspection: the last decision of the inspector.
     """
 
     __slots__ = (
         "accumulates",
-        "apart",
         "bind",
         "caching",
         "chain",
         "columns",
         "compiling",
+        "cse_barrier",
         "differentiable",
         "dtype",
         "exporting",
@@ -108,19 +109,19 @@ class CallPlan:
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""
-        self.apart: torch.Tensor | None = None
+        self.cse_barrier: torch.Tensor | None = None
 
     @property
     def in_tf32(self) -> bool:
-        """Whether products of fp32 operands run in TF32 now, which a recording cannot change."""
+        """Whether fp32 GEMMs run in TF32 now. A recording keeps the setting of its first call."""
         return self.dtype is torch.float32 and allows_tf32()
 
     def bound(self, state: Any) -> CallPlan:
-        """The plan with these tensors in place of its stand-ins."""
+        """The plan with this scaling state in place of its stand-ins."""
         return self if self.bind is None else self.bind(state)
 
     def copy(self) -> CallPlan:
-        """The same plan, for one call that has to be told from others."""
+        """A copy, for a single call."""
         own = CallPlan.__new__(CallPlan)
         for name in CallPlan.__slots__:
             setattr(own, name, getattr(self, name))
@@ -134,7 +135,7 @@ def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tu
 
 
 class PlanCache(dict[Any, CallPlan]):
-    """The plans of one module, which point into its scaling state: copies of it are empty.
+    """The plans of one module. They point into its scaling state, so a copied module has none.
 
     `torch.nn.utils.parametrize` copies attributes of modules one by one.
     """

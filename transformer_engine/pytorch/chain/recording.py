@@ -1,20 +1,20 @@
 """Recordings: the `_C` calls of a piece of Python, recorded once and repeated by one call.
 
 The Python of a chain decides which kernels run, on which memory. For equal facts and equal shapes
-it decides the same every time, so it is watched once, with stand-ins in place of tensors and with
-kernels that only record their arguments. What it leaves behind is a recording of `_C` (see
-csrc/bindings/recording.h) and a plan of its memory: every tensor becomes a slice of a buffer. The
-buffers (slots) of a call are, in this order,
+it decides the same every time. So it runs once with stand-ins in place of tensors, while the ops of
+`_C` only record their arguments. The result is a recording of `_C` (see csrc/bindings/recording.h)
+and a memory plan, in which every tensor is a slice of a buffer. The buffers (slots) of a call are,
+in this order,
 
     its inputs,
-    one slab for what nobody reads afterwards, where tensors that are never needed together overlap,
+    one slab for scratch, where tensors whose lifetimes do not overlap share memory,
     one slab for what backward will read,
     its outputs, each a tensor of its own.
 
-Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. Memory
-that is none of these refuses the recording, and so does Python that does more than allocate, make
-views and call `_C`. Stand-ins lie on the CPU and are never touched, so that they cost address space
-and no memory.
+Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. An
+address in any other memory refuses the recording, and so does Python that does more than allocate,
+make views and call `_C`. Stand-ins are CPU tensors that are never read or written, so they take
+address space but no memory.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ class Recorded(NamedTuple):
     """A recorded piece of Python.
 
     Attributes:
-        run: repeats it. Called with the tuple of inputs, it returns the list of buffers; None, with
-            nothing done, where the inputs do not look like those of the recording.
-        results: what Python returned.
-        saved: what it left for a backward.
-        gemms: that a call counts.
-        bytes: that a call asks for.
+        run: repeats the calls. It takes the tuple of inputs and returns the list of buffers; or
+            None, without running, if the inputs differ from those of the recording in shape,
+            strides, dtype or device.
+        results: slices of what Python returned.
+        saved: slices of what it saved for the backward.
+        gemms: the GEMMs of a call, for `gemm_report`.
+        bytes: the memory that a call allocates.
     """
 
     run: Callable[[tuple[torch.Tensor | None, ...]], Any]
@@ -99,7 +100,7 @@ class Recorded(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Holds what is allocated, and the name of an operator of torch that computes."""
+    """Collects the tensors that are allocated, and the name of any other operator that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class _Watch(TorchDispatchMode):
 
 
 def stand_ins(inputs: Tensors) -> Buffers:
-    """Tensors that look like the inputs, for `record`."""
+    """CPU tensors with the shapes and dtypes of the inputs, for `record`."""
     return [
         None if t is None else torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in inputs
     ]
@@ -141,21 +142,21 @@ def record(
     direct: Tensors,
     persistent: list[torch.Tensor],
     python: Callable[[], tuple[Tensors, Tensors]],
-    apart: bool = False,
+    separate_saved: bool = False,
 ) -> Recorded | str:
-    """Watch `python`.
+    """Record the calls of `_C` that `python` makes.
 
     Args:
-        inputs: what calls bring first; at least one is there.
+        inputs: the first inputs of a call; at least one is not None.
         for_inputs: their stand-ins, which `python` reads.
-        direct: what calls bring behind these, and `python` finds by itself.
-        persistent: tensors that may be read and written without being brought; the recording holds
-            them.
-        python: returns the tensors that are results and those that backward will read (or None).
-        apart: the latter become tensors of their own, too.
+        direct: further inputs of calls, which `python` reads itself, without stand-ins.
+        persistent: tensors that outlive the call, and that `python` may read and write. The
+            recording holds them.
+        python: returns two lists: results, and what backward will read. Entries may be None.
+        separate_saved: give each tensor that backward will read a buffer of its own.
 
     Returns:
-        What was recorded; why it cannot be.
+        What was recorded, or the reason why it cannot be recorded.
     """
     if not all(is_plain(t) for t in (*inputs, *direct)):
         return "an input is no contiguous tensor that begins at 16 bytes"
@@ -169,7 +170,7 @@ def record(
     if watch.computes:
         return f"torch computes: {watch.computes}"
     buffers = _BufferPlan([*for_inputs, *direct], watch.allocated, recorder)
-    problem = buffers.place(results, saved, apart)
+    problem = buffers.place(results, saved, separate_saved)
     if problem:
         return problem
     recording = buffers.recording([*inputs, *direct], persistent)
@@ -185,7 +186,7 @@ def record(
 
 
 class _BufferPlan:
-    """Gives every address that was recorded a place in a buffer."""
+    """Gives every tensor that was recorded a place: a slot and an offset."""
 
     def __init__(self, known: Buffers, allocated: list[torch.Tensor], recorder: Any) -> None:
         self.recorder = recorder
@@ -212,7 +213,7 @@ class _BufferPlan:
         return None
 
     def slice_of(self, t: torch.Tensor | None) -> BufferSlice | None:
-        """The place of a tensor that has one."""
+        """The place of a tensor; None if it has none."""
         found = None if t is None else self._range(t.data_ptr())
         if t is None or found is None:
             return None
@@ -225,15 +226,15 @@ class _BufferPlan:
         same = whole is not None and (t.shape, t.stride()) == (whole.shape, whole.stride())
         return BufferSlice(slot, offset, tuple(t.shape), t.stride(), t.dtype, same)
 
-    def place(self, results: Tensors, saved: Tensors, apart: bool) -> str:
-        """Give every tensor a place; why one cannot have any, or `""`."""
+    def place(self, results: Tensors, saved: Tensors, separate_saved: bool) -> str:
+        """Give every tensor a place. Returns why one cannot have any, or `""`."""
         tensors = [t for t in (*results, *saved) if t is not None]
         if not all(t.numel() for t in (*tensors, *self.allocated)):
             return "a tensor is empty"
         for t in results:
             self._place(t, self._as_output)
         for t in saved:
-            self._place(t, self._as_output if apart else self._as_saved)
+            self._place(t, self._as_output if separate_saved else self._as_saved)
         self._place_scratch()
         if any(self._range(t.data_ptr()) is None for t in tensors):
             return "a result was neither allocated here nor brought"
@@ -242,7 +243,7 @@ class _BufferPlan:
     def _place(
         self, t: torch.Tensor | None, put: Callable[[torch.Tensor], tuple[int, int]]
     ) -> None:
-        """Put the allocation in which a tensor lies somewhere, unless it has a place."""
+        """Give the allocation that holds a tensor a place, unless it has one."""
         if t is None or self._range(t.data_ptr()) is not None:
             return
         whole = self._allocation(t.data_ptr())
@@ -278,7 +279,7 @@ class _BufferPlan:
         self.scratch_bytes = max((end for _, _, end in placed), default=0)
 
     def recording(self, inputs: Tensors, persistent: list[torch.Tensor]) -> Any:
-        """A recording of `_C` with these buffers; its calls are yet to be placed."""
+        """A recording of `_C` with these buffers, without calls yet."""
         device = next(t.device for t in inputs if t is not None)
         slabs = [((size,), torch.uint8) for size in (self.scratch_bytes, self.saved_bytes)]
         allocations = [

@@ -1,6 +1,6 @@
-"""A segment is a run of parts of a chain, for one plan and one shape of its inputs.
+"""A segment is a run of steps of a chain, for one plan and one shape of its inputs.
 
-It is recorded at the first call; where that is refused it runs stage by stage, every time.
+The first call records it. If recording is refused, every call runs it stage by stage.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Rec
 from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
 from transformer_engine.pytorch.chain.stages.base import Saved
 from transformer_engine.pytorch.fp8.operands import (
-    PARTS,
+    OPERAND_TENSORS,
     Operands,
-    built,
-    flat,
-    kind_of,
+    flatten_operands,
+    flatten_values,
     operands_like,
-    parts_of,
+    structure_of,
+    unflatten_values,
 )
 from transformer_engine.pytorch.parallel.collectives import waited
 
-_MOST_BYTES = 256 * 1024 * 1024  # that a recorded call asks for
+_MOST_BYTES = 256 * 1024 * 1024  # memory of a recorded call
 
 _Reader = Callable[[Buffers], Sequence[torch.Tensor | None]]
 
 
 class Trace(NamedTuple):
-    """What a part of a call left for its backward.
+    """How one segment ran in the forward, as its backward must know.
 
     Attributes:
-        segment: that ran; None for all stages of the chain, one by one.
-        tensors: how many of the saved ones are its.
-        stages: for each stage how many of those it saved, and which facts; None where the segment
-            ran from a recording.
+        segment: None if the whole chain ran stage by stage, without segments.
+        tensors: how many of the saved tensors are this segment's.
+        stages: for each stage how many tensors it saved, and its facts; None if the segment ran
+            from a recording.
     """
 
     segment: Segment | None
@@ -51,7 +51,7 @@ class Trace(NamedTuple):
 def traced(
     segment: Segment | None, record: Sequence[Saved]
 ) -> tuple[Trace, list[torch.Tensor | None]]:
-    """The trace of stages that ran one by one, and the tensors to save."""
+    """The trace of stages that ran one by one, and the tensors that they saved."""
     tensors = [t for saved in record for t in saved.tensors]
     return Trace(segment, len(tensors), [(len(s.tensors), s.facts) for s in record]), tensors
 
@@ -62,18 +62,22 @@ class Segment:
     Args:
         plan: whose calls it runs.
         start: the first step.
-        stop: the one behind the last.
-        recordable: none of its stages does more than call `_C`.
+        stop: the step behind the last one.
+        recordable: its stages do nothing but allocate and call `_C`.
 
     Attributes:
-        reads: the values that come from outside; all that come in, if it is all of the chain.
-        makes: the values that are read outside; what the chain returns, if it is all of it.
+        reads: the values that it reads and does not make. For a segment that is the whole chain:
+            all inputs of the chain.
+        makes: the values that it makes and others read. For a segment that is the whole chain: what
+            the chain returns.
         parameters: the numbers of its parameters.
         last_reads: the values that no later segment reads.
-        overlaps: the parameters' gradients of its first step are computed apart: while the backward
-            of the collective runs that has made its input, or later.
-        read_inputs: takes out of all values what `forward` reads.
-        refused: why there is no recording, and will be none; `""` where there may be one.
+        overlaps: the gradients of the first step's parameters are a task of their own
+            (`ParamGradTask`): it runs while the collective before the segment runs backward, or
+            waits for `backward_dw`.
+        read_inputs: takes the inputs of `forward` out of all values.
+        refused: why the segment cannot be recorded; `""` if it may be.
+        backwards: recordings of the backward, or why there is none, by what calls differ in.
     """
 
     def __init__(self, plan: CallPlan, start: int, stop: int, recordable: bool) -> None:
@@ -112,12 +116,12 @@ class Segment:
     def forward(
         self, plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
     ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Trace]:
-        """Run it.
+        """Run the forward.
 
         Args:
             plan: of the call.
             inputs: the values that it reads, and its parameters.
-            state: what stands behind them where the plan has stand-ins for it.
+            state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
         Returns:
             The values that it makes, the tensors to save, and the trace.
@@ -125,189 +129,193 @@ class Segment:
         if not self.refused:
             if self._seeds:
                 inputs = self._with_seeds(plan, inputs)
-            brought = inputs
+            tensors = inputs
             if self._fp8_weights or self._caching or self.start:
-                brought = self._with_parts(inputs)
+                tensors = self._flattened(inputs)
             if state:
-                brought = (*brought, *state)
-            recorded = self.recorded or self._record(plan, brought, inputs)
-            buffers = None if recorded is None else recorded.run(brought)
+                tensors = (*tensors, *state)
+            recorded = self.recorded or self._record_forward(plan, tensors, inputs)
+            buffers = None if recorded is None else recorded.run(tensors)
             if buffers is not None:
                 count_group(recorded.gemms)  # type: ignore[union-attr]
                 return self._results(buffers), self._saved(buffers), self._trace
         values = self._values(plan, inputs)
         del inputs
         plan = plan.bound(state)
-        trace, tensors = traced(self, run_forward(plan, values, self.start, self.stop))
-        return [values[v] for v in self.makes], tensors, trace
+        trace, saved = traced(self, run_forward(plan, values, self.start, self.stop))
+        return [values[v] for v in self.makes], saved, trace
 
     def _with_seeds(self, plan: CallPlan, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs, with new seeds where there are none."""
-        found, device = list(inputs), inputs[0].device
+        """The inputs, with new seeds for stages that draw one."""
+        seeded, device = list(inputs), inputs[0].device
         for i, seed in self._seeds:
-            plan.chain.steps[i].draw_seed(plan.stage_plans[i], found, seed, device)
-        return tuple(found)
+            plan.chain.steps[i].draw_seed(plan.stage_plans[i], seeded, seed, device)
+        return tuple(seeded)
 
     def _operands(self, inputs: Sequence[Any]) -> list[int]:
-        """Which of the inputs are operands, that another segment has made."""
+        """Which of the inputs are `Operands` that an earlier segment has made."""
         if not self.start:
             return []
         return [i for i in range(len(self.reads)) if type(inputs[i]) is Operands]
 
-    def _with_parts(self, inputs: Any) -> tuple[Any, ...]:
-        """The inputs, then what operands and FP8 weights consist of, and what is cached.
+    def _flattened(self, inputs: Any) -> tuple[Any, ...]:
+        """The inputs, followed by the tensors of operands and FP8 weights, and cached tensors.
 
-        Nothing at all where something is yet to be cached.
+        Operands and FP8 weights themselves are replaced by None. The tuple is empty if a stage has
+        not cached its tensors yet.
         """
-        found = list(inputs)
+        tensors = list(inputs)
         for i in self._operands(inputs):
-            found += parts_of(inputs[i])
-            found[i] = None
+            tensors += flatten_operands(inputs[i])
+            tensors[i] = None
         for i in self._fp8_weights:
-            found += inputs[i].parts
-            found[i] = None
+            tensors += inputs[i].parts
+            tensors[i] = None
         for stage, stage_plan in self._caching:
             cached = stage.cached(stage_plan)
             if cached is None:
                 return ()
-            found += cached
-        return tuple(found)
+            tensors += cached
+        return tuple(tensors)
 
     def _values(self, plan: CallPlan, inputs: Sequence[Any]) -> list[Any]:
-        """All values of the chain, where these inputs are known."""
+        """A list for all values of the chain, which holds these inputs."""
         values: list[Any] = [None] * len(plan.chain.names)
         for v, x in zip(self.reads, inputs, strict=False):
             values[v] = x
         values[self.parameters] = inputs[len(self.reads) :]
         return values
 
-    def watch(
+    def record(
         self,
         plan: CallPlan,
         inputs: Tensors,
-        ours: Buffers,
+        stand_ins: Buffers,
         direct: Tensors,
         python: Callable[[], tuple[Tensors, Tensors]],
     ) -> Recorded | str:
-        """What `recording.record` returns, unless it needs too much memory."""
+        """`recording.record` with the persistent tensors of this segment, and a limit of memory."""
         steps, plans = plan.chain.steps, plan.stage_plans
         if plan.state is not None:
-            known = [*ours, *plan.state]
-            return recording.record([*inputs, *direct], known, (), [], python, apart=True)
-        # A norm may cast for a Matmul of another segment, if that is of the same part.
+            stand_ins = [*stand_ins, *plan.state]
+            inputs = [*inputs, *direct]
+            return recording.record(inputs, stand_ins, (), [], python, separate_saved=True)
+        # A norm may cast for a Matmul of the same part in another segment, with its scales.
         first = max([start for start, _ in plan.chain.parts if start <= self.start])
         own = range(first, min([stop for _, stop in plan.chain.parts if stop >= self.stop]))
         persistent = [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
-        recorded = recording.record(inputs, ours, direct, persistent, python)
+        recorded = recording.record(inputs, stand_ins, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
             return recorded
         return "it needs too much memory"
 
-    def _record(
-        self, plan: CallPlan, brought: Sequence[Any], inputs: Sequence[Any]
+    def _record_forward(
+        self, plan: CallPlan, tensors: Sequence[Any], inputs: Sequence[Any]
     ) -> Recorded | None:
-        if not brought:
+        if not tensors:
             return None
         operands = self._operands(inputs)
-        count = len(inputs) + PARTS * len(operands)
-        ours = recording.stand_ins(brought[:count])
-        watched: list[Saved] = []
+        count = len(inputs) + OPERAND_TENSORS * len(operands)
+        stand_ins = recording.stand_ins(tensors[:count])
+        record: list[Saved] = []
         made: list[Any] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            read: list[Any] = ours[: len(inputs)]
+            read: list[Any] = stand_ins[: len(inputs)]
             for k, i in enumerate(operands):
-                own = slice(len(inputs) + PARTS * k, len(inputs) + PARTS * (k + 1))
-                read[i] = operands_like(inputs[i], ours[own])
-            for i in self._fp8_weights:  # their codes and scales are brought directly
+                first = len(inputs) + OPERAND_TENSORS * k
+                read[i] = operands_like(inputs[i], stand_ins[first : first + OPERAND_TENSORS])
+            for i in self._fp8_weights:  # their codes and scales are direct inputs
                 read[i] = inputs[i]
-            mine = self._values(plan, read)
-            watched.extend(run_forward(plan, mine, self.start, self.stop))
-            made.extend([waited(mine[v]) for v in self.makes])
-            return flat(made), [t for s in watched for t in s.tensors]
+            values = self._values(plan, read)
+            record.extend(run_forward(plan, values, self.start, self.stop))
+            made.extend([waited(values[v]) for v in self.makes])
+            return flatten_values(made), [t for saved in record for t in saved.tensors]
 
-        recorded = self.watch(plan, brought[:count], ours, brought[count:], python)
+        recorded = self.record(plan, tensors[:count], stand_ins, tensors[count:], python)
         if isinstance(recorded, str):
             self.refused = recorded
             return None
         self.recorded = recorded
-        self._results = _building(reader_of(recorded.results), made)
+        self._results = _unflattening(reader_of(recorded.results), made)
         slots = sorted({place.slot for place in recorded.saved if place is not None})
         self._saved = reader(slots)
         self._trace = Trace(self, len(slots), None)
         index = {slot: i for i, slot in enumerate(slots)}
         places = iter([p if p is None else p._replace(slot=index[p.slot]) for p in recorded.saved])
-        self._stages = [([next(places) for _ in saved.tensors], saved.facts) for saved in watched]
+        self._stages = [([next(places) for _ in saved.tensors], saved.facts) for saved in record]
         return recorded
 
     def backward(
         self,
         plan: CallPlan,
-        made: Sequence[Any],
+        grads: Sequence[Any],
         buffers: list[torch.Tensor | None],
         targets: Targets,
         state: Tensors = (),
     ) -> list[Any]:
-        """Run the backward of the recording, recorded in its turn where that can be.
+        """Run the backward of a forward that ran from a recording; from a recording, if possible.
 
         Args:
             plan: of the forward.
-            made: gradients of the values that it made.
-            buffers: what the forward left. The list is emptied, unless it is to be read later.
+            grads: gradients of the values that the segment made.
+            buffers: saved by the forward. The list is emptied, unless `overlaps`: then the task of
+                the first step reads it, too.
             targets: of weight gradients.
             state: see `forward`.
 
         Returns:
-            Gradients of the values that it reads, and of its parameters; where it `overlaps`, what
-            its first step carries on with stands behind.
+            Gradients of the values that it reads, and of its parameters; with `overlaps` followed
+            by what `backward_data` of the first step hands to its `backward_params`.
         """
-        inputs: tuple[Any, ...] = (*made, *buffers)
-        key: tuple[Any, ...] = tuple([grad is None for grad in made])
+        inputs: tuple[Any, ...] = (*grads, *buffers)
+        key: tuple[Any, ...] = tuple([grad is None for grad in grads])
         if plan.in_tf32:
             key = (*key, "tf32")
-        if Operands in [type(grad) for grad in made]:
-            inputs = (*flat(made), *buffers)
+        if Operands in [type(grad) for grad in grads]:
+            inputs = (*flatten_values(grads), *buffers)
         inputs = (*inputs, *state)
-        mine: Targets = {}
+        own_targets: Targets = {}
         if targets:
-            mine = {i: t for i, t in targets.items() if self.start <= i < self.stop}
-            inputs = (*inputs, *[t.main_grad for t in mine.values()])
-            key = (*key, *[t.how for t in mine.values()])
+            own_targets = {i: t for i, t in targets.items() if self.start <= i < self.stop}
+            inputs = (*inputs, *[t.main_grad for t in own_targets.values()])
+            key = (*key, *[t.mode for t in own_targets.values()])
         found = self.backwards.get(key)
         if found is None:
-            found = self.backwards[key] = self._record_backward(plan, inputs, made, mine)
+            found = self._record_backward(plan, inputs, grads, own_targets)
+            self.backwards[key] = found
         if not isinstance(found, str):
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
                 count_group(recorded.gemms)
                 return list(results_of(memory))
-        record = self.views(buffers, mine)
+        record = self.saved_views(buffers, own_targets)
         del inputs
         if not self.overlaps:
             buffers.clear()
-        return self._backward_by_stages(plan.bound(state), made, record)
+        return self._backward_by_stages(plan.bound(state), grads, record)
 
     def _backward_by_stages(
-        self, plan: CallPlan, made: Sequence[Any], record: list[Saved]
+        self, plan: CallPlan, made_grads: Sequence[Any], record: list[Saved]
     ) -> list[Any]:
         grads: list[Any] = [None] * len(plan.chain.names)
-        for v, grad in zip(self.makes, made, strict=True):
+        for v, grad in zip(self.makes, made_grads, strict=True):
             grads[v] = grad
-        last = run_backward(plan, grads, record, self.start, self.stop)
-        carry = [None if last is None else last.carry] if self.overlaps else []
+        task = run_backward(plan, grads, record, self.start, self.stop)
+        carry = [None if task is None else task.carry] if self.overlaps else []
         return [*[grads[v] for v in self.reads], *grads[self.parameters], *carry]
 
-    def put(self, grads: list[Any], results: Sequence[Any]) -> None:
-        """Put what `backward` returned where it belongs among the gradients of all values."""
+    def add_results(self, grads: list[Any], results: Sequence[Any]) -> None:
+        """Add the gradients that `backward` returned to the gradients of all values."""
         count = len(self.reads)
         for v, grad in zip(self.reads, results, strict=False):
             grads[v] = add_grads(grads[v], grad)
         parameters = self.parameters.stop - self.parameters.start
         grads[self.parameters] = results[count : count + parameters]
 
-    def views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
-        """What each stage saved, as views into the buffers."""
+    def saved_views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
+        """What each stage saved, as views into the buffers of the forward."""
         return [
             Saved(
                 tuple([p if p is None else p.within(buffers[p.slot]) for p in places]),
@@ -318,48 +326,49 @@ class Segment:
         ]
 
     def _record_backward(
-        self, plan: CallPlan, inputs: Tensors, made: Sequence[Any], targets: Targets
+        self, plan: CallPlan, inputs: Tensors, grads: Sequence[Any], targets: Targets
     ) -> tuple[Recorded, _Reader] | str:
-        ours = recording.stand_ins(inputs)
-        first, end = len(flat(made)), len(inputs)
+        stand_ins = recording.stand_ins(inputs)
+        first, end = len(flatten_values(grads)), len(inputs)
         if plan.state is not None:
             end -= len(plan.state)
-            ours[end:] = plan.state
+            stand_ins[end:] = plan.state
         last = end - len(targets)
-        into = zip(targets.items(), ours[last:end], strict=True)
-        mine = {i: target._replace(main_grad=t) for (i, target), t in into}
-        record = self.views(ours[first:last], mine)
-        template: list[Any] = []
+        main_grads = zip(targets.items(), stand_ins[last:end], strict=True)
+        targets = {i: target._replace(main_grad=t) for (i, target), t in main_grads}
+        record = self.saved_views(stand_ins[first:last], targets)
+        results: list[Any] = []
 
         def python() -> tuple[Tensors, Tensors]:
-            grads = self._backward_by_stages(plan, built(ours[:first], made), record)
+            made_grads = unflatten_values(stand_ins[:first], grads)
+            found = self._backward_by_stages(plan, made_grads, record)
             reads = len(self.reads)
             needs = plan.needs[self.parameters]
-            carry = grads[reads + len(needs) :]
-            parameters = zip(grads[reads : reads + len(needs)], needs, strict=True)
+            carry = found[reads + len(needs) :]
+            parameters = zip(found[reads : reads + len(needs)], needs, strict=True)
             needed = [grad if need else None for grad, need in parameters]
-            template.extend([*grads[:reads], *needed, *carry])
-            return flat(template), ()
+            results.extend([*found[:reads], *needed, *carry])
+            return flatten_values(results), ()
 
         if plan.state is not None:
-            recorded = recording.record(inputs, ours, (), [], python)
+            recorded = recording.record(inputs, stand_ins, (), [], python)
         else:
-            recorded = self.watch(plan, inputs, ours, (), python)
+            recorded = self.record(plan, inputs, stand_ins, (), python)
         if isinstance(recorded, str):
             return recorded
-        return recorded, _building(reader_of(recorded.results), template)
+        return recorded, _unflattening(reader_of(recorded.results), results)
 
 
-def _building(read: _Reader, like: Sequence[Any]) -> _Reader:
-    """A reader of what is like these."""
-    kinds = [kind_of(x) if type(x) is Operands else None for x in like]
-    if not any(kinds):
+def _unflattening(read: _Reader, like: Sequence[Any]) -> _Reader:
+    """A reader that returns operands where `like` has operands; `read` returns tensors alone."""
+    structures = [structure_of(x) if type(x) is Operands else None for x in like]
+    if not any(structures):
         return read
-    return lambda buffers: built(read(buffers), kinds)
+    return lambda buffers: unflatten_values(read(buffers), structures)
 
 
 def reader_of(places: Sequence[BufferSlice | None]) -> _Reader:
-    """A function that takes these tensors out of the buffers of a call."""
+    """A function that takes these tensors out of the buffers of a recorded call."""
     if all(place is not None and place.whole for place in places):
         return reader([place.slot for place in places])  # type: ignore[union-attr]
     return lambda buffers: [

@@ -1,7 +1,7 @@
-"""Calls of a chain: segments that were recorded run by one call of `_C`, the others by stages.
+"""Runs chains segment by segment: recorded segments by one call of `_C`, others stage by stage.
 
-A chain is cut into segments at the first call with its shapes. Values that pass from one segment
-to the next are tensors of their own.
+The first call with its shapes cuts the chain into segments. Values that pass from one segment to
+the next are tensors of their own, never slices of a buffer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from transformer_engine.pytorch.chain.agreement import check_agreement
 from transformer_engine.pytorch.chain.chain import Targets
-from transformer_engine.pytorch.chain.overlap import backward_with
+from transformer_engine.pytorch.chain.overlap import overlapped_backward
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, Trace, traced
 from transformer_engine.pytorch.chain.stage_by_stage import (
-    Unfinished,
+    ParamGradTask,
     add_grads,
     finish,
     run_backward,
@@ -28,10 +28,10 @@ from transformer_engine.pytorch.chain.stage_by_stage import (
 from transformer_engine.pytorch.chain.stages.base import Saved
 from transformer_engine.pytorch.parallel.collectives import waited
 
-# Up to this many bytes of input the host takes longer than the GPU. Beyond, kernels take longer,
-# and stages need less memory: each allocates its own, and frees it when it is done.
+# Up to this size of the input the host takes longer than the GPU, and calls are recorded. Larger
+# calls run stage by stage, which takes less memory: each stage frees its own when it ends.
 HOST_BOUND_BYTES = 16 * 1024 * 1024
-_MOST_SHAPES = 32  # that are recorded for one plan
+_MOST_SHAPES = 32  # recorded for one plan
 
 
 def forward(
@@ -42,7 +42,7 @@ def forward(
     Args:
         plan: of the call.
         inputs: the values that come in, and the parameters.
-        state: what stands in place of the stand-ins of the plan, if it has any.
+        state: scaling state, if the plan has stand-ins for it (`CallPlan.state`).
 
     Returns:
         What the chain returns, the tensors to save for the backward, and the traces of the call.
@@ -56,7 +56,7 @@ def forward(
     values = [*inputs, *chain.results]
     if not found:
         trace, tensors = traced(None, run_forward(plan.bound(state), values, 0, len(chain.steps)))
-        if not plan.compiling:  # a change of what was made outside lets Dynamo return every tensor
+        if not plan.compiling:  # writing to an object from outside makes Dynamo return all tensors
             plan.recorded = False
         return [waited(values[v]) for v in chain.outputs], tensors, (trace,)
     tensors, traces = [], []
@@ -87,51 +87,51 @@ def backward(
 
     Args:
         plan: of the forward.
-        grad_outputs: of what the chain returned, contiguous.
-        tensors: that were saved. The list is emptied, so that memory is free as soon as possible.
+        grad_outputs: gradients of what the chain returned, contiguous.
+        tensors: saved by the forward. The list is emptied, which frees memory after each segment.
         traces: of the forward.
         targets: of weight gradients.
         state: of the forward.
     """
     chain = plan.chain
-    alone = traces[0].segment if len(traces) == 1 and traces[0].stages is None else None
-    if alone is not None and not alone.overlaps:
-        grads = alone.backward(plan, grad_outputs, tensors, targets, state)
+    only = traces[0].segment if len(traces) == 1 and traces[0].stages is None else None
+    if only is not None and not only.overlaps:
+        grads = only.backward(plan, grad_outputs, tensors, targets, state)
     else:
         grads = [None] * len(chain.names)
         for v, grad in zip(chain.outputs, grad_outputs, strict=True):
             grads[v] = add_grads(grads[v], grad)
-        waiting: Unfinished | None = None
+        task: ParamGradTask | None = None
         for i in reversed(range(len(traces))):
-            own = _taken(tensors, traces[i])
-            restored = _restored(plan, tensors, traces, i)
-            last = _run_backward(plan, grads, own, traces[i], targets, restored, state)
-            finish(waiting)  # the collective before its segment has started
-            waiting = last
-        finish(waiting)
+            own = _pop_tensors(tensors, traces[i])
+            regathered = _regathered(plan, tensors, traces, i)
+            next_task = _run_backward(plan, grads, own, traces[i], targets, regathered, state)
+            finish(task)  # by now the collective that it overlaps has started
+            task = next_task
+        finish(task)
         grads = [waited(grad) for grad in grads[: len(plan.needs)]]
     if False not in plan.needs:
         return grads[: len(plan.needs)]
     return [grad if needed else None for grad, needed in zip(grads, plan.needs, strict=False)]
 
 
-def _taken(tensors: list[Any], trace: Trace) -> list[Any]:
-    """The tensors of the last trace, which are taken out."""
+def _pop_tensors(tensors: list[Any], trace: Trace) -> list[Any]:
+    """Remove and return the tensors of the last trace."""
     own = tensors[len(tensors) - trace.tensors :]
     del tensors[len(tensors) - trace.tensors :]
     return own
 
 
-def _restored(plan: CallPlan, tensors: list[Any], traces: Sequence[Trace], i: int) -> Any:
-    """The first input of a trace, where the stage before it makes that again."""
+def _regathered(plan: CallPlan, tensors: list[Any], traces: Sequence[Trace], i: int) -> Any:
+    """The first input of a segment, if the stage before it gathers it again."""
     segment, before = traces[i].segment, traces[i - 1]
     number = -1 if segment is None else segment.start - 1
-    if number < 0 or not plan.chain.steps[number].stage.restores:
+    if number < 0 or not plan.chain.steps[number].stage.regathers:
         return None
     if before.stages is None or not before.stages[0][0]:
         return None
     saved = _record_of(tensors[len(tensors) - before.tensors :], before.stages, number, {})
-    return plan.chain.steps[number].stage.restore(saved[0], plan.stage_plans[number])
+    return plan.chain.steps[number].stage.regather(saved[0], plan.stage_plans[number])
 
 
 def _run_backward(
@@ -140,31 +140,31 @@ def _run_backward(
     tensors: list[Any],
     trace: Trace,
     targets: Targets,
-    restored: Any,
+    regathered: Any,
     state: Tensors,
 ) -> Any:
-    """The backward of one trace; arguments and result are those of `run_backward`."""
+    """The backward of one segment; returns the task of its first step, see `run_backward`."""
     segment = trace.segment
     if trace.stages is not None:
         steps = (0, len(plan.chain.steps)) if segment is None else (segment.start, segment.stop)
         record = _record_of(tensors, trace.stages, steps[0], targets)
         tensors.clear()
-        return run_backward(plan.bound(state), grads, record, *steps, restored)
+        return run_backward(plan.bound(state), grads, record, *steps, regathered)
     assert segment is not None
     made = [waited(grads[v]) for v in segment.makes]
     for v in segment.makes:
         grads[v] = None
     if segment.overlaps:
-        return backward_with(segment, plan, grads, made, tensors, targets, restored)
+        return overlapped_backward(segment, plan, grads, made, tensors, targets, regathered)
     results = segment.backward(plan, made, tensors, targets, state)
-    segment.put(grads, results)
+    segment.add_results(grads, results)
     return None
 
 
 def _record_of(
     tensors: Tensors, stages: Sequence[tuple[int, Any]], first: int, targets: Targets
 ) -> list[Saved]:
-    """What each stage saved, of what all did."""
+    """What each stage saved, from the tensors of all stages."""
     start, record = 0, []
     for i, (count, facts) in enumerate(stages, first):
         record.append(Saved(tuple(tensors[start : start + count]), facts, targets.get(i)))
@@ -173,10 +173,10 @@ def _record_of(
 
 
 def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
-    """The segments of calls with such inputs; none where all runs stage by stage.
+    """The segments of calls with such inputs; none if the chain runs stage by stage.
 
-    Calls are recorded only where the host is what takes time. A collective is a segment by itself
-    in any call.
+    Calls with inputs above `HOST_BOUND_BYTES` are not recorded. A collective is a segment by itself
+    in any case.
     """
     recordings = plan.recordings
     if recordings is None:
@@ -220,7 +220,7 @@ def _segments(plan: CallPlan, recorded: bool) -> list[Segment]:
 def _pieces(
     parts: Sequence[tuple[int, int]], collective: Collection[int], delayed: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """Parts, cut before and behind each collective, and before what delays gradients."""
+    """Parts, cut before and behind each collective, and before stages that delay gradients."""
     for start, stop in parts:
         cuts = {start, stop} | {i for i in delayed if start <= i < stop}
         for i in collective:
@@ -230,7 +230,7 @@ def _pieces(
 
 
 def _recordable_steps(plan: CallPlan) -> list[bool]:
-    """Of each step, whether it may be recorded."""
+    """For each step, whether it may be recorded."""
     steps = plan.chain.steps
     found = [step.stage.recordable(own) for step, own in zip(steps, plan.stage_plans, strict=True)]
     for i in reversed(range(len(steps))):

@@ -1,7 +1,7 @@
-"""Runs of a chain stage by stage, forward and backward.
+"""Runs a chain stage by stage, forward and backward.
 
-Where ranks run a stage together, the backward starts it as soon as its gradients are there, and
-computes the parameters' gradients of the stage behind it meanwhile. A stage may delay its own.
+The backward of a collective starts as soon as the gradient that it sends is there. The gradients of
+the parameters of the stage behind it are computed while it runs, or by `backward_dw`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
 
     Args:
         plan: of the call.
-        values: of the chain, parameters included. What steps make is put there, seeds are drawn
-            and put there, and values that are read no more are removed.
+        values: of the chain, parameters included. Results and new seeds are added to it, and a
+            value is removed after its last reader has run.
         start: the first step.
-        stop: the one behind the last.
+        stop: the step behind the last one.
+
+    Returns:
+        What each step saved.
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     record: list[Saved] = []
@@ -56,46 +59,52 @@ def run_forward(plan: CallPlan, values: list[Any], start: int, stop: int) -> lis
 
 
 def _requesting(steps: Sequence[ChainStep], consumer: int) -> int:
-    """The step that requests operands of what a consumer reads."""
+    """The step whose request counts: the consumer, or the one that it passes its input on to."""
     while steps[consumer].stage.passes_requests and steps[consumer].consumer >= 0:
         consumer = steps[consumer].consumer
     return consumer
 
 
-class Unfinished:
-    """The parameters' gradients of a step, which are computed while a collective runs, or later.
+class ParamGradTask:
+    """Computes the gradients of a step's parameters, while a collective runs or in `backward_dw`.
 
     Args:
         plan: of the call.
-        grads: of all values, where they go.
+        grads: gradients of all values, which `finish` adds to.
         number: of the step.
-        carry: of its `backward_data`.
-        saved: of its forward.
-        restored: its input, see `Stage.restore`; it may be pending.
+        carry: returned by `backward_data` of the step.
+        saved: by its forward.
+        regathered: its input, see `Stage.regather`; it may be pending.
     """
 
     def __init__(
-        self, plan: CallPlan, grads: list[Any], number: int, carry: Any, saved: Saved, restored: Any
+        self,
+        plan: CallPlan,
+        grads: list[Any],
+        number: int,
+        carry: Any,
+        saved: Saved,
+        regathered: Any,
     ) -> None:
         self.plan, self.grads, self.number = plan, grads, number
-        self.carry, self.saved, self.restored = carry, saved, restored
+        self.carry, self.saved, self.regathered = carry, saved, regathered
 
     def finish(self) -> None:
-        """Compute them, unless the stage delays that."""
+        """Compute and store the gradients; or queue the task, if the stage delays them."""
         step = self.plan.chain.steps[self.number]
         if step.stage.delays(self.plan.stage_plans[self.number]):
-            self.grads = []  # the others are not kept for it
+            self.grads = []  # a waiting task must not hold the gradients of other values
             step.stage.delayed.append(self)
             return
         for v, grad in enumerate(self.gradients()):
             self.grads[step.parameters.start + v] = grad
 
     def gradients(self) -> Parameters:
-        """Compute them now."""
+        """Compute the gradients."""
         stage, plan = self.plan.chain.steps[self.number].stage, self.plan.stage_plans[self.number]
         saved = self.saved
-        if self.restored is not None:
-            saved = saved._replace(restored=waited(self.restored))
+        if self.regathered is not None:
+            saved = saved._replace(regathered=waited(self.regathered))
         return stage.backward_params(self.carry, saved, plan)
 
 
@@ -105,62 +114,61 @@ def run_backward(
     record: list[Saved],
     start: int,
     stop: int,
-    restored: Any = None,
+    regathered: Any = None,
 ) -> Any:
     """Run the backward of some steps, the last one first, stage by stage.
 
     Args:
         plan: of the forward.
-        grads: of all values, parameters included. Those of what the steps read are put there or
-            added to what is there.
-        record: what the steps saved. It is emptied, so that memory is free as soon as its stage is
-            done.
+        grads: gradients of all values, parameters included. The steps add theirs to it.
+        record: what the steps saved. It is emptied, which frees memory after each stage.
         start: the first step.
-        stop: the one behind the last.
-        restored: the input of the first step, see `Stage.restore`.
+        stop: the step behind the last one.
+        regathered: the input of the first step, see `Stage.regather`; it may be pending.
 
     Returns:
-        What is left to do for the first step: once the collective before it has started, or later.
+        The task of the first step, if it is to run once the collective before it has started, or in
+        `backward_dw`; else None.
     """
     steps, plans = plan.chain.steps, plan.stage_plans
-    waiting: Unfinished | None = None
+    task: ParamGradTask | None = None
     for i in range(stop - 1, start - 1, -1):
         step, saved = steps[i], record.pop()
-        mine = [grads[v] for v in step.outputs]
+        output_grads = [grads[v] for v in step.outputs]
         for v in step.outputs:
             grads[v] = None
         if not step.stage.takes_pending:
-            mine = [waited(grad) for grad in mine]
+            output_grads = [waited(grad) for grad in output_grads]
         if not step.stage.takes_strides:
-            mine = _contiguous(mine)
-        if not (plan.differentiable[i] and any([grad is not None for grad in mine])):
-            finish(waiting)
-            waiting = None
+            output_grads = _contiguous(output_grads)
+        if not (plan.differentiable[i] and any([grad is not None for grad in output_grads])):
+            finish(task)
+            task = None
             continue
         overlaps = step.producer >= 0 and steps[step.producer].stage.communicates
         if overlaps and record:
-            restored = steps[i - 1].stage.restore(record[-1], plans[i - 1])
+            regathered = steps[i - 1].stage.regather(record[-1], plans[i - 1])
         request = None
-        if step.producer >= 0 and isinstance(mine[0], torch.Tensor):
-            request = steps[step.producer].stage.grad_request(plans[step.producer], mine[0])
-        results, carry = step.stage.backward_data(mine, saved, plans[i], request)
-        mine.clear()
+        if step.producer >= 0 and isinstance(output_grads[0], torch.Tensor):
+            request = steps[step.producer].stage.grad_request(plans[step.producer], output_grads[0])
+        results, carry = step.stage.backward_data(output_grads, saved, plans[i], request)
+        output_grads.clear()
         for v, result in zip(step.inputs, results, strict=True):
             grads[v] = add_grads(grads[v], result)
         del results, result
-        finish(waiting)
-        waiting = Unfinished(plan, grads, i, carry, saved, restored if overlaps else None)
+        finish(task)
+        task = ParamGradTask(plan, grads, i, carry, saved, regathered if overlaps else None)
         del carry, saved
         if not (overlaps or step.stage.delays(plans[i])):
-            waiting.finish()
-            waiting = None
-    return waiting
+            task.finish()
+            task = None
+    return task
 
 
-def finish(waiting: Unfinished | None) -> None:
-    """Do what is left to do."""
-    if waiting is not None:
-        waiting.finish()
+def finish(task: ParamGradTask | None) -> None:
+    """Finish a task, if there is one."""
+    if task is not None:
+        task.finish()
 
 
 def _contiguous(values: list[Any]) -> list[Any]:
@@ -171,7 +179,7 @@ def _contiguous(values: list[Any]) -> list[Any]:
 
 
 def add_grads(grad: Any, more: Any) -> Any:
-    """The gradient of a value that several stages read."""
+    """The sum of two gradients of a value that several stages read; None is no gradient."""
     if isinstance(more, PendingCast):
         more = more.cast()
     if grad is None or more is None:

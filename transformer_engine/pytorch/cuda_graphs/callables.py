@@ -18,7 +18,7 @@ from transformer_engine.pytorch.cuda_graphs.graphed import (
     Graphed,
     Settings,
     capture_weights,
-    untouched,
+    state_restored,
 )
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
 from transformer_engine.pytorch.cuda_graphs.subject import Subject, not_graphed, replace_forward
@@ -55,12 +55,12 @@ def make_graphed_callables(
 ) -> Any:
     """Capture the forward and the backward of each callable as a CUDA graph.
 
-    Calls of what comes back copy their tensors into the samples' memory and replay; results are
-    those of eager mode, bit for bit, in the graph's own memory, which the next call overwrites.
-    Amaxes are collected by the graphs, scales are updated outside
-    of them: at the end of the outermost autocast, or of the call where there is none, and at the
-    end of the backward. Callables must be replayed in the order of their capture: forwards as they
-    are listed, backwards the other way round.
+    Calls of the returned callables copy their tensors into the samples' memory and replay. Results
+    equal those of eager mode, bit for bit. They are in the memory of the graph, which the next call
+    overwrites. The graphs record amaxes; scales are updated outside of them, at the end of the
+    outermost autocast (without one, at the end of the call) and at the end of the backward.
+    Callables must be replayed in the order of their capture: forwards as they are listed, backwards
+    in reverse.
 
     On a machine without CUDA, and for samples on the CPU, the callables come back as they are.
 
@@ -181,7 +181,7 @@ def _samples(
     kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None,
     single: bool,
 ) -> list[Sample]:
-    """Arguments of each graph; those of a single one stand alone."""
+    """The arguments of each graph. With a single callable they are not in a list."""
     every: list[Any] = [args] if single else list(args)
     if len(every) != count or not all(isinstance(one, tuple | list) for one in every):
         raise TypeError(
@@ -203,7 +203,7 @@ def _samples(
 
 
 def _check_capturable(functions: list[Function], order: Sequence[int] | None) -> None:
-    """Refuse what would be captured wrongly."""
+    """Refuse callables and settings that cannot be captured correctly."""
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise ValueError(
             "[make_graphed_callables] expected torch.autocast(..., cache_enabled=False) around the "
@@ -241,7 +241,7 @@ def _subjects(functions: list[Function], hooks: Any) -> list[Subject]:
 
 
 def _check_inspected(subjects: list[Subject]) -> None:
-    """Features of the debugger that need Python would see the warm-up and nothing else."""
+    """Refuse features of the debugger that run in Python, which replays would not call."""
     inspector = process_state().inspector
     if inspector is None:
         return
@@ -257,7 +257,7 @@ def _warm_up(
     after: Callable[[], Any] | None,
 ) -> None:
     torch.cuda.synchronize()
-    with untouched(subjects), torch.cuda.stream(settings.stream):
+    with state_restored(subjects), torch.cuda.stream(settings.stream):
         if before is not None:
             before()
         for graph in graphs:
@@ -287,9 +287,9 @@ def _capture(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """End what was captured and dropped before, not during it: that would break the capture.
+    """Collect garbage now, and not during the capture: freeing a graph would break it.
 
-    A graphed module is in a cycle with its graphs.
+    Graphed modules and their graphs are reference cycles.
     """
     enabled = gc.isenabled()
     gc.collect()
@@ -302,7 +302,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Order:
-    """In which order graphs of so many functions are captured, see `make_graphed_callables`."""
+    """The order of captures; see `_order` of `make_graphed_callables`."""
 
     def __init__(self, functions: int, order: Sequence[int] | None) -> None:
         self.order = [1, -1] if order is None else list(order)

@@ -72,7 +72,7 @@ def capture_into(
 
 
 def _end_failed_capture(subject: Subject) -> None:
-    """Reset torch's generators, which expect a failed capture to go on, by an empty capture."""
+    """Make an empty capture, which resets torch's generators after a failed one."""
     graph = torch.cuda.CUDAGraph()
     for tracker in subject.trackers():
         tracker.register_with(graph)
@@ -82,9 +82,10 @@ def _end_failed_capture(subject: Subject) -> None:
 
 
 def capture_weights(subject: Subject, settings: Settings) -> None:
-    """A graph that casts what forwards with `is_first_microbatch=False` read.
+    """Capture the casts of cached weights, which forwards with `is_first_microbatch=False` read.
 
-    It replays between the forward and the backward of others, whose memory it must not share.
+    The graph replays between the forward and the backward of other graphs, so it must not share
+    memory with them.
     """
     subject.weights = torch.cuda.CUDAGraph()
     own = replace(settings, pool=torch.cuda.graph_pool_handle())
@@ -98,7 +99,7 @@ def capture_weights(subject: Subject, settings: Settings) -> None:
 
 @dataclass
 class Graphed:
-    """One captured callable; the tensors among its samples become the memory that graphs read."""
+    """A captured callable. The tensors among its samples are the inputs of the graphs."""
 
     subject: Subject
     settings: Settings
@@ -129,13 +130,13 @@ class Graphed:
         self.subject.graphs += 1
 
     def _find_parameters(self) -> None:
-        """Whose gradients graphs compute; hooks of the capture may have replaced some."""
+        """Find the parameters whose gradients graphs compute; capture hooks may replace some."""
         self.parameters = self.subject.parameters
         self.surface = tuple(t for t in self.inputs if t.requires_grad) + self.parameters
         self.fused = [p for p in self.parameters if hasattr(p, "main_grad")]
 
     def run(self) -> list[Any]:
-        """The callable itself, on the samples; flat outputs."""
+        """Call the callable with the samples; returns flat outputs."""
         first = False if self.settings.caches_weights else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.generates):
             out = self.subject.call(self.args, self.kwargs, first)
@@ -143,7 +144,7 @@ class Graphed:
         return outputs
 
     def warm_up(self) -> None:
-        """Run forward and backward eagerly, so that nothing is made for the first time later."""
+        """Run forward and backward eagerly, so that the capture initialises nothing."""
         for _ in range(self.settings.warmup):
             self._before_forward()
             with autocast_stack().resumed(self.settings.scope) as stack:
@@ -198,7 +199,7 @@ class Graphed:
         return inputs + [name for name, p in named if p.requires_grad]
 
     def capture_forward(self) -> None:
-        """The first graph."""
+        """Capture the graph of the forward."""
         self._before_forward()
         with capture_into(self.settings, self.subject, "forward", self.forward_graph):
             self.outputs = tuple(self.run())
@@ -206,7 +207,7 @@ class Graphed:
         self.differentiable = tuple(_has_gradient(t) for t in self.outputs)
 
     def capture_backward(self) -> None:
-        """The second one; none where no output has a gradient."""
+        """Capture the graph of the backward, if an output needs a gradient."""
         outputs = tuple(t for t in self.outputs if _has_gradient(t))
         self.outputs = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in self.outputs)
         if not (outputs and self.surface):
@@ -236,7 +237,7 @@ class Graphed:
             self.subject.weights, self.subject.cached_weights = None, []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay; run eagerly after `reset`, and without autograd, where that leaves no amax."""
+        """Replay. Runs eagerly after `reset`, and without gradients, so as to record no amax."""
         if self.was_reset or (self.backward_graph is not None and not torch.is_grad_enabled()):
             return self.eager(*args, **kwargs)
         if self.updates and graph_task() != -1:
@@ -266,7 +267,7 @@ class Graphed:
         return tree_unflatten(list(out), self.out_structure)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The callable itself."""
+        """Call the callable without graphs."""
         first = kwargs.pop("is_first_microbatch", None) if self.settings.caches_weights else None
         return self.subject.call(args, kwargs, first)
 
@@ -306,7 +307,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graphed: Graphed, step: Step | None, *inputs: torch.Tensor) -> Any:
         ctx.graphed, ctx.step = graphed, step
         ctx.set_materialize_grads(False)
-        # Autograd makes the gradient of a leaf its own, and adds to it.
+        # Autograd may keep this tensor as the gradient of a leaf, and add to it in place.
         ctx.leaves = [t.is_leaf for t in inputs[: len(graphed.inputs)]]
         with torch.no_grad():
             for own, new in zip(graphed.inputs, inputs, strict=False):
@@ -350,7 +351,7 @@ def _own(gradient: torch.Tensor, copies: bool) -> torch.Tensor:
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure, which the order of keywords does not change."""
+    """Leaves and structure of the arguments, independent of the order of keywords."""
     return tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
@@ -365,8 +366,8 @@ def _described(leaf: Any) -> str:
 
 
 @contextmanager
-def untouched(subjects: Iterable[Subject]) -> Iterator[None]:
-    """What runs inside, in a scope that is resumed, counts for nothing: no amax, no gradient."""
+def state_restored(subjects: Iterable[Subject]) -> Iterator[None]:
+    """Restore amaxes and `main_grad` afterwards, so that warm-up and capture change neither."""
     subjects = list(subjects)
     modules = dict.fromkeys(module for subject in subjects for module in subject.scaled)
     before = {

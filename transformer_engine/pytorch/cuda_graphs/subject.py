@@ -1,4 +1,4 @@
-"""What is captured: a callable, the modules of ours in it, and their FP8 state."""
+"""`Subject`: a callable that is captured, with its modules of this package and their FP8 state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST = "is_first_microbatch"
 
 
 class Subject:
-    """What is captured: a module or a function, and the modules of ours in it."""
+    """A module or function that is captured, and the modules of this package in it."""
 
     def __init__(
         self, function: Callable[..., Any], where: str, hooks: CaptureTimeHooks | None = None
@@ -37,8 +37,10 @@ class Subject:
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
         self.takes_first = _takes_first(self.forward)
-        self._takers = tuple(
-            _takers(self.module) if self.module is not None and not self.takes_first else ()
+        self._modules_with_flag = tuple(
+            _modules_with_flag(self.module)
+            if self.module is not None and not self.takes_first
+            else ()
         )
         self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
         self.cached_weights: list[Any] = []
@@ -46,7 +48,7 @@ class Subject:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those that are trained."""
+        """The parameters that need gradients."""
         every = () if self.module is None else self.module.parameters()
         return tuple([p for p in every if p.requires_grad])
 
@@ -61,13 +63,13 @@ class Subject:
             return args, {_FIRST: first_microbatch, **kwargs}
 
         with ExitStack() as hooks:
-            for module in self._takers:
+            for module in self._modules_with_flag:
                 handle = module.register_forward_pre_hook(hand_on, with_kwargs=True)
                 hooks.callback(handle.remove)
             return self.forward(*args, **kwargs)
 
     def record_states(self) -> None:
-        """Record the FP8 state whose addresses graphs hold."""
+        """Remember the FP8 states, whose addresses the graphs hold."""
         self.states = [
             (module, direction, state, state.version)
             for module in self.scaled
@@ -75,7 +77,7 @@ class Subject:
         ]
 
     def check_states(self) -> None:
-        """Raise RuntimeError where a module has another state than the one that was captured."""
+        """Raise RuntimeError if a module has another FP8 state than at the capture."""
         for module, direction, state, version in self.states:
             if module.scaling.get(direction) is not state or state.version != version:
                 raise RuntimeError(
@@ -104,19 +106,22 @@ def _takes_first(forward: Callable[..., Any]) -> bool:
     return _FIRST in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _takers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules within one that take `is_first_microbatch`; they hand it on."""
+def _modules_with_flag(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside a module whose `forward` takes `is_first_microbatch`."""
     for child in module.children():
         if _FIRST in _parameters(child.forward):
             yield child
         else:
-            yield from _takers(child)
+            yield from _modules_with_flag(child)
 
 
 def replace_forward(
     module: nn.Module, forward: Callable[..., Any], freed: Callable[[], Any]
 ) -> None:
-    """Give a module another `forward`, and a `reset` that calls `freed` and takes both away."""
+    """Replace the `forward` of a module.
+
+    The module also gets a method `reset`, which calls `freed` and restores the `forward`.
+    """
     before = vars(module).get("forward")
 
     def reset() -> None:
@@ -130,11 +135,11 @@ def replace_forward(
 
 
 def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any]:
-    """A callable that no graph was captured of, with the interface of one.
+    """A callable without a graph, with the interface of one that has a graph.
 
     Args:
-        function: comes back.
-        caches: calls say `is_first_microbatch`.
+        function: to be returned.
+        caches: calls pass `is_first_microbatch`, see `cache_quantized_params`.
     """
     subject = Subject(function, "")
     if caches and subject.module is not None and not subject.takes_first:
@@ -144,10 +149,10 @@ def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any
 
         replace_forward(subject.module, forward, _nothing)
     else:
-        with suppress(AttributeError):  # of what has no attributes
+        with suppress(AttributeError):  # some callables take no attributes
             function.reset = _nothing  # type: ignore[attr-defined]
     return function
 
 
 def _nothing() -> None:
-    """There is no graph to free."""
+    """The `reset` of a callable without a graph."""

@@ -1,4 +1,4 @@
-"""The stack of autocast scopes of each thread and asyncio task, and what a step updates.
+"""The stack of autocast scopes of each thread and asyncio task, and the updates at its end.
 
 A `Scope` is frozen; entering an autocast pushes one, leaving it pops it. Modules look at the top of
 the stack in forward; backward uses what forward recorded. The outermost autocast is a `Step`:
@@ -38,12 +38,12 @@ from transformer_engine.pytorch.recompute.regions import RecomputeRegion, in_fir
 
 
 class Step:
-    """The outermost autocast that is entered: the scaling groups that it will update.
+    """The outermost autocast, with the scaling groups that it will update.
 
     Attributes:
-        first_pending: autograd has recorded no module in it so far.
-        groups: of the modules that ran in it, by the key of their scope.
-        scopes: that were entered in it, with recipes that keep state.
+        first_pending: autograd has not recorded any module in it yet.
+        groups: scaling groups of the modules that ran in it, by the key of their scope.
+        scopes: entered in it, with recipes that keep state.
     """
 
     def __init__(self, first_pending: bool = False) -> None:
@@ -52,7 +52,7 @@ class Step:
         self.scopes: list[Scope] = []
 
     def join(self, scope: Scope, states: dict[str, ScalingState]) -> None:
-        """A module runs: its states join the group of the modules that ran before it."""
+        """Add the states of a module that runs to the group of the modules before it."""
         group = self.groups.get(scope.key)
         for state in states.values():
             own = state.group
@@ -69,7 +69,7 @@ class Step:
                 group.absorb(own)
 
     def update(self, direction: str) -> None:
-        """Update the scales of all groups in a direction; one that fails does not stop others."""
+        """Update the scales of all groups in a direction; an error does not stop other groups."""
         groups = [*self.groups.values()]
         if compiled := process_state().compiled_groups:
             found = [compiled.get((scope.recipe, scope.group)) for scope in self.scopes]
@@ -96,14 +96,14 @@ class AutocastStack:
         step: of the outermost one.
         outer: the scopes around it.
         entered_in_graph: the outermost scope was entered in compiled code.
-        in_compiled_checkpoint: code is being compiled that its graph will compute again.
+        in_compiled_checkpoint: the code that is being compiled is in a checkpoint of its graph.
         in_backward: the outermost scope was entered in a backward.
-        regions: whose first forward is running, outermost first.
-        recomputed: the region whose forward is computed again.
+        regions: recompute regions whose first forward is running, outermost first.
+        recomputed: the recompute region whose recompute is running, or None.
         model_inits: scopes of `quantized_model_init`.
         exporting: within an enabled `onnx_export`.
-        warms_up: what runs now runs so that a CUDA graph can be captured of it.
-        before: the stack that leaving the scope restores; None is the one outside of all scopes.
+        warms_up: this is the warm-up before the capture of a CUDA graph.
+        before: the stack to restore when the scope is left; None for the one outside of scopes.
     """
 
     def __init__(self) -> None:
@@ -140,9 +140,9 @@ class AutocastStack:
             self.step.scopes.append(scope)
 
     def pop(self, failed: bool = False) -> None:
-        """Leave the innermost scope; at the outermost level, end the forward step.
+        """Leave the innermost scope; leaving the outermost one ends the step of the forward.
 
-        A step that failed updates no scales: other ranks may not come to reduce amaxes with.
+        A step that failed updates no scales, because other ranks may not reduce amaxes with it.
         """
         left = self.scope
         self.scope = self.outer.pop()
@@ -160,14 +160,14 @@ class AutocastStack:
                 self.step.update(FORWARD)
 
     def copied(self) -> AutocastStack:
-        """A stack that is the same so far."""
+        """A copy of the stack."""
         own = AutocastStack.__new__(AutocastStack)
         own.__dict__.update(self.__dict__)
         own.outer = list(self.outer)
         return own
 
     def join(self, states: dict[str, ScalingState]) -> None:
-        """A module runs in the innermost scope, with a recipe that keeps state."""
+        """Add the states of a module that runs in the innermost scope to the step."""
         group = self.step.groups.get(self.scope.key)
         for state in states.values():
             if state.group is not group or group is None:
@@ -175,10 +175,10 @@ class AutocastStack:
                 return
 
     def take_backward_end(self) -> Step | None:
-        """The step, whose scales of gradients are updated behind the backward of this call.
+        """The step, for the first call that autograd records in it; None for all later calls.
 
-        The first call asks that autograd records in it. A compiled backward writes its amaxes back
-        when it ends, so its update waits for the next step.
+        The end of that call's backward updates the scales of gradients. A compiled backward writes
+        its amaxes when it ends, so there the update waits for the next step.
         """
         self.step.first_pending = False
         if torch.compiler.is_compiling():
@@ -188,7 +188,7 @@ class AutocastStack:
 
     @contextmanager
     def resumed(self, scope: Scope) -> Iterator[AutocastStack]:
-        """Inside, a scope that has ended is open again. This starts and ends no step."""
+        """Open a scope again that has ended, without starting or ending a step."""
         own = self.copied()
         own.step = Step()
         own._push(scope)
@@ -201,7 +201,7 @@ class AutocastStack:
 
 
 class _ThreadStacks(threading.local):
-    """Of a thread: the stack outside of all scopes, and the one that compiled code finds."""
+    """The stacks of a thread: the one outside of all scopes, and the one for compiled code."""
 
     def __init__(self) -> None:
         self.outside = self.current = AutocastStack()
@@ -229,7 +229,7 @@ def _use(stack: AutocastStack | None) -> None:
 
 def enter(scope: Scope) -> None:
     """Enter a scope in this thread or task."""
-    if torch.compiler.is_compiling():  # it needs no numbers, and cannot make scopes known
+    if torch.compiler.is_compiling():  # which needs no numbers, and cannot register scopes
         _THREAD.current.push(scope)
     else:
         own = autocast_stack().copied()

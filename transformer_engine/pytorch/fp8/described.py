@@ -1,4 +1,4 @@
-"""Quantizers of compiled code, made of constants that describe them."""
+"""Rebuilds quantizers in compiled code from constants that describe them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from transformer_engine.pytorch.fp8.quantizers import DESCRIBED, GemmQuantizers
 
 
 def described_gemm(description: Any, columns: Any) -> GemmQuantizers:
-    """Quantizers as `GemmQuantizers.description` says.
+    """Rebuild the quantizers of a GEMM.
 
     Args:
-        description: of the six, and of accumulation.
-        columns: of scaling state, `GemmColumns`; None without one.
+        description: a `GemmQuantizers.description`.
+        columns: `GemmColumns` of scaling state; None without scaling state.
     """
     *six, accumulation = description
     of_each = (*(columns or (None, None, None)), None, None, None)

@@ -60,7 +60,7 @@ def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
 
 
 def scale_pair(scales: torch.Tensor) -> torch.Tensor:
-    """fp32 `[2]` = {1/scale, scale}, of these or of the first alone."""
+    """fp32 `[2]` = {1/scale, scale}, where `scales` may lack the second."""
     scales = scales.reshape(-1)
     return scales if scales.numel() == 2 else torch.cat([scales, scales.reciprocal()])
 
@@ -84,17 +84,17 @@ class Operands:
         self.bias_grad = bias_grad
 
 
-PARTS = 5  # of operands
+OPERAND_TENSORS = 5  # length of `flatten_operands`
 
 
-def parts_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+def flatten_operands(operands: Operands) -> tuple[torch.Tensor | None, ...]:
     """The five tensors of operands: codes and scales of both sides, and the bias gradient."""
     sides = (_side_parts(operands.rowwise), _side_parts(operands.columnwise))
     return (*sides[0], *sides[1], operands.bias_grad)
 
 
 def operands_like(operands: Operands, parts: Sequence[torch.Tensor | None]) -> Operands:
-    """Operands of the same kind, of other tensors."""
+    """The reverse of `flatten_operands`: operands with the same sides and formats."""
     row, row_scales, column, column_scales, bias_grad = parts
     rowwise = _side_like(operands.rowwise, row, row_scales)
     return Operands(rowwise, _side_like(operands.columnwise, column, column_scales), bias_grad)
@@ -108,27 +108,29 @@ def _side_like(side: Side | None, data: Any, scales: Any) -> Side | None:
     return Fp8Matrix(data, scales, side.format) if isinstance(side, Fp8Matrix) else data
 
 
-def flat(values: Sequence[Any]) -> list[torch.Tensor | None]:
-    """Tensors as they are, and the parts of operands."""
+def flatten_values(values: Sequence[Any]) -> list[torch.Tensor | None]:
+    """A list of tensors: of `values` with all `Operands` flattened."""
     found: list[torch.Tensor | None] = []
     for x in values:
-        found += parts_of(x) if type(x) is Operands else (x,)
+        found += flatten_operands(x) if type(x) is Operands else (x,)
     return found
 
 
-def built(tensors: Sequence[torch.Tensor | None], like: Sequence[Any]) -> list[Any]:
-    """The reverse of `flat`: operands where what they are like is operands."""
+def unflatten_values(tensors: Sequence[torch.Tensor | None], like: Sequence[Any]) -> list[Any]:
+    """The reverse of `flatten_values`: `Operands` wherever `like` has some."""
     rest = iter(tensors)
     return [
-        operands_like(x, [next(rest) for _ in range(PARTS)]) if type(x) is Operands else next(rest)
+        operands_like(x, [next(rest) for _ in range(OPERAND_TENSORS)])
+        if type(x) is Operands
+        else next(rest)
         for x in like
     ]
 
 
-def kind_of(operands: Operands) -> Operands:
-    """What `operands_like` needs of operands, without their memory."""
-    nothing = torch.empty(0)
-    return operands_like(operands, [None if t is None else nothing for t in parts_of(operands)])
+def structure_of(operands: Operands) -> Operands:
+    """Operands with the same sides and formats but empty tensors, for `operands_like`."""
+    empty, tensors = torch.empty(0), flatten_operands(operands)
+    return operands_like(operands, [None if t is None else empty for t in tensors])
 
 
 class OperandRequest:
@@ -157,7 +159,7 @@ class OperandRequest:
 
 
 class FusedArguments(NamedTuple):
-    """A request in the words of the fused kernels: see `kernels.norm` and `kernels.activation`."""
+    """A request as arguments of the fused kernels: see `kernels.norm` and `kernels.activation`."""
 
     plain: bool  # a plain result is needed
     format: int = -1
@@ -173,7 +175,7 @@ class FusedArguments(NamedTuple):
 
 
 class FusedOutputs(NamedTuple):
-    """What such a kernel returns; None where it was not requested."""
+    """What a fused kernel returns; None for what was not requested."""
 
     plain: torch.Tensor | None
     codes: torch.Tensor | None
@@ -183,9 +185,9 @@ class FusedOutputs(NamedTuple):
 
 
 class PendingCast(NamedTuple):
-    """A result that its quantizer casts later; `scales` where the kernel has found them.
+    """A result of a stage that is yet to be cast; `scales` if the kernel has computed them.
 
-    The chain casts it when the inputs of the stage are freed, which lowers the peak of memory.
+    The chain casts it after it has freed the inputs of the stage, which lowers the memory peak.
     """
 
     plain: torch.Tensor
@@ -194,7 +196,7 @@ class PendingCast(NamedTuple):
     bias_grad: torch.Tensor | None
 
     def cast(self) -> Operands:
-        """The operands; the column sums have been taken already."""
+        """The operands; `bias_grad` is not computed again."""
         request, quantizer = self.request, self.request.quantizer
         sides = OperandRequest(
             quantizer, request.rowwise, request.columnwise, None, request.moments, request.active
@@ -204,5 +206,5 @@ class PendingCast(NamedTuple):
         return operands
 
 
-Value: TypeAlias = torch.Tensor | Operands  # what a stage takes
-Result: TypeAlias = Value | PendingCast  # what it returns
+Value: TypeAlias = torch.Tensor | Operands  # input of a stage
+Result: TypeAlias = Value | PendingCast  # result of a stage

@@ -37,19 +37,19 @@ GemmGroup = tuple[tuple[tuple[str, str, str], int], ...]  # GEMMs and how many o
 
 
 class ProcessState:
-    """See the top of this file.
+    """The state that all threads of a process share.
 
     Attributes:
-        scopes: that were entered, by value.
-        compiled_groups: of scaling states that compiled code uses, by (recipe, process group). A
-            graph does not tell which modules ran, so each update covers the whole group.
+        scopes: the scopes that were entered, by value.
+        compiled_groups: scaling groups of modules in compiled code, by (recipe, process group). A
+            graph does not tell which modules ran, so an update covers the whole group.
         forward_pending: compiled code has deferred the forward update.
         backward_pending: likewise.
-        has_regions: some region of a checkpoint has calls.
-        announced: what is reported once, however many modules it concerns.
+        has_regions: a recompute region has recorded a call.
+        announced: subjects of warnings that were given; see `notices`.
         compiled_in_fp8: layers, see `recompute.compiled_scales`.
         gemm_counts: GEMMs that ran.
-        gemm_groups: how often each group of GEMMs ran as a whole.
+        gemm_groups: how often each recording ran, by its GEMMs.
         sent: calls and bytes of collectives, see `chain.parallel_report`.
         inspector: of the debugger's session, see transformer_engine/debug.
     """

@@ -1,9 +1,9 @@
 """Quantizers: the only way a tensor becomes FP8.
 
-A quantizer turns a high-precision matrix into `Operands`, and answers whatever else depends on how
-that is done: what a kernel that makes the tensor may do of it, which tensors it needs from call to
-call, what it is in ONNX and under a documented name. The identity leaves a tensor as it is; those
-that cast stand beside the rules of their recipes, in `recipes/`.
+A quantizer turns a high-precision matrix into `Operands`. It also knows everything that depends on
+the way it casts: which part of the cast a fused kernel can do, which tensors persist between calls,
+its form in ONNX graphs, and the documented class that it corresponds to. `IdentityQuantizer` leaves
+a tensor as it is. Quantizers that cast are defined with their recipes, in `recipes/`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ DESCRIBED: dict[str, type[Quantizer]] = {}  # native classes, by their scaling
 
 
 class Quantizer:
-    """Base: `operands(x, request)` makes a 2-D tensor ready for the GEMMs named in the request.
+    """Base of quantizers: `operands(x, request)` casts a 2-D tensor for the GEMMs of a request.
 
-    A class that is made with `native=True` calls nothing but `_C`, the same for every tensor of a
-    shape, so that its calls may be recorded. Subclasses have to say so again.
+    A class defined with `native=True` calls nothing but `_C`, in the same way for all tensors of a
+    shape, so that its calls may be recorded. Subclasses do not inherit this.
 
     Attributes:
-        scaling: what statistics call the scaling of its casts; empty in high precision.
+        scaling: name of the scaling in statistics; empty in high precision.
         format: element type of its codes, a value of `DType`; -1 in high precision.
         is_fp8: it casts to FP8.
-        rounds_once: a kernel that makes the tensor rounds it to FP8 from fp32; otherwise to the
-            dtype of activations first.
-        recasts_alike: casting the same values in backward gives the same codes.
-        replaces: `result` may return something else than its argument.
-        shard_rows: of how many rows a shard must have a multiple, see `of_shards`.
-        public_class: of the documented quantizer that does the same; it has a method `of`.
+        rounds_once: a fused kernel rounds from fp32 to FP8; otherwise it rounds to the dtype of
+            activations first.
+        recasts_alike: casting the same values again in backward gives the same codes.
+        replaces: `process_gemm_output` may return another tensor than its argument.
+        shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
+        public_class: the documented quantizer that does the same; it has a method `of`.
     """
 
     shard_rows = 16
@@ -70,14 +70,14 @@ class Quantizer:
             DESCRIBED[cls.scaling] = cls
 
     def constants(self) -> tuple[Any, ...] | None:
-        """What `rebuilt` makes the same quantizer of, beside scaling state; None: it cannot.
+        """The arguments for `rebuilt` beside scaling state; None if it cannot be rebuilt.
 
-        No floats: under dynamic shapes they are inputs of a graph, until they are compared.
+        Without floats, which torch.compile makes inputs of a graph under dynamic shapes.
         """
         return None
 
     def description(self) -> tuple[Any, ...] | None:
-        """Its class and its constants; None where compiled code has to trace it."""
+        """Class and constants, for `rebuilt`; None if compiled code has to trace the quantizer."""
         constants = self.constants() if self.native else None
         return None if constants is None else (self.scaling, *constants)
 
@@ -88,7 +88,7 @@ class Quantizer:
 
     @property
     def cache_key(self) -> Hashable:
-        """Cached weights of equal keys can stand for each other."""
+        """Weights that were cached under an equal key can be used."""
         return self.scaling
 
     def operands(self, x: torch.Tensor, request: OperandRequest) -> Operands:
@@ -98,62 +98,63 @@ class Quantizer:
     def cast(
         self, x: torch.Tensor, scales: torch.Tensor | None, request: OperandRequest
     ) -> Operands:
-        """`operands`, with the scales that the producer of `x` has found, if it has."""
+        """`operands`, with the scales that the producer of `x` has computed, or None."""
         return self.operands(x, request)
 
     def padded(self, x: torch.Tensor, padding: int, request: OperandRequest) -> Operands:
-        """Quantise `x` with so many zero rows added; they change no result."""
+        """Quantise `x` with this many rows of zeros appended, which change no result."""
         return self.operands(pad(x, padding), request)
 
     def refreshed(
         self, x: torch.Tensor, request: OperandRequest, cached: Operands | None
     ) -> Operands:
-        """Quantise `x`; what is cached of it has an equal `cache_key` and may be written to."""
+        """Quantise `x`, possibly into the memory of cached operands with an equal `cache_key`."""
         return self.operands(x, request)
 
     def from_fp8(self, weight: Fp8Matrix, request: OperandRequest, dtype: torch.dtype) -> Operands:
-        """The operands of a weight that exists in FP8 alone.
+        """The operands of a weight kept in FP8.
 
-        A column-wise side that is None here is made in the backward, for one GEMM. Operands in
-        high precision have `dtype`.
+        If the column-wise side is None, the backward makes it, for one GEMM. Operands in high
+        precision have `dtype`.
         """
         raise NotImplementedError
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """What a kernel that makes the tensor does for this quantizer: nothing but the tensor.
+        """The arguments by which a fused kernel casts for this quantizer; here it does not cast.
 
-        Epsilons are literals here: torch.compile makes an input of a default that is a float.
+        The epsilon is a literal: torch.compile turns a default argument that is a float into an
+        input of the graph.
         """
         return FusedArguments(True, epsilon=0.0)
 
     def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Result:
-        """The outputs of such a kernel as the result of its stage: here, a pending cast."""
+        """The result of a stage from the outputs of its fused kernel; here a pending cast."""
         assert made.plain is not None and request is not None
         return PendingCast(made.plain, made.scales, request, made.bias_grad)
 
     def record_amax(self, x: torch.Tensor) -> None:
-        """Record the amax of `x`, which is used without a cast."""
+        """Record the amax of a tensor that is not cast."""
 
     def process_gemm_output(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of a GEMM, as it is used (of output, dgrad and wgrad quantizers)."""
+        """Process the result of a GEMM (quantizers of output, dgrad and wgrad)."""
         return x
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """The quantizer of a recompute: the first scale, and no amax is recorded."""
+        """The quantizer of a recompute: uses the scale of the first forward, records no amax."""
         return self
 
     def persistent_tensors(self) -> Tensors:
-        """The tensors that outlive a call and that casts read, raise or write: scales, amaxes."""
+        """Scales and amaxes: the tensors that casts read or write, and that outlive a call."""
         return ()
 
     def exported_scale(self, x: torch.Tensor) -> torch.Tensor:
-        """The scale of `x` (fp32) in torch's own operators, a scalar: for a graph of ONNX."""
+        """The scale of `x` (fp32), a scalar computed by torch's own operators, for ONNX graphs."""
         raise NotImplementedError
 
     def of_shards(self, group: Any) -> Quantizer | None:
-        """The quantizer of this rank's rows of a tensor: the codes are those of the whole tensor.
+        """The quantizer for this rank's rows of a tensor. Codes equal those of the whole tensor.
 
-        None where only the whole tensor can be cast.
+        None if only the whole tensor can be cast.
         """
         return None
 
@@ -163,10 +164,10 @@ class Quantizer:
 
 
 class WrappingQuantizer(Quantizer):
-    """Base of quantizers that add something to another one's work (the debugger does).
+    """Base of quantizers that wrap another one, as the debugger does.
 
-    Kernels that produce a tensor serve `inner_request`, with a plain result beside where
-    `needs_plain`, and `finish` makes of both what the GEMMs will take.
+    Fused kernels serve `inner_request`, the request of the wrapped quantizer, and also return the
+    plain tensor if `needs_plain`. `finish` makes the operands for the GEMMs from both.
     """
 
     inner: Quantizer
@@ -183,18 +184,18 @@ class WrappingQuantizer(Quantizer):
     def finish(
         self, x: torch.Tensor | None, cast: torch.Tensor | Operands, request: OperandRequest
     ) -> Operands:
-        """The operands of `x`; `cast` is what a kernel made of `inner_request`."""
+        """The operands of `x`; `cast` is the result of `inner_request`."""
         raise NotImplementedError
 
     def fused_arguments(self, request: OperandRequest | None) -> FusedArguments:
-        """Those of the wrapped quantizer, and the plain tensor where it is needed."""
+        """The arguments for the wrapped quantizer, plus the plain tensor if it is needed."""
         assert request is not None
         plain, inner = self.needs_plain, self.inner_request(request)
         fused = inner.quantizer.fused_arguments(inner)
         return fused._replace(plain=True) if plain else fused
 
     def fused_result(self, request: OperandRequest | None, made: FusedOutputs) -> Operands:
-        """What the wrapped quantizer makes of it, finished."""
+        """The result of the wrapped quantizer, finished."""
         assert request is not None
         inner = self.inner_request(request)
         cast = inner.quantizer.fused_result(inner, made)
@@ -203,13 +204,13 @@ class WrappingQuantizer(Quantizer):
         )
 
     def for_recompute(self, scale: torch.Tensor | None) -> Quantizer:
-        """The same around the wrapped quantizer's own."""
+        """Wrap the wrapped quantizer's quantizer for recomputes."""
         copied = copy.copy(self)
         copied.inner = self.inner.for_recompute(scale)
         return copied
 
     def persistent_tensors(self) -> Tensors:
-        """Those of the wrapped quantizer."""
+        """The persistent tensors of the wrapped quantizer."""
         return self.inner.persistent_tensors()
 
 
@@ -351,7 +352,7 @@ class GemmQuantizers:
         self.fast_accumulation = (self.fp8, False, False)
 
     def replaced(self, changed: Mapping[str, Quantizer]) -> GemmQuantizers:
-        """The same with some quantizers replaced by those of the debugger; self where none is."""
+        """A copy with some quantizers replaced by those of the debugger; self if there are none."""
         own = {name: getattr(self, name) for name in SIX}
         changed = {name: q for name, q in changed.items() if q is not own[name]}
         if not changed:
@@ -363,7 +364,7 @@ class GemmQuantizers:
         return copy
 
     def for_recompute(self, scales: torch.Tensor | None) -> GemmQuantizers:
-        """Those of a recompute, with the fp32 `[3]` scales of the first forward, if any."""
+        """The quantizers of a recompute; `scales` fp32 `[3]` are those of the first forward."""
         first = [None if scales is None else scales[i : i + 1] for i in range(2)]
         again = GemmQuantizers(
             self.input.for_recompute(first[0]),
@@ -378,7 +379,7 @@ class GemmQuantizers:
         return again
 
     def description(self) -> tuple[Any, ...] | None:
-        """Constants from which `described_gemm` makes the same; None where nothing can."""
+        """Constants for `described_gemm`; None if a quantizer cannot be rebuilt."""
         six = (self.input, self.weight, self.grad_output, self.output, self.dgrad, self.wgrad)
         constants = [quantizer.description() for quantizer in six]
         if self.wrapped or None in constants:
@@ -386,7 +387,7 @@ class GemmQuantizers:
         return (*constants, self.fast_accumulation)
 
     def persistent_tensors(self) -> Tensors:
-        """The tensors that outlive a call and that its casts read or write, see `Quantizer`."""
+        """See `Quantizer.persistent_tensors`."""
         return tuple(t for name in SIX for t in getattr(self, name).persistent_tensors())
 
 

@@ -47,24 +47,29 @@ _WITHOUT_TENSORS = GemmColumns(_NO_TENSORS, _NO_TENSORS, _NO_TENSORS)
 
 
 class Columns(NamedTuple):
-    """What calls cast with: some columns of a module's forward state, in order.
+    """Scales and amaxes for the casts of a call: columns of a module's forward state, in order.
 
     Attributes:
         scales: fp32 `[1]` each.
-        amaxes: that casts raise, fp32 `[1]` each; None where they leave no trace.
-        values: of one call of compiled code, see `scales_of_call`, if it may run again.
-        counted: the amaxes of the step, where those of that call are to be counted.
+        amaxes: fp32 `[1]` each, raised by the casts; None where amaxes are not recorded.
+        call_values: returned by `scales_of_call`, in compiled code that may be recomputed; else
+            None. Then `scales` and `amaxes` are views of it.
+        step_amaxes: the amaxes of the module's state, if `call_values` is set.
     """
 
     scales: Sequence[torch.Tensor]
     amaxes: Sequence[torch.Tensor | None]
-    values: torch.Tensor | None = None
-    counted: Sequence[torch.Tensor] = ()
+    call_values: torch.Tensor | None = None
+    step_amaxes: Sequence[torch.Tensor] = ()
 
     def record_amaxes(self, after: torch.Tensor) -> None:
-        """Count the amaxes of a call, of which `after` is a result."""
-        if self.values is not None:
-            count_amaxes(after, self.values, [*self.counted])
+        """Add the amaxes of a call in compiled code to those of the step.
+
+        Args:
+            after: a result of the call.
+        """
+        if self.call_values is not None:
+            count_amaxes(after, self.call_values, [*self.step_amaxes])
 
 
 def columns_of(
@@ -81,7 +86,7 @@ def columns_of(
         amaxes: fp32 `[1]` each.
         recording: autograd records the call.
         flush: the scope was entered in compiled code.
-        recomputed: the backward of a compiled graph may compute this call again.
+        recomputed: the backward of a compiled graph may recompute the call.
     """
     untraced: list[torch.Tensor | None] = [None] * len(scales)
     if not (flush or (recording and torch.compiler.is_compiling())):
@@ -97,14 +102,14 @@ def columns_of(
     return Columns(own[0], own[1], values, amaxes)
 
 
-class Built(NamedTuple):
-    """Quantizers of a module's GEMMs in one scope.
+class ModuleQuantizers(NamedTuple):
+    """The quantizers of a module in one scope.
 
     Attributes:
-        gemms: one for each.
-        moved: the module's scaling state changed place.
-        columns: of that state, in the forward; None without one.
-        state: its memory, where the quantizers have none of it (see `chain.compiled`).
+        gemms: the quantizers of each GEMM.
+        moved: the module's scaling state has moved to other memory.
+        columns: of the forward state; None without scaling state.
+        state: memory of the scaling state, if quantizers hold stand-ins (see `chain.compiled`).
     """
 
     gemms: list[GemmQuantizers]
@@ -119,7 +124,7 @@ def build_quantizers(
     recording: bool,
     device: torch.device,
     in_operator: bool = False,
-) -> Built:
+) -> ModuleQuantizers:
     """One `GemmQuantizers` per GEMM of the module.
 
     Where the recipe keeps state, this creates and fits that of the module; calls that
@@ -130,19 +135,21 @@ def build_quantizers(
         refuse(type(recipe).__name__, "export under another recipe", module.name)
     if not rules.keeps_state:
         one = rules.gemm_quantizers(recipe, None) if scope.enabled else GemmQuantizers()
-        return Built([one] * module.gemm_count)
+        return ModuleQuantizers([one] * module.gemm_count)
     if exporting():
         trained = _trained_columns(module)
-        return Built([rules.gemm_quantizers(recipe, columns) for columns in trained])
+        return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])
     forward, moved = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
     indices = range(module.gemm_count)
     if not scope.enabled:
-        return Built([_calibrating(forward, i) for i in indices], moved)
+        return ModuleQuantizers([_calibrating(forward, i) for i in indices], moved)
     cast = [FORWARD_COLUMNS * gemm + i for gemm in indices for i in range(_CAST_COLUMNS)]
     if in_operator:
         one = rules.gemm_quantizers(recipe, _WITHOUT_TENSORS)
-        return Built([one] * module.gemm_count, moved, None, (forward.room, backward.room))
+        return ModuleQuantizers(
+            [one] * module.gemm_count, moved, None, (forward.room, backward.room)
+        )
     stack = autocast_stack()
     how = (recording, stack.entered_in_graph, stack.in_compiled_checkpoint)
     scales, amaxes = [[tensors[i] for i in cast] for tensors in (forward.scales, forward.amaxes)]
@@ -151,11 +158,11 @@ def build_quantizers(
         rules.gemm_quantizers(recipe, _columns(columns, backward.scales, backward.amaxes, i))
         for i in indices
     ]
-    return Built(gemms, moved, columns)
+    return ModuleQuantizers(gemms, moved, columns)
 
 
 def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> None:
-    """Raise ValueError where a loaded state is of another number of GEMMs."""
+    """Raise ValueError if a loaded state is that of a module with another number of GEMMs."""
     for direction, columns in ((FORWARD, FORWARD_COLUMNS), (BACKWARD, BACKWARD_COLUMNS)):
         state = scaling.get(direction)
         if state is not None and state.scale.numel() != gemms * columns:
@@ -171,7 +178,7 @@ def state_of(
     direction: str,
     device: torch.device,
 ) -> tuple[ScalingState, bool]:
-    """A module's state, fitted to the recipe; and whether it changed place."""
+    """A module's state, fitted to the recipe, and whether it has moved to other memory."""
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
@@ -187,7 +194,7 @@ def state_of(
 def columns_in_memory(
     rooms: Sequence[torch.Tensor], gemms: int, recording: bool, flush: bool, recomputed: bool | None
 ) -> tuple[Columns, list[GemmColumns]]:
-    """What the GEMMs of a module cast with, in the memory of its states (`ScalingState.room`).
+    """The columns of all GEMMs of a module, from the memory of its states (`ScalingState.room`).
 
     Args:
         rooms: forward and backward.
@@ -214,7 +221,7 @@ def _columns(
     amaxes: Sequence[torch.Tensor],
     gemm: int,
 ) -> GemmColumns:
-    """What one GEMM casts with, as it has columns for itself."""
+    """The columns of one GEMM."""
     first, of_grad = _CAST_COLUMNS * gemm, BACKWARD_COLUMNS * gemm
     input, weight = [(forward.scales[i], forward.amaxes[i]) for i in (first, first + 1)]
     amax = None if input[1] is None else amaxes[of_grad]
@@ -222,7 +229,7 @@ def _columns(
 
 
 def _trained_columns(module: ScaledModule) -> list[GemmColumns]:
-    """What the GEMMs of a module that has been trained cast with, leaving no trace."""
+    """The columns of a trained module for inference: amaxes are not recorded."""
     scales = trained_scales(module.scaling, module.name).scales
     firsts = range(0, FORWARD_COLUMNS * module.gemm_count, FORWARD_COLUMNS)
     return [GemmColumns((scales[i], None), (scales[i + 1], None)) for i in firsts]

@@ -1,9 +1,9 @@
-"""Scales and amax histories of modules, for recipes that keep state, and the update of all.
+"""Scales and amax histories of modules, for recipes that keep state, and their update.
 
 A module owns one `ScalingState` per direction. Modules that run under one recipe and process group
 in the same outermost autocast form a `ScalingGroup`. One launch for each direction updates all its
 states: the kernel reads a device table of addresses, rebuilt when states or addresses change.
-Models that never run together have groups of their own, so that threads do not meet.
+Models that never run together are in different groups, so threads do not share a group.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ScalingState:
 
     Both lie in `room`, fp32 `[n, 4 + length or more]`: a scale, and after 16 bytes its history.
     Row 0 of the history collects the amaxes of the running step. Tensors are replaced only by the
-    methods below, which raise `version`, so that the group notices. A column is a run of memory
-    that begins at a multiple of 16 bytes, and so is a scale: CUDA graphs of a compiler copy inputs
-    at other addresses, and amaxes would stay in the copies.
+    methods below, which increase `version`, so that the group notices. Columns and scales are
+    aligned to 16 bytes: the compiler's CUDA graphs copy inputs that are not, and amaxes would be
+    written to the copies.
     """
 
     def __init__(self, direction: str, count: int, length: int, device: torch.device) -> None:
@@ -53,22 +53,22 @@ class ScalingState:
                 keep_address(view)
 
     def __deepcopy__(self, memo: object) -> ScalingState:
-        # Attribute by attribute, the views would become tensors of their own.
+        # Copying the attributes one by one would make separate tensors of the views.
         return _state_of(self.direction, self.scale.clone(), self.amax_history.clone())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Its group it finds at the next call of its module.
+        # The copy joins a group at the next call of its module.
         return _state_of, (self.direction, self.scale.clone(), self.amax_history.clone())
 
     def replace(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Take over other values (loading, another device, another length)."""
+        """Replace the values: loaded ones, or for another device or history length."""
         self._place(scale, amax_history)
         self.version += 1
 
     def fit(self, length: int, device: torch.device) -> None:
         """Bring the state to a history length and device; the newest rows are kept."""
         if self.room.device != device:
-            if self.room.is_meta:  # it ran without memory, so there is nothing to keep
+            if self.room.is_meta:  # a state on meta has no values to keep
                 self.replace(
                     torch.ones_like(self.scale, device=device),
                     torch.zeros_like(self.amax_history, device=device),
@@ -104,8 +104,8 @@ class ScalingMembers:
         self._states: list[weakref.ref[ScalingState]] = []
         self._table: torch.Tensor | None = None
         self._seen: list[tuple[weakref.ref[ScalingState], int]] = []
-        self._checked: Any = None  # what was `_seen` at the last update over ranks
-        self._alike: set[tuple[int, ...]] = set()  # numbers of scales that all ranks have had
+        self._checked: Any = None  # copy of `_seen` at the last update over ranks
+        self._alike: set[tuple[int, ...]] = set()  # counts of scales that ranks agreed on
         self.columns = 0
 
     @property
@@ -115,11 +115,11 @@ class ScalingMembers:
         return span.max_fwd if self.direction == FORWARD else span.max_bwd
 
     def add(self, state: ScalingState) -> None:
-        """Take a state in."""
+        """Add a state."""
         self._states.append(weakref.ref(state))
 
     def alive(self) -> list[ScalingState]:
-        """The states that are still here, in the order in which they came."""
+        """The states that still exist, in the order in which they were added."""
         group = self._group()
         states = {id(s): s for ref in self._states if (s := ref()) and s.group is group}
         if len(states) != len(self._states):
@@ -128,7 +128,7 @@ class ScalingMembers:
 
     def table(self, states: list[ScalingState]) -> torch.Tensor:
         """int64 `[states, 6]`, see `kernels/delayed_scaling.py`."""
-        # References rather than ids: another state may lie where a dead one lay.
+        # References rather than ids: a new state may have the id of a dead one.
         seen = [(weakref.ref(state), state.version) for state in states]
         if self._table is None or seen != self._seen:
             if is_capturing():
@@ -143,7 +143,7 @@ class ScalingMembers:
         return self._table
 
     def update(self) -> None:
-        """End of a step: scales from histories, histories rolled.
+        """End a step: compute scales from histories, and roll the histories.
 
         States whose modules did not run have zeros in row 0, and the kernel leaves them alone.
         """
@@ -169,9 +169,9 @@ class ScalingMembers:
         return amaxes
 
     def _agree(self, scales: list[int]) -> None:
-        """Raise RuntimeError on all ranks of the group, if they are to reduce other amaxes.
+        """Raise RuntimeError on all ranks if they are about to reduce different numbers of amaxes.
 
-        What they once had alike they do not compare again: one of them may have loaded its states.
+        A number on which they agreed once is not compared again.
         """
         if tuple(scales) in self._alike:
             return
@@ -200,17 +200,17 @@ class ScalingGroup:
         self.members = {way: ScalingMembers(self, way) for way in (FORWARD, BACKWARD)}
 
     def add(self, state: ScalingState) -> None:
-        """Take a state in; it leaves the group in which it was."""
+        """Add a state, and remove it from the group that it was in."""
         if state.group is not self:
             state.group = self
             self.members[state.direction].add(state)
 
     def absorb(self, other: ScalingGroup) -> None:
-        """Take in all states of another group of the same recipe and process group."""
+        """Move all states of another group with the same recipe and process group to this one."""
         for members in other.members.values():
             for state in members.alive():
                 self.add(state)
 
     def update(self, direction: str) -> None:
-        """End of a step in a direction."""
+        """End a step in a direction."""
         self.members[direction].update()

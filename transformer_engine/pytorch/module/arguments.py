@@ -56,7 +56,7 @@ def refuse_keywords(
 def tensor_parallel(
     module: Any, tp_group: Any, tp_size: int, sequence_parallel: bool, shared: bool = True
 ) -> TensorParallel:
-    """The ranks that these arguments of a constructor name; this one alone unless `shared`.
+    """The tensor parallel ranks of a module; this rank alone unless `shared`.
 
     Raises:
         TypeError: no process group, or no sizes.

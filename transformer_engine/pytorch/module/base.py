@@ -26,7 +26,7 @@ from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FEATURE_ALIGNMENT,
-    Built,
+    ModuleQuantizers,
     build_quantizers,
     check_columns,
     with_weight_scales,
@@ -109,7 +109,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             self._parameter_set.reset(self)
 
     def chain_parameters(self) -> tuple[Parameters, torch.Tensor | None]:
-        """The parameters of the chain, and the last bias of the module, applied or not."""
+        """The parameters of the chain; and the last bias of the module, for `return_bias`."""
         raise NotImplementedError
 
     def _gemm_weights(self) -> Sequence[tuple[int, int]]:
@@ -125,7 +125,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         raise NotImplementedError
 
     def renew_weights(self) -> None:
-        """Cast anew, in the scope that is open, what `is_first_microbatch=False` reads."""
+        """Cast the cached weights again, which calls with `is_first_microbatch=False` read."""
         number = autocast_stack().scope.number
         plans = [p for k, p in self._plans.items() if k[0] == number]
         plans = [p for p in plans if p.first_microbatch is False]
@@ -136,10 +136,10 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
                 stage.renew(weights[stage.index], own)
 
     def drop_plans(self) -> None:
-        """Plan calls anew, and record them anew: what plans and recordings point to has changed.
+        """Drop all plans and recordings, because something that they point to has changed.
 
-        That is: the name, a parameter that was registered, dtype or device (`_apply`), scaling
-        state that was replaced, loaded or joined another update, and settings of stages.
+        That is: the name, a registered parameter, dtype or device (`_apply`), settings of stages,
+        or scaling state that was replaced, loaded or moved to another scaling group.
         """
         self._plans.clear()
 
@@ -238,7 +238,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         return found
 
     def _note_compiled(self) -> None:
-        """Compiled code knows no regions: what a checkpoint would do wrong there is an error."""
+        """Check compiled code in a checkpoint, which has no recompute regions."""
         if not exporting():
             # Names would be conditions of the graph: layers that are alike share one.
             kind, weights = type(self).__name__, tuple(self._gemm_weights())
@@ -282,7 +282,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         device: torch.device,
         parameters: int,
     ) -> CallPlan | None:
-        """The plan of a call that is one operator of compiled code; None where it cannot be."""
+        """The plan of a call that is one operator in compiled code; None to trace it instead."""
         chain = self.chain
         if not chain.kind or exporting() or process_state().inspector is not None:
             return None
@@ -302,10 +302,10 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
 
     def _quantizers_in(
         self, scope: Scope, recording: bool, device: torch.device, in_operator: bool = False
-    ) -> Built:
-        """The quantizers of this module's GEMMs; sizes that FP8 cannot take run without."""
+    ) -> ModuleQuantizers:
+        """The quantizers of this module's GEMMs; high precision for sizes that FP8 cannot take."""
         if not (scope.enabled or (scope.calibrating and not exporting())):
-            return Built([HIGH_PRECISION_GEMM] * self.gemm_count)
+            return ModuleQuantizers([HIGH_PRECISION_GEMM] * self.gemm_count)
         check_amax_group(self.ranks, scope.recipe, scope.group)
         built = build_quantizers(self, scope, recording, device, in_operator)
         if built.moved:
@@ -324,7 +324,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         )
 
     def warn_once(self, about: Hashable, text: str) -> None:
-        """Warn the first time that this module has to say something about a thing."""
+        """Warn once for each subject `about`."""
         if torch.compiler.is_compiling():
             warn(text)
         elif about not in self._announced:
@@ -332,11 +332,11 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             warn(text, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies make plans of their own: these point into this module's scaling state.
+        # A copy must make its own plans, because these point into this module's scaling state.
         return {**self.__dict__, "_plans": PlanCache()}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's. Another parameter may be of another kind, so calls are planned anew."""
+        """See `torch.nn.Module`. Drops plans, because the parameter may be of another kind."""
         super().register_parameter(name, param)
         self.drop_plans()
 
@@ -381,12 +381,12 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             self.drop_plans()
 
     def extra_repr(self) -> str:
-        """Sizes, what else tells layers apart, and the layer's name."""
+        """Sizes, other settings, and the name of the layer."""
         shown = (*self._shown, "name")
         return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
 
 
 @torch.compiler.disable
 def _call_outside_of_graph(module: TransformerEngineBaseModule, *arguments: Any) -> Any:
-    """`_call` of a module whose backward leaves something behind, which a graph cannot do."""
+    """`_call` outside of compiled graphs, for modules with `delay_wgrad_compute`."""
     return module._call(*arguments)

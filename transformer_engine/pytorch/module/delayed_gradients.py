@@ -11,7 +11,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 
 
 class DelaysGradients:
-    """What modules with `delay_wgrad_compute` have.
+    """Base of modules with `delay_wgrad_compute`.
 
     Attributes:
         delay_wgrad_compute: the backward leaves the gradients of weights and of the biases that
@@ -29,7 +29,7 @@ class DelaysGradients:
         raise NotImplementedError
 
     def need_backward_dw(self) -> bool:
-        """Whether gradients wait for `backward_dw`: that is `delay_wgrad_compute`."""
+        """Whether `backward_dw` must be called, which is `delay_wgrad_compute`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -39,7 +39,7 @@ class DelaysGradients:
         `delay_wgrad_compute`.
 
         Raises:
-            RuntimeError: no backward waits; a parameter is none of the module's own any more.
+            RuntimeError: no backward has left gradients; or a parameter was replaced.
         """
         if not self.need_backward_dw():
             return

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.module.arguments import check_numbers
 
 
 class DropSamples(Stage):
-    """Multiplies every sample by 0, or by `1 / (1 - p)`, by chance; where `p` is 1, all by 0.
+    """Multiplies each sample by 0 with probability `p`, else by `1 / (1 - p)`.
 
     The parameter is `cu_seqlens` of packed tokens, or None. `options` of the call are the
     probability `p` of 0, and the dimension of samples.
@@ -30,7 +30,7 @@ class DropSamples(Stage):
     def forward(
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
-        """Draw by torch's generator, and multiply."""
+        """Draw factors from torch's generator, and multiply."""
         (x,), (cu_seqlens,), (p, batch_dim) = inputs, parameters, plan.options
         samples = x.shape[batch_dim] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         factor = x.new_empty(samples).bernoulli_(1.0 - p).div_(1.0 - p if p < 1.0 else 1.0)
@@ -46,7 +46,7 @@ class DropSamples(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The same factors."""
+        """Multiply the gradient by the same factors."""
         return (grads[0] * saved.tensors[0],), None
 
     def backward_params(self, carry: Any, saved: Saved, plan: CallPlan) -> Parameters:
@@ -99,5 +99,5 @@ class DropPath(nn.Module):
         return _PART.plan_call(values, cu_seqlens, self.drop_prob, self.batch_dim)
 
     def extra_repr(self) -> str:
-        """Probability."""
+        """The probability."""
         return f"drop_prob={self.drop_prob}"

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
 class _Part(Linear):
-    """A Linear of which ranks have their parts, and which sends nothing."""
+    """A Linear that ranks share without collectives."""
 
     _joins = False
 
@@ -54,11 +54,12 @@ class GroupedLinear(TransformerEngineBaseModule):
     """Applies `y_i = x_i . A_i^T + b_i` to each part `x_i` of the rows of the input.
 
     The layer of a mixture of experts: tokens are sorted by expert, and each expert has a weight of
-    its own. Part i is a `Linear` in everything: FP8, its statistics in the debugger (under the name
+    its own. Part i behaves as a `Linear`: in FP8, in the statistics of the debugger (under the name
     `<name>.gemm_<i>`), rows padded within.
 
-    Tensor parallel ranks have their parts of each weight, by `parallel_mode`, and send nothing:
-    what brings tokens to experts and takes them back gathers inputs and sums outputs of rows.
+    Tensor parallel ranks hold a shard of each weight, by `parallel_mode`, and there are no
+    collectives here: the code that dispatches tokens to experts gathers inputs, and sums outputs of
+    row-parallel layers.
 
     Args:
         num_gemms: number of parts.
@@ -208,9 +209,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.register_parameter(here, part._parameters[inside])
 
     def _lend(self) -> None:
-        """Let the parts have the parameters that are here now.
+        """Give the parts the current parameters of this module, for a call.
 
-        What `torch.nn.utils.parametrize` and its like compute becomes an attribute of theirs, until
+        Tensors that `torch.nn.utils.parametrize` computes become attributes of the parts until
         `_take_back`.
         """
         for part, inside, here in self._names():
@@ -222,7 +223,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 part.register_parameter(inside, own)
 
     def _take_back(self) -> None:
-        """Drop tensors that were computed for one call, with the graphs that they are in."""
+        """Drop tensors that were computed for this call, and their graphs with them."""
         for part, inside, _ in self._names():
             if part.__dict__.pop(inside, None) is not None:
                 part._parameters[inside] = None

@@ -100,7 +100,7 @@ def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def names_layer(forward: Forward) -> Forward:
-    """Let errors that a `forward` raises about its input end with the name of the layer."""
+    """Add the name of the layer to errors that a `forward` raises."""
 
     @functools.wraps(forward)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:

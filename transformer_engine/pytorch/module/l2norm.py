@@ -45,7 +45,7 @@ class L2Normalization(SingleStageModule):
         return like.dtype, (self._gamma(like), None)
 
     def _gamma(self, like: torch.Tensor) -> torch.Tensor:
-        """Filled once for a device; anew where memory belongs to one graph or to one mode."""
+        """Gamma, cached by device. In graphs, which own their memory, it is made in each call."""
         compiling = torch.compiler.is_compiling() or type(like) is not torch.Tensor
         known = None if compiling else self._gammas.get(like.device)
         if known is not None:

@@ -1,4 +1,4 @@
-"""What TransformerLayer refuses, and how it says so."""
+"""Checks of the arguments of TransformerLayer."""
 
 from __future__ import annotations
 

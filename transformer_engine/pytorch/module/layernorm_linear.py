@@ -15,7 +15,7 @@ from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
-from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
+from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
 from transformer_engine.pytorch.module.parallel_mode import (
     SharedLinear,
     gathered_tap,
@@ -116,7 +116,7 @@ class LayerNormLinear(SingleGemmModule):
         asked = overlap_arguments(LayerNormLinear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         mode = self.parallel_mode = parallel_mode_of(parallel_mode, "LayerNormLinear")
-        ask(self.ranks, asked, mode, named=True)
+        request_overlap(self.ranks, asked, mode, named=True)
         if mode == "row" and self.ranks.size > 1:
             raise NotImplementedError(
                 "[LayerNormLinear] expected parallel_mode None or 'column', got 'row': its norm "

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.kernels.activation import (
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.norms import check_normalization, norm_parameters
-from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
+from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, gathered_tap
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -129,7 +129,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         super().__init__(2, name, eps, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         asked = overlap_arguments(LayerNormMLP, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
-        ask(self.ranks, asked, "column", "row")
+        request_overlap(self.ranks, asked, "column", "row")
         kind = activation_kind(activation)
         numbers = activation_parameters(kind, activation_params, "LayerNormMLP")
         self.hidden_size = hidden_size

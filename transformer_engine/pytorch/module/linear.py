@@ -12,7 +12,7 @@ from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.overlap_arguments import ask, overlap_arguments
+from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap
 from transformer_engine.pytorch.module.parallel_mode import SharedLinear, parallel_mode_of
 from transformer_engine.pytorch.module.parameters import (
     InitMethod,
@@ -116,7 +116,7 @@ class Linear(SingleGemmModule):
         asked = overlap_arguments(Linear, others)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode_of(parallel_mode, "Linear")
-        ask(self.ranks, asked, self.parallel_mode, named=True)
+        request_overlap(self.ranks, asked, self.parallel_mode, named=True)
         self.delay_wgrad_compute = delay_wgrad_compute
         sections = sections_of(parameters_split)
         shared = SharedLinear(

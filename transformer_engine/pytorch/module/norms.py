@@ -1,4 +1,4 @@
-"""What the norms share."""
+"""`NormModule`, the base of LayerNorm and RMSNorm."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from transformer_engine.pytorch.module.arguments import refuse_keywords
 from transformer_engine.pytorch.parallel.groups import TensorParallel
-from transformer_engine.pytorch.parallel.overlap import Asked
+from transformer_engine.pytorch.parallel.overlap import OverlapArguments
 
 _GATHERS = ("ub_overlap_ag", "ub_split_ag", "ub_atomic_gemm_ag")
 _SCATTERS = ("ub_overlap_rs", "ub_split_rs", "ub_atomic_gemm_rs")
@@ -20,23 +20,24 @@ _ALWAYS = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 _FLAGS = frozenset({*_GATHERS, *_SCATTERS, _SCATTERS_GRADS, *_ALWAYS, _SWITCH})
 _NAMES = frozenset({"ub_name", "rng_tracker_name", "symmetric_ar_type"})
 
-# Keywords of newer versions, and what they may be so far.
+# Keywords of newer versions of the API, with the only value that is implemented.
 _LATER = {"delay_wgrad_compute": False}
 
 
 def overlap_arguments(
     module: type[nn.Module], others: dict[str, Any], whole: bool = False
-) -> Asked:
-    """What further keywords of a constructor ask for.
+) -> OverlapArguments:
+    """Check the further keywords of a constructor, and return those about overlap.
 
     Args:
-        module: whose constructor it is.
-        others: its keywords.
-        whole: it is a layer, whose switch `ub_tp_comm_overlap` turns on what is not named.
+        module: the class.
+        others: its further keywords.
+        whole: the module is a layer with the switch `ub_tp_comm_overlap`, which is the default of
+            the `ub_*` flags that are not given.
 
     Raises:
         TypeError: unknown keywords, or values of other types.
-        NotImplementedError: what only newer versions can.
+        NotImplementedError: a keyword with a value that is not implemented.
     """
     kind = module.__name__
     known = (_FLAGS if whole else _FLAGS - {_SWITCH}) | _NAMES | _LATER.keys()
@@ -52,30 +53,32 @@ def overlap_arguments(
         if name in _NAMES and not (value is None or isinstance(value, str)):
             raise TypeError(f"[{kind}] expected {name} to be a str or None, got {value!r}")
     if whole and not others.get(_SWITCH, False):
-        return Asked()
+        return OverlapArguments()
 
     def asked(*names: str) -> bool:
         flags = [others[name] for name in names if name in others]
         return any(flags) if flags else whole
 
     grads = bool(others.get(_SCATTERS_GRADS, False))
-    return Asked(asked(*_GATHERS), asked(*_SCATTERS), grads, others.get("ub_name"))
+    return OverlapArguments(asked(*_GATHERS), asked(*_SCATTERS), grads, others.get("ub_name"))
 
 
-def ask(ranks: TensorParallel, asked: Asked, *modes: str | None, named: bool = False) -> None:
-    """Let ranks know which of their collectives shall overlap, where they are such that can.
+def request_overlap(
+    ranks: TensorParallel, asked: OverlapArguments, *modes: str | None, named: bool = False
+) -> None:
+    """Set which collectives of a module overlap. Nothing overlaps without sequence parallelism.
 
     Args:
-        ranks: of a module.
-        asked: by its arguments.
-        modes: how its GEMMs are shared.
-        named: the argument `ub_name` must say which collectives they are.
+        ranks: of the module.
+        asked: its `ub_*` arguments.
+        modes: `parallel_mode` of its GEMMs.
+        named: `ub_name` is required if anything overlaps.
 
     Raises:
-        ValueError: it does not.
+        ValueError: `ub_name` is missing.
     """
     if ranks.sequence:
-        ranks.overlap = asked.of("column" in modes, "row" in modes)
+        ranks.overlap = asked.overlap("column" in modes, "row" in modes)
     if any(ranks.overlap) and named and not asked.name:
         raise ValueError(
             f"[{ranks.op}] expected ub_name ('qkv', 'proj', 'fc1' or 'fc2') with ub_* arguments"

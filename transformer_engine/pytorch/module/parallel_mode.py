@@ -29,7 +29,7 @@ def parallel_mode_of(parallel_mode: str | None, module: str) -> str | None:
 
 
 def weight_attributes(parallel_mode: str | None) -> dict[str, Any]:
-    """What tensor-parallel trainers read off a weight."""
+    """The attributes of a weight that tensor-parallel trainers read."""
     dim = 1 if parallel_mode == "row" else 0
     return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
 
@@ -43,10 +43,10 @@ class SharedLinear:
     Args:
         mode: `column`, `row` or None.
         ranks: that share it.
-        out_sections: sizes that lie one behind the other along the outputs of the whole weight, of
-            each of which a rank has its part; () for one.
+        out_sections: sizes of sections along the outputs of the whole weight, which ranks divide
+            one by one; () for one section.
         delays: `backward_dw` computes the gradients of its parameters.
-        joins: with collectives; else who calls it gathers inputs and sums outputs.
+        joins: add collectives; otherwise the caller gathers inputs and sums outputs.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class SharedLinear:
         self.ranks = ranks
         self.out_sections = out_sections
         self.delays, self.joins = delays, joins
-        # Trainers whose hooks wait for gradients wait for `backward_dw` instead.
+        # Tells trainers that hooks on gradients must wait for `backward_dw`.
         self._marks = {"skip_backward_post_hook": True} if delays else {}
 
     def outputs(self, what: str, count: int) -> int:
-        """How many of these outputs a rank has. ValueError where they cannot be shared."""
+        """The outputs of one rank. Raises ValueError if ranks cannot share them equally."""
         return self.ranks.share(what, count) if self.mode == "column" else count
 
     def inputs(self, what: str, count: int) -> int:
-        """How many of these inputs a rank has. ValueError where they cannot be shared."""
+        """The inputs of one rank. Raises ValueError if ranks cannot share them equally."""
         return self.ranks.share(what, count) if self.mode == "row" else count
 
     def weight(self, name: str, shape: tuple[int, int], init: InitMethod) -> ParameterSpec:
@@ -81,12 +81,12 @@ class SharedLinear:
         return ParameterSpec(name, shape, init, attributes, True, True, shard)
 
     def bias(self, name: str, size: int, announced: bool = True) -> ParameterSpec:
-        """A bias: a shard; or one on every rank, whose gradient is of the rank's own tokens.
+        """The bias: a shard, or replicated with gradients from the rank's own tokens.
 
         Args:
             name: of the parameter.
             size: on each rank.
-            announced: the attributes say so.
+            announced: set the attribute `sequence_parallel` of a replicated bias.
         """
         attributes: dict[str, Any] = {}
         shard = None
@@ -107,14 +107,14 @@ class SharedLinear:
         part: str = "",
         gathered_tap: bool = False,
     ) -> list[Stage]:
-        """Its Matmul, between the collectives that it needs.
+        """The Matmul, with the collectives before and after it.
 
         Args:
             index: see `Matmul`.
             layer: see `Matmul`.
             fuse_wgrad: see `Matmul`.
             part: see `Matmul`.
-            gathered_tap: the chain returns the input as all ranks have it together.
+            gathered_tap: the chain also returns the gathered input.
         """
         before: list[Stage] = []
         behind: list[Stage] = []

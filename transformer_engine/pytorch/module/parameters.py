@@ -1,4 +1,4 @@
-"""Parameters of modules: their names, how they start, how a weight is split into several."""
+"""Parameters of modules: names, initialisation, and weights split into several parameters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class ParameterSpec:
 class ParameterSet:
     """The parameters of one module, created in order and (re)initialised together.
 
-    It does not keep the module: a module in a cycle would not give its memory back when dropped.
+    It holds no reference to the module: in a reference cycle, a dropped module would keep its
+    memory until the garbage collector runs.
     """
 
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
@@ -115,17 +116,17 @@ class ParameterSet:
             parameter.copy_(spec.shard.of(whole, rank))
 
     def spec(self, name: str) -> ParameterSpec | None:
-        """That of a parameter; None where there is none of this name."""
+        """The `ParameterSpec` of this name, or None."""
         return next((spec for spec in self._specs if spec.name == name), None)
 
     def adopt(self, module: nn.Module, name: str, data: torch.Tensor, trained: bool) -> None:
-        """Register these values as a parameter of this name, with the attributes that it has."""
+        """Register values as the parameter of this name, with the attributes of its spec."""
         parameter = nn.Parameter(data, trained)
         spec = self.spec(name)
         module.register_parameter(name, _with_attributes(parameter, spec) if spec else parameter)
 
     def start_as(self, inits: Mapping[str, InitMethod]) -> None:
-        """Let parameters start otherwise, by name, from the next `reset` on."""
+        """Replace the initialisation of parameters, by name, from the next `reset` on."""
         self._specs = [replace(spec, init=inits.get(spec.name, spec.init)) for spec in self._specs]
 
     def reset(self, module: nn.Module) -> None:
@@ -161,10 +162,10 @@ class ParameterSet:
 
 
 def _draws_whole(tracker: Any) -> bool:
-    """Whether ranks draw a whole parameter and take their parts.
+    """Whether each rank draws the whole parameter and takes its shard.
 
-    Ranks that are seeded alike have the parts of what one process would have. Trackers of trainers
-    are seeded unlike on each rank, for draws of parts.
+    Then ranks with equal seeds have the shards of what one process would draw. Trackers of trainers
+    have a different seed on each rank, and draw shards.
     """
     return tracker is None or type(tracker) is CudaRNGStatesTracker
 
@@ -203,7 +204,7 @@ def _with_attributes(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Paramet
 
 
 def sections_of(split: Split) -> Sequence[int]:
-    """Sizes of sections that ranks share each, in one parameter; () where it is split by names."""
+    """Sizes of the sections of a parameter that ranks divide one by one; () if split by names."""
     if isinstance(split, list) and all(isinstance(size, int) for size in split):
         return split
     return ()
@@ -270,7 +271,7 @@ Names = tuple[str | None, ...]
 
 
 def names_in(specs: Sequence[ParameterSpec], *names: str) -> Names:
-    """Each of these names, or None where no parameter has it."""
+    """These names, with None for those that are no parameter."""
     there = {spec.name for spec in specs}
     return tuple([name if name in there else None for name in names])
 

@@ -1,4 +1,4 @@
-"""Modules of one stage and no GEMM: what norms and activations share."""
+"""`SingleStageModule`, the base of norms and activations: one stage, no GEMM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SingleStageModule(nn.Module):
     def dtype_and_parameters(
         self, like: torch.Tensor
     ) -> tuple[torch.dtype, Sequence[torch.Tensor | None]]:
-        """The dtype of results for an input like this, and the parameters of the stage."""
+        """The dtype of results for such an input, and the parameters of the stage."""
         return like.dtype, ()
 
     def run(self, x: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What optimizers of other libraries can and these cannot."""
+"""Checks of arguments that have a single supported value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def refuse_others(op: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise NotImplementedError unless each `name=(value, the only supported one)` agrees."""
+    """Raise NotImplementedError for any `name=(value, supported value)` whose values differ."""
     for name, (value, only) in arguments.items():
         if value != only:
             raise NotImplementedError(

@@ -22,8 +22,8 @@ _FUSED = ("cpu", "cuda")
 class FusedAdam(torch.optim.Optimizer):
     """Adam with states in fp32, by torch's fused kernels, or with `capturable` by one of ours.
 
-    Parameters of fewer bits are computed in fp32 and rounded at the end of each step, or kept in
-    fp32 beside. Steps are counted in the parameter group, as `group["step"]`.
+    Steps of 16-bit and FP8 parameters are computed in fp32 and rounded at the end, or on fp32
+    master weights. `group["step"]` counts the steps.
 
     Args:
         params: parameters, or groups of them.
@@ -34,12 +34,12 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: False.
         bias_correction: True.
         adam_w_mode: weight decay as in `torch.optim.AdamW`; else it is added to the gradient.
-        capturable: steps are counted on the device, so that a step can be in a CUDA graph (take one
-            before the capture), which reads a learning rate that is a tensor anew. Each value is
-            read and written once: gradients in their dtype, parameters of fewer bits rounded.
-        master_weights: keep parameters that are not in fp32 in fp32 beside, as `master_param` of
-            their state. FP8 parameters start with their `get_high_precision_init_val()` if there is
-            one, and need it.
+        capturable: count steps on the device, so that a step can be captured in a CUDA graph, after
+            one step before the capture. Replays read the learning rate if it is a tensor. One
+            kernel reads and writes each value once, whatever its dtype.
+        master_weights: keep an fp32 copy of each parameter that is not in fp32, as `master_param`
+            of its state. FP8 parameters need it; their copy starts with
+            `get_high_precision_init_val()` if there is one.
         master_weight_dtype: float32.
         exp_avg_dtype: float32.
         exp_avg_sq_dtype: float32.
@@ -49,7 +49,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     Raises:
         NotImplementedError: other values of these arguments.
-        ValueError: numbers that cannot be.
+        ValueError: numbers out of range.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
@@ -111,7 +111,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew.
+            closure: computes the loss and the gradients again.
             grad_scaler: None; give the optimizer to the scaler's `step` instead.
             grad_factor: one value on the device by which gradients are multiplied, such as that of
                 `clip_factor`.
@@ -207,7 +207,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Make what a parameter's state lacks.
+        """Initialise the missing entries of a parameter's state.
 
         Args:
             param: of this optimizer.
@@ -253,13 +253,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave, in fp32: torch's optimizers take the parameters' dtype.
+        """Load a `state_dict`; states stay fp32, which torch's optimizers would cast.
 
         Args:
             state_dict: of an optimizer of the same groups.
 
         Raises:
-            ValueError: what it has of a parameter is not of its shape, or is no state.
+            ValueError: a state of another shape than its parameter, or of another type than dict.
         """
         self._check(state_dict)
         super().load_state_dict(state_dict)  # type: ignore[arg-type]
@@ -272,7 +272,7 @@ class FusedAdam(torch.optim.Optimizer):
                         self.state[parameter][name] = state.copy_(value)
 
     def _check(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies would broadcast what is of another shape. torch checks the groups."""
+        """Check the shapes of states, which `copy_` would broadcast; torch checks the groups."""
         saved = [group["params"] for group in state_dict["param_groups"]]
         own = [group["params"] for group in self.param_groups]
         if [len(numbers) for numbers in saved] != [len(parameters) for parameters in own]:
@@ -293,7 +293,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Round values into parameters that are not these values, FP8 weights all at once."""
+    """Round values into parameters of other dtypes; FP8 weights are written together."""
     for parameter, value in zip(parameters, values, strict=True):
         if piece_of(parameter) is None and value is not parameter:
             parameter.copy_(value)
@@ -308,7 +308,7 @@ def _write_quantized(parameters: Sequence[torch.Tensor], values: Sequence[torch.
 
 
 def _initial(param: Any) -> torch.Tensor:
-    """A parameter in fp32, before it was quantised, where that value still exists."""
+    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value."""
     initial = initial_value(param)
     value = None if initial is None else initial.get()
     if value is None:

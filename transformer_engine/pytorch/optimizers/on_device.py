@@ -1,4 +1,4 @@
-"""Steps of `FusedAdam` that need nothing of the host, and so can be in a CUDA graph."""
+"""Steps of `FusedAdam` without host values, which can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformer_engine.pytorch.tensor.shards import piece_of
 def clip_factor(
     parameters: Iterable[torch.Tensor], max_norm: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gradients are multiplied by so that their norm is no larger, without that pass.
+    """The factor that clips gradients to a norm, for `FusedAdam.step(grad_factor=...)`.
 
-    Hand the factor to `FusedAdam.step(grad_factor=...)`. Nobody waits for the device.
+    The step multiplies by it, so clipping needs no pass of its own. The host does not wait for the
+    device.
 
     Args:
         parameters: those without a gradient do not count.
@@ -41,7 +42,7 @@ def clip_factor(
 
 
 def device_count(count: Any, device: torch.device) -> torch.Tensor:
-    """Steps so far, fp32 `[1]` on the device, which may have been counted on the host."""
+    """The number of steps as fp32 `[1]` on the device, from a tensor or a number of the host."""
     if isinstance(count, torch.Tensor):
         return count.to(device, torch.float32).reshape(1)
     return torch.full((1,), float(count), device=device)

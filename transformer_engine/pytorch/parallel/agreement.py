@@ -1,4 +1,4 @@
-"""Ranks that disagree end with an error on each of them, which names ranks and difference."""
+"""Compares what ranks are about to do, and raises the same error on all if they differ."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ def agree(
     error: str | None = None,
     layer: str = "",
 ) -> None:
-    """Raise on every rank, if any two ranks of a group differ or one has an error.
+    """Raise on every rank if two ranks differ, or if one of them has an error.
 
-    All ranks call it, each time that they are about to do what they have not done before. The
-    meetings of a group have one order, whatever they are about: ranks that do different things find
-    that out at once.
+    All ranks call this before they do something together for the first time. A group has one
+    sequence of calls, whatever they are about, so that ranks which do different things compare them
+    and fail at once.
 
     Args:
-        op: whose call it is.
-        groups: of ranks that are to agree, those of the second with those of the first.
-        doing: what they are about to do, in words: "a call of layer fc1".
-        facts: what they are to agree on, by name.
-        error: of this rank; None where there is none.
+        op: the module or function that calls this, for messages.
+        groups: of ranks that must agree. With two groups, such as the rows and columns of a mesh,
+            the second compares what the first has found.
+        doing: what the ranks are about to do, in words: "a call of layer fc1".
+        facts: what must be equal on all ranks, by name.
+        error: message of this rank; None if it has no error.
         layer: its name, for messages.
 
     Raises:
-        ValueError: an error of a rank.
-        RuntimeError: what differs; ranks that did not come within the timeout of the group.
+        ValueError: a rank has an error.
+        RuntimeError: ranks differ, or one did not call this within the timeout of the group.
     """
     own = {_CALL: doing, **{name: str(fact) for name, fact in facts.items()}}
     found: Facts = {str(dist.get_rank()): [own, error]}
@@ -58,7 +59,7 @@ def agree(
 
 
 def mismatch(op: str, text: str, layer: str = "") -> str:
-    """The error of ranks that differ, as `differences` says.
+    """The message for ranks that differ by `text`, a result of `differences`.
 
     >>> mismatch("Linear", "dtype float32 (rank 0), bfloat16 (rank 1)", "fc1")
     '[Linear] expected ranks that do the same, got dtype float32 (rank 0), bfloat16 (rank 1) \
@@ -69,9 +70,9 @@ def mismatch(op: str, text: str, layer: str = "") -> str:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """What differs between ranks: each value with those that have it; "" where nothing does.
+    """What differs between ranks: each value with the ranks that have it; "" if all are equal.
 
-    Ranks that do different things are not compared any further.
+    For ranks that do different things only these are named, not their facts.
 
     >>> differences({0: {"dtype": "float32"}, 1: {"dtype": "bfloat16"}, 2: {"dtype": "bfloat16"}})
     'dtype float32 (rank 0), bfloat16 (ranks 1, 2)'
@@ -90,7 +91,7 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def without_addresses(x: object) -> str:
-    """Its text, for comparing: functions have other addresses on each rank."""
+    """`str(x)` without addresses of functions, which differ between ranks."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(x))
 
 

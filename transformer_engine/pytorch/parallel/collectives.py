@@ -1,7 +1,7 @@
-"""Collectives that are started now and waited for later, along the first axis of tensors.
+"""Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
-In eager mode these are torch.distributed's own calls, or tensors that ranks put into each other's
-memory, part by part; in compiled code they are torch's functional collectives.
+In eager mode they are calls of torch.distributed, or copies through peer memory, part by part. In
+compiled code they are torch's functional collectives.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Finish = Callable[[torch.Tensor], Any]
 Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
-class Parts(NamedTuple):
-    """The rows of each rank of what comes part by part.
+class RankParts(NamedTuple):
+    """The result of an all-gather, part by part: the rows of one rank after the other.
 
     Attributes:
-        ranks: how many parts there are.
-        each: ranks and their rows, this rank's first, the others' as they come. Rows are there
-            until the next are asked for.
+        ranks: the number of parts.
+        each: yields (rank, rows), this rank first, the others as they arrive. Rows are valid until
+            the iterator advances.
     """
 
     ranks: int
@@ -41,13 +41,13 @@ class Parts(NamedTuple):
 
 
 class Pending:
-    """What a collective is making; `wait` gives it.
+    """The result of a collective that was started; `wait` returns it.
 
     Args:
-        result: where it will be.
-        work: torch's handle; None where nothing is to be waited for.
-        finish: what is done with it once it is there.
-        held: memory that the collective reads.
+        result: the tensor that the collective fills.
+        work: a handle with `wait`, such as torch's; None if the result is there already.
+        finish: a function of the result, called by `wait`; `wait` returns what it returns.
+        held: tensors that must stay alive until then, because the collective reads them.
     """
 
     __slots__ = ("_finish", "_held", "_parts", "_work", "result")
@@ -59,7 +59,7 @@ class Pending:
         self._work = work
         self._finish = finish
         self._held = held
-        self._parts: Callable[[bool], Parts] | None = None
+        self._parts: Callable[[bool], RankParts] | None = None
 
     def wait(self) -> Any:
         """The result. On a GPU the stream waits, not the host."""
@@ -71,33 +71,33 @@ class Pending:
         return self.result
 
     def then(self, finish: Finish, of_part: Finish | None = None) -> Pending:
-        """The same, with something more to do once it is there.
+        """A pending `finish(result)`.
 
         Args:
-            finish: that.
-            of_part: what is done to the rows of a rank that come before the others'.
+            finish: a function of the whole result.
+            of_part: the same function for the rows of one rank; None if it needs the whole.
         """
         made = Pending(None, self, lambda _: finish(self.result))
         if of_part is not None and self._parts is not None:
             parts = self._parts
 
-            def of_parts(keep: bool) -> Parts:
+            def of_parts(keep: bool) -> RankParts:
                 ranks, each = parts(keep)
-                return Parts(ranks, ((rank, of_part(part)) for rank, part in each))
+                return RankParts(ranks, ((rank, of_part(part)) for rank, part in each))
 
             made._parts = of_parts
         return made
 
-    def parts(self, keep: bool) -> Parts | None:
-        """Its parts, to be taken all of them; None where it comes as a whole.
+    def parts(self, keep: bool) -> RankParts | None:
+        """The result part by part; None if it arrives as a whole. The caller must read all parts.
 
         Args:
-            keep: `wait` will be called, too, afterwards.
+            keep: also assemble the whole result, because `wait` will be called afterwards.
         """
         return None if self._parts is None else self._parts(keep)
 
 
-class _Gathering(Pending):
+class _PeerAllGather(Pending):
     """An all-gather through peer memory."""
 
     __slots__ = ("_own", "_transfer")
@@ -105,14 +105,14 @@ class _Gathering(Pending):
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
         self._own, self._transfer = x, memory.start(self)
-        self._parts = lambda keep: Parts(memory.ranks, self._come(keep))
+        self._parts = lambda keep: RankParts(memory.ranks, self._receive(keep))
         for rank in memory.others:
             self._transfer.send(rank, x)
 
-    def _come(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    def _receive(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
         own, memory = self._own, self._transfer.memory
         rows = own.shape[0]
-        if self.result is not None:  # another one's turn came first
+        if self.result is not None:  # a later collective has waited for this one already
             yield from enumerate(self.result.split(rows))
             return
         if keep:
@@ -127,19 +127,19 @@ class _Gathering(Pending):
             self.result = result
 
     def wait(self) -> torch.Tensor:
-        """All of it."""
+        """The rows of all ranks."""
         if self.result is None:
-            for _ in self._come(True):
+            for _ in self._receive(True):
                 pass
         return self.result
 
 
-class Product(Pending):
-    """A tensor that is computed once it is asked for: all of it, or some rows.
+class LazyProduct(Pending):
+    """A tensor that is computed when it is read: all of it by `wait`, or some rows by an index.
 
     Args:
-        out: where it is put.
-        compute: puts the rows of a slice there, or all.
+        out: memory of the tensor.
+        compute: writes the rows of a slice into `out`; all rows for None.
     """
 
     __slots__ = ("_compute", "_out", "device", "dtype", "nbytes", "shape")
@@ -151,28 +151,28 @@ class Product(Pending):
         self.nbytes = out.nbytes
 
     def dim(self) -> int:
-        """How many sizes it has."""
+        """The number of dimensions."""
         return self._out.dim()
 
     def wait(self) -> torch.Tensor:
-        """All of it."""
+        """Compute all rows."""
         if self.result is None:
             self._compute(None)
             self.result = self._out
         return self.result
 
     def __getitem__(self, where: slice) -> torch.Tensor:
-        """Some rows of it."""
+        """Compute some rows."""
         self._compute(where)
         return self._out[where]
 
 
-class _Summing(Pending):
-    """A reduce-scatter through peer memory: the rows of other ranks are computed, and go, first."""
+class _PeerReduceScatter(Pending):
+    """A reduce-scatter through peer memory. Rows of other ranks are computed and sent first."""
 
     __slots__ = ("_add", "_own", "_transfer")
 
-    def __init__(self, x: torch.Tensor | Product, memory: PeerMemory, add: Add) -> None:
+    def __init__(self, x: torch.Tensor | LazyProduct, memory: PeerMemory, add: Add) -> None:
         super().__init__(None)
         self._add, self._transfer = add, memory.start(self)
         count = x.shape[0] // memory.ranks
@@ -182,7 +182,7 @@ class _Summing(Pending):
         self._own = x[memory.rank * count : (memory.rank + 1) * count]
 
     def wait(self) -> torch.Tensor:
-        """This rank's rows."""
+        """This rank's rows of the sum."""
         if self.result is None:
             left = self._transfer.memory.ranks - 1
             total = self._own if left == 1 else self._own.float()
@@ -194,7 +194,7 @@ class _Summing(Pending):
 
 
 def waited(value: Any) -> Any:
-    """The value, waited for if it is pending."""
+    """The value; waits for it if it is pending."""
     return value.wait() if isinstance(value, Pending) else value
 
 
@@ -213,32 +213,33 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
 
 
 def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
-    """The tensors of all ranks one behind the other, `[ranks * rows, ...]` of `[rows, ...]`.
+    """Concatenate the tensors `[rows, ...]` of all ranks to `[ranks * rows, ...]`.
 
     Args:
         x: contiguous, of equal shape on all ranks.
         group: process group.
-        in_parts: through memory of peers, where there is such.
+        in_parts: use peer memory if there is any, so that the result has `parts`.
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
     memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
     if memory is not None:
-        return _Gathering(x, memory)
+        return _PeerAllGather(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=True)
     return Pending(result, work, held=x)
 
 
 def reduce_scatter(
-    x: torch.Tensor | Product, group: Any, add: Add | None = None, in_parts: bool = False
+    x: torch.Tensor | LazyProduct, group: Any, add: Add | None = None, in_parts: bool = False
 ) -> Pending:
     """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
 
     Args:
-        x: contiguous, or a product, whose rows are computed as they are sent.
+        x: contiguous, or a `LazyProduct`, whose rows are computed when they are sent.
         group: process group.
-        add: adds two tensors, or None to one, in fp32 with one rounding, and perhaps a bias.
+        add: `add(x, other)` sums two tensors (or one and None) in fp32 with one rounding; it may
+            add a bias.
         in_parts: see `all_gather`.
     """
     add = _plus if add is None else add
@@ -248,7 +249,7 @@ def reduce_scatter(
     ranks = dist.get_world_size(group)
     memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
     if memory is not None:
-        return _Summing(x, memory, add)
+        return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     work = scatter_into(result, whole, group=group, async_op=True)

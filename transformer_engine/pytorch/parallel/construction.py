@@ -1,21 +1,22 @@
-"""Layers that know how they were made, so that they can be made again for several ranks."""
+"""Layers that keep the arguments of their constructor, so that they can be rebuilt sharded."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-_GROUPS = frozenset({"tp_group", "cp_group", "cp_global_ranks", "cp_stream"})  # no copy has them
+# Arguments that belong to one process: they are not kept.
+_GROUPS = frozenset({"tp_group", "cp_group", "cp_global_ranks", "cp_stream"})
 
 
 class Remakable:
     """Base of layers that ranks may share: keeps the arguments of its constructor.
 
-    Subclasses elsewhere have constructors of their own; of those nothing is kept.
+    For subclasses outside of this package nothing is kept: their constructors are unknown.
     """
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """As of any object; the arguments are noted before the constructor runs."""
+        """Make the object, and keep the arguments before the constructor runs."""
         module = super().__new__(cls)
         constructor = cls.__init__
         if constructor.__module__.startswith("transformer_engine."):
@@ -31,5 +32,5 @@ class Remakable:
 
 
 def made_with(module: Any) -> dict[str, Any] | None:
-    """The arguments that made a layer, by name; None where they are not known."""
+    """The arguments of a layer's constructor, by name; None if they are unknown."""
     return module.__dict__.get("_made_with") or None

@@ -1,4 +1,7 @@
-"""Tensors that pass between ranks of a group, started now and awaited later."""
+"""Exchange of tensors between the ranks of a group: a step of a ring, and collectives of stacks.
+
+A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import torch.distributed as dist
 from transformer_engine.pytorch.parallel.collectives import gather_into, scatter_into
 
 
-class Coming:
-    """Tensors that another rank sends.
+class PendingReceive:
+    """Tensors that another rank is sending.
 
     Args:
         tensors: filled when `wait` returns.
-        works: of torch.distributed.
-        sent: what must not be changed until then.
+        works: handles of torch.distributed.
+        sent: the tensors that this rank sends meanwhile; held until `wait`, must not be changed.
     """
 
     def __init__(
@@ -33,27 +36,27 @@ class Coming:
         return self._tensors
 
 
-def pass_on(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, back: bool = False
-) -> Coming:
-    """Send tensors to the next rank of a ring, and get those of the previous one.
+def send_to_next(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, reverse: bool = False
+) -> PendingReceive:
+    """Send tensors to the next rank of a ring, and receive those of the previous rank.
 
     Args:
         tensors: of equal sizes on all ranks.
         group: the ring.
-        back: the other way round.
+        reverse: send to the previous rank and receive from the next one.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    step = -1 if back else 1
+    step = -1 if reverse else 1
     to, source = (dist.get_global_rank(group, (rank + way) % ranks) for way in (step, -step))
     sent = [x.contiguous() for x in tensors]
-    come = [torch.empty_like(x) for x in sent]
+    received = [torch.empty_like(x) for x in sent]
     ops = [dist.P2POp(dist.isend, x, to, group) for x in sent]
-    ops += [dist.P2POp(dist.irecv, x, source, group) for x in come]
-    return Coming(come, dist.batch_isend_irecv(ops), sent)
+    ops += [dist.P2POp(dist.irecv, x, source, group) for x in received]
+    return PendingReceive(received, dist.batch_isend_irecv(ops), sent)
 
 
-def gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[ranks, ...]`: the tensors of all ranks, of equal shapes."""
     x = x.contiguous()
     stack = x.new_empty((dist.get_world_size(group), *x.shape))
@@ -61,17 +64,17 @@ def gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return stack
 
 
-def sum_own(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over all ranks of the part of `[ranks, ...]` that is this rank's."""
+def reduce_scatter_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Entry r of `[ranks, ...]`, summed over all ranks, where r is this rank."""
     stack = stack.contiguous()
     own = torch.empty_like(stack[0])
     scatter_into(own, stack.flatten(0, 1), group=group)
     return own
 
 
-def swap_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[ranks, ...]`: part i goes to rank i; what comes is in the order of ranks, too."""
+def all_to_all_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send entry r of `[ranks, ...]` to rank r; entry r of the result comes from rank r."""
     stack = stack.contiguous()
-    come = torch.empty_like(stack)
-    dist.all_to_all_single(come, stack, group=group)
-    return come
+    received = torch.empty_like(stack)
+    dist.all_to_all_single(received, stack, group=group)
+    return received

@@ -1,4 +1,4 @@
-"""Gradients that are of a rank's own tokens alone, summed over the ranks."""
+"""Sums gradients over sequence parallel ranks, which compute them from their own tokens alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TOKENS = "_ranks_with_other_tokens"
 
 
 def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
-    """Sum the gradients of what sequence parallel ranks have alike, behind the backward.
+    """Sum the gradients of parameters that sequence parallel ranks replicate, after the backward.
 
-    With `sequence_parallel` the gradients of norms, and of biases of row-parallel layers, are those
-    of a rank's own tokens. Their parameters have the attribute `sequence_parallel`, by which
-    trainers such as Megatron-Core sum them themselves; without such a trainer call this before
-    the optimizer. `main_grad` is summed where a parameter has one, else `grad`.
+    With `sequence_parallel` each rank computes the gradients of norms, and of biases of
+    row-parallel layers, from its own tokens. Trainers such as Megatron-Core sum them: they look for
+    the attribute `sequence_parallel` of these parameters. Without such a trainer call this before
+    the optimizer's step. It sums `main_grad` of a parameter that has one, else `grad`.
 
     Args:
         module: a model, whose layers know their tensor parallel groups.
@@ -31,12 +31,12 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
     >>> te.all_reduce_sequence_parallel_grads(layer)  # one rank: nothing to do
     """
     buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    alike, seen = _of_own_tokens(module), set[int]()
+    replicated, seen = _replicated_parameters(module), set[int]()
     for layer, ranks in _layers(module):
         for parameter in layer.parameters():
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
-            if id(parameter) not in alike or grad is None or id(parameter) in seen:
+            if id(parameter) not in replicated or grad is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             grad = grad.to_local() if hasattr(grad, "to_local") else grad
@@ -49,18 +49,18 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
-def note_tokens_of_rank(module: nn.Module, ranks: TensorParallel) -> None:
-    """Note that gradients of a module's parameters are those of a rank's tokens.
+def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
+    """Mark a module whose ranks compute gradients from their own tokens alone.
 
     Args:
-        module: any.
-        ranks: that have the other tokens.
+        module: any module.
+        ranks: the ranks to sum its gradients over.
     """
     setattr(module, _TOKENS, ranks)
 
 
-def _of_own_tokens(module: nn.Module) -> set[int]:
-    """Which parameters have gradients of a rank's own tokens; attributes, `fully_shard` drops."""
+def _replicated_parameters(module: nn.Module) -> set[int]:
+    """Ids of the parameters to sum. `fully_shard` drops their attribute, but keeps the spec."""
     found: set[int] = set()
     for part in module.modules():
         if hasattr(part, _TOKENS):
@@ -75,7 +75,7 @@ def _of_own_tokens(module: nn.Module) -> set[int]:
 
 
 def _layers(module: nn.Module) -> list[tuple[nn.Module, TensorParallel]]:
-    """Modules, innermost first, with the sequence parallel ranks that they or their parts have."""
+    """Modules, innermost first, with the sequence parallel ranks of the module or its parts."""
     found: list[tuple[nn.Module, TensorParallel]] = []
     for child in module.modules():
         inside = [getattr(part, _TOKENS, getattr(part, "ranks", None)) for part in child.modules()]

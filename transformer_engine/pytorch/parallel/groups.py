@@ -24,25 +24,25 @@ def check_group(op: str, argument: str, group: Any, layer: str | None = None) ->
 
 
 def group_size(group: Any) -> int:
-    """How many ranks a group has; 1 without a group, or where torch.distributed is not started."""
+    """The number of ranks in a group; 1 without a group or without torch.distributed."""
     if group is None or not (dist.is_available() and dist.is_initialized()):
         return 1
     return max(dist.get_world_size(group), 1)  # torch says -1 to those that are not members
 
 
 class TensorParallel:
-    """The tensor parallel ranks of a module. Stages hold it, because the group may come later.
+    """The tensor parallel ranks of a module; stages hold it, because the group may be set later.
 
     Args:
         op: kind of the module, for messages.
         layer: its name, likewise.
-        group: process group; None where it comes before the first forward.
-        size: how many ranks share the module; of a group that is given it may be left at 1.
-        sequence: activations outside the parallel region are shards along their first axis.
+        group: process group; None if `set_group` follows before the first forward.
+        size: the number of ranks that share the module; may be 1 if there is a group.
+        sequence: activations outside the parallel region are sharded along their first axis.
 
     Attributes:
-        used: a forward has run, so the group stays what it is.
-        overlap: which collectives shall run in chunks; nothing without `sequence`.
+        used: a forward has run, so the group can no longer change.
+        overlap: the collectives that run in chunks; none without `sequence`.
 
     Raises:
         TypeError: no process group.
@@ -68,11 +68,11 @@ class TensorParallel:
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is saved is given a group by who loads it.
+        # A process group cannot be saved: whoever loads the module sets one.
         return {**self.__dict__, "group": None, "used": False}
 
     def set_group(self, group: Any) -> None:
-        """Take the group of a module that was built for its size.
+        """Set the group; it must have `size` ranks.
 
         Raises:
             TypeError: no process group.
@@ -88,7 +88,7 @@ class TensorParallel:
 
     @property
     def rank(self) -> int | None:
-        """Of this process in the group; None where that is not known yet."""
+        """The rank of this process in the group; None if there is no group yet."""
         if self.size == 1:
             return 0
         return dist.get_rank(self.group) if group_size(self.group) == self.size else None
@@ -97,7 +97,7 @@ class TensorParallel:
         """The group, for a collective.
 
         Raises:
-            RuntimeError: it was not given.
+            RuntimeError: the group was not set.
         """
         if not self.used:
             found = group_size(self.group)
@@ -111,10 +111,10 @@ class TensorParallel:
         return self.group
 
     def share(self, what: str, count: int) -> int:
-        """The part of one rank.
+        """`count` divided by the number of ranks.
 
         Raises:
-            ValueError: it does not divide.
+            ValueError: it is not divisible; the message calls it `what`.
         """
         if count % self.size:
             self._refuse(f"{what} divisible by tp_size={self.size}", str(count))
@@ -125,10 +125,10 @@ class TensorParallel:
 
 
 def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None:
-    """Check that ranks with parts of one tensor will have equal scales.
+    """Check that ranks which hold parts of one tensor will compute equal scales for it.
 
     Raises:
-        ValueError: delayed scaling reduces no amaxes, or over too few ranks.
+        ValueError: delayed scaling does not reduce amaxes, or not over all of these ranks.
     """
     if not ranks.sequence or not hasattr(recipe, "reduce_amax") or ranks.group is None:
         return
@@ -149,17 +149,17 @@ def check_amax_group(ranks: TensorParallel, recipe: Any, fp8_group: Any) -> None
 
 
 class SharedByRanks(Remakable):
-    """What modules that tensor parallel ranks share have.
+    """Base of modules that tensor parallel ranks may share.
 
     Attributes:
-        ranks: that share it.
+        ranks: the ranks that share it.
     """
 
     ranks: TensorParallel
 
     @property
     def tp_group(self) -> Any:
-        """The tensor parallel group; None where there is none, or none yet."""
+        """The tensor parallel group; None if it has not been set."""
         return self.ranks.group
 
     @property

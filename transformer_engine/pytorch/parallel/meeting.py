@@ -1,11 +1,13 @@
-"""Ranks meet on their hosts to compare what they are about to do together.
+"""Meetings: ranks compare on their hosts what they are about to do together.
 
-A collective in which ranks disagree hangs, or mixes what does not belong together. So ranks meet
-before the first one of a structure, through the key-value store of torch.distributed: each posts
-its facts, the first rank of the group compares them and posts a verdict, which all ranks read. No
-device waits, and nothing is paid afterwards. Who does not come is named when the group's timeout is
-over. The store it is because a collective that others do not join would be taken for the next one
-that they do.
+A collective that ranks call with different arguments hangs or mixes up data. So ranks meet before
+the first collective of each structure: every rank posts its facts in the key-value store of
+torch.distributed, the first rank of the group compares them and posts a verdict, and all ranks read
+it. No device waits, and later collectives cost nothing. If a rank does not come, the others name it
+after the timeout of the group.
+
+A collective could not do this: if one rank skips it, it would be matched with the next collective
+that this rank calls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from transformer_engine.pytorch._torch_private import default_store, group_timeo
 Facts = Mapping[str, Any]  # of JSON
 Judge = Callable[[Mapping[int, Facts]], Facts]  # facts by rank to a verdict
 
-_GRACE = timedelta(seconds=3)  # at most, after a timeout: to be told who did not come
+_GRACE = timedelta(seconds=3)  # other ranks wait this much longer for the first rank's verdict
 _MOST_NAMED = 3
 OF_THE_DEBUGGER = (
     "initialize the debugger with one configuration, run the same layers, and call"
@@ -31,8 +33,8 @@ OF_THE_DEBUGGER = (
 )
 
 
-def group_size(group: Any) -> int:
-    """The number of ranks of a group, None being all; 1 for ranks that are not in it."""
+def group_or_world_size(group: Any) -> int:
+    """The number of ranks of a group, or of all for None; 1 on ranks that are not in the group."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
         return 1
     return dist.get_world_size(group)
@@ -54,15 +56,15 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 class Meeting:
-    """Meetings of the ranks of a group. The n-th of one rank is with the n-th of the others.
+    """Meetings of the ranks of a group. The n-th meeting of one rank is the n-th of all others.
 
-    Without a store that ranks share (torch's fake backend) everybody meets themselves alone.
+    With torch's fake backend, which has no store, each rank meets alone.
 
     Args:
         group: process group; None is all ranks.
-        purpose: what they are about; each purpose is counted by itself.
-        op: in messages; the purpose where it is empty.
-        advice: what all ranks must do, for those that some have waited for in vain.
+        purpose: meetings are counted separately for each purpose.
+        op: the module or function that messages name; empty for the purpose.
+        advice: what all ranks must do, for messages about ranks that did not come.
     """
 
     def __init__(
@@ -75,17 +77,18 @@ class Meeting:
         self._purpose = purpose
         self._rank = dist.get_rank()
         self._store: Any = None if dist.get_backend(group) == "fake" else default_store()
-        self._held = self._told = False  # a meeting; of a failure
+        self._held = False  # this rank has been in a meeting
+        self._told = False  # this rank has posted a failure
         self._count = f"te/{purpose}/{self._rank}/count"
         self._number = 0 if self._store is None else self._store.add(self._count, 0)
 
     def hold(self, facts: Facts, doing: str, judge: Judge) -> Facts:
-        """Compare facts; every rank of the group must come.
+        """Hold a meeting; every rank of the group must call this.
 
         Args:
             facts: of this rank.
-            doing: what it does, in words: "step() of iteration 3".
-            judge: run by the first rank; what it returns is returned on all ranks.
+            doing: what this rank is about to do, in words: "step() of iteration 3".
+            judge: called on the first rank with the facts of all. All ranks return its result.
 
         Raises:
             RuntimeError: a rank did not come within the group's timeout.
@@ -118,7 +121,7 @@ class Meeting:
             return {"absence": self._absence(doing, absent)}
         for rank in self.ranks:
             self._store.delete_key(self._key("facts", rank))
-        # All who are here have read the verdict before.
+        # All ranks have come to this meeting, so all have read the previous verdict.
         self._store.delete_key(self._key("verdict", self.ranks[0], self._number - 1))
         return judge(posts)
 
@@ -130,12 +133,12 @@ class Meeting:
         )
 
     def failed(self, doing: str, seconds: float, error: object) -> str:
-        """What to say of a collective that has failed: who else is stuck, and who did not come.
+        """The message about a failed collective: which ranks are stuck, and which are absent.
 
         Args:
             doing: see `hold`.
-            seconds: that this rank has waited.
-            error: what torch says.
+            seconds: how long this rank has waited.
+            error: torch's message.
         """
         text = f"[{self._op}] a collective of {listed(self.ranks)} failed in {doing}: {error}"
         try:
@@ -164,7 +167,7 @@ class Meeting:
         return {rank: self._store.get(key).decode() for rank, key in here.items()}
 
     def abandoned(self) -> str:
-        """What ranks have said that waited for this one in vain; "" where none has."""
+        """The message of ranks that have given up waiting for this one; "" if there are none."""
         failed, store = self._key("failed", -1), self._store
         try:
             if store is None or self._told:

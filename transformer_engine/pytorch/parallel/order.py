@@ -1,35 +1,40 @@
-"""From the tokens that each rank has to those of whole sequences, and back."""
+"""Two orders of tokens: by rank, as context parallel ranks have them, and by sequence.
+
+`[ranks, ...]` holds the tokens of each rank. A sequence is cut into `2 * ranks` chunks, of which
+rank r has the chunks r and `2 * ranks - 1 - r`.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-def in_order(stack: torch.Tensor, dim: int, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """The tokens of all ranks `[ranks, ...]`, in their order in the sequences.
+def to_sequence_order(
+    stack: torch.Tensor, dim: int, starts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Reorder tokens by rank into whole sequences.
 
     Args:
-        stack: of each rank the tokens that it has.
-        dim: of tokens, in what a rank has.
-        starts: `[batch + 1]`, where each sequence begins and the last ends, if they are one after
-            the other in dimension 0.
+        stack: `[ranks, ...]`.
+        dim: dimension of tokens in the tensor of one rank.
+        starts: `[batch + 1]`, for thd: where each sequence begins and the last one ends.
     """
     ranks = stack.shape[0]
     if starts is not None:
         tokens = ranks * stack.shape[1]
-        return stack.flatten(0, 1).index_select(0, rows_in_order(starts, ranks, tokens))
+        return stack.flatten(0, 1).index_select(0, rank_order_positions(starts, ranks, tokens))
     halves = [part.chunk(2, dim) for part in stack]
     return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
 
 
-def by_rank(
+def to_rank_order(
     whole: torch.Tensor, dim: int, ranks: int, starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`[ranks, ...]`: what each rank has of whole sequences; `in_order` takes it back."""
+    """Reorder whole sequences into `[ranks, ...]`; the inverse of `to_sequence_order`."""
     if starts is not None:
         tokens = whole.shape[0]
         stack = torch.empty_like(whole)
-        stack.index_copy_(0, rows_in_order(starts, ranks, tokens), whole)
+        stack.index_copy_(0, rank_order_positions(starts, ranks, tokens), whole)
         return stack.unflatten(0, (ranks, tokens // ranks))
     chunks = whole.chunk(2 * ranks, dim)
     return torch.stack(
@@ -37,32 +42,33 @@ def by_rank(
     )
 
 
-def rows_in_order(starts: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
-    """int64 `[tokens]`: where a token of thd is among those of rank 0, of rank 1, and so on.
+def rank_order_positions(starts: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
+    """int64 `[tokens]`: the position of each token of thd in the order by rank.
 
-    Tokens behind the last sequence belong to no rank in particular: they fill what is left.
+    Tokens behind the last sequence fill the places that are left on each rank.
     """
     starts = starts.to(torch.int64)
     token = torch.arange(tokens, device=starts.device)
     sequence = (torch.searchsorted(starts[:-1], token, right=True) - 1).clamp_(min=0)
-    unit = (starts.diff() // (2 * ranks))[sequence].clamp(min=1)
-    step = token - starts[sequence]
-    chunk = step // unit
-    first = chunk < ranks
-    rank = torch.where(first, chunk, 2 * ranks - 1 - chunk)
-    place = starts[sequence] // ranks + step % unit + torch.where(first, 0, unit)
-    behind = token - starts[-1]  # of the last sequence
-    share = tokens // ranks
-    left = share - starts[-1] // ranks
-    rank = torch.where(behind < 0, rank, behind // left.clamp(min=1))
-    place = torch.where(behind < 0, place, starts[-1] // ranks + behind % left.clamp(min=1))
-    return rank * share + place
+    chunk_length = (starts.diff() // (2 * ranks))[sequence].clamp(min=1)
+    offset = token - starts[sequence]
+    chunk = offset // chunk_length
+    is_first = chunk < ranks
+    rank = torch.where(is_first, chunk, 2 * ranks - 1 - chunk)
+    position = starts[sequence] // ranks + offset % chunk_length
+    position = position + torch.where(is_first, 0, chunk_length)
+    behind_last = token - starts[-1]
+    per_rank = tokens // ranks
+    free = (per_rank - starts[-1] // ranks).clamp(min=1)
+    rank = torch.where(behind_last < 0, rank, behind_last // free)
+    position = torch.where(behind_last < 0, position, starts[-1] // ranks + behind_last % free)
+    return rank * per_rank + position
 
 
-def rows_of_rank(starts: torch.Tensor, ranks: int, rank: int, tokens: int) -> torch.Tensor:
-    """int64 `[tokens / ranks]`: the tokens of thd that a rank has, in its order."""
-    places = rows_in_order(starts, ranks, tokens)
-    whole = torch.empty_like(places)
-    whole[places] = torch.arange(tokens, device=places.device)
-    share = tokens // ranks
-    return whole[rank * share : (rank + 1) * share]
+def tokens_of_rank(starts: torch.Tensor, ranks: int, rank: int, tokens: int) -> torch.Tensor:
+    """int64 `[tokens / ranks]`: the indices of a rank's tokens in thd, in the rank's order."""
+    positions = rank_order_positions(starts, ranks, tokens)
+    token_at = torch.empty_like(positions)
+    token_at[positions] = torch.arange(tokens, device=positions.device)
+    per_rank = tokens // ranks
+    return token_at[rank * per_rank : (rank + 1) * per_rank]

@@ -1,4 +1,4 @@
-"""Which collectives of a layer users ask to overlap, by its `ub_*` arguments."""
+"""Which collectives of a layer overlap with GEMMs, as its `ub_*` arguments ask."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Overlap(NamedTuple):
-    """Which collectives of a layer shall run in chunks beside the GEMM before or behind them.
+    """Which collectives of a layer run in chunks, overlapped with the GEMM before or after them.
 
     Attributes:
-        gather: of the input of a column-parallel GEMM.
-        scatter: of the output of a row-parallel GEMM.
-        grad_gather: of the gradient that a row-parallel GEMM reads.
-        grad_scatter: of the gradient that a column-parallel GEMM makes; else it runs beside the
-            GEMM of the weight gradient, as it does in any case.
+        gather: all-gather of the input of a column-parallel GEMM.
+        scatter: reduce-scatter of the output of a row-parallel GEMM.
+        grad_gather: all-gather of the output gradient of a row-parallel GEMM.
+        grad_scatter: reduce-scatter of the input gradient of a column-parallel GEMM. Otherwise it
+            overlaps with the GEMM of the weight gradient.
     """
 
     gather: bool = False
@@ -28,8 +28,8 @@ class Overlap(NamedTuple):
 NO_OVERLAP = Overlap()
 
 
-class Asked(NamedTuple):
-    """What the `ub_*` arguments of a module say.
+class OverlapArguments(NamedTuple):
+    """The `ub_*` arguments of a module.
 
     Attributes:
         gathers: `ub_overlap_ag`, in both directions.
@@ -43,8 +43,8 @@ class Asked(NamedTuple):
     scatters_grads: bool = False
     name: str | None = None
 
-    def of(self, columns: bool, rows: bool) -> Overlap:
-        """What they mean for GEMMs that ranks share so."""
+    def overlap(self, columns: bool, rows: bool) -> Overlap:
+        """What they ask of column-parallel GEMMs, row-parallel GEMMs, or both."""
         return Overlap(
             self.gathers and columns,
             self.scatters and rows,
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
         )
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """The same for a module within, under this `ub_name`."""
+        """These arguments for a module inside the layer, with another `ub_name`."""
         return {
             "ub_overlap_ag": self.gathers,
             "ub_overlap_rs": self.scatters,
@@ -63,9 +63,9 @@ class Asked(NamedTuple):
 
 
 def overlap_asked(module: Any) -> Overlap:
-    """Which collectives of a module shall run in chunks: what counts of its `ub_*` arguments.
+    """Which collectives of a module run in chunks.
 
-    That is nothing without several ranks and sequence parallelism.
+    None do without several ranks and sequence parallelism, whatever the `ub_*` arguments ask.
     """
     ranks = getattr(module, "ranks", None)
     return NO_OVERLAP if ranks is None else ranks.overlap

@@ -1,8 +1,8 @@
-"""Memory of GPUs of one host that the ranks of a group write tensors into, each other's directly.
+"""GPU memory that the ranks of one host map, to write tensors directly into each other's memory.
 
-Copy engines move the tensors and take no multiprocessor, so that GEMMs run meanwhile at their usual
-speed; kernels of NCCL wait until a GEMM that fills the GPU has ended. `csrc/ops/peer_memory.h` says
-how two ranks know whose turn it is.
+Copy engines move the tensors and use no multiprocessors, so that a GEMM runs at full speed at the
+same time; kernels of NCCL would wait until a GEMM that fills the GPU has ended.
+`csrc/ops/peer_memory.h` describes the flags by which sender and receiver synchronise.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FLAG_BYTES = 8
 _SLOTS = 2
 _ALIGNMENT = 512
 
-# Of each group; None where its ranks have no such memory. It belongs to the group and ends with it.
+# By group; None if its ranks cannot map each other's memory. An entry ends with its group.
 _memories: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
 
 
 def peer_memory(group: Any, device: torch.device, count: int) -> PeerMemory | None:
-    """The memory through which the ranks of a group pass tensors; None where they use collectives.
+    """The peer memory of a group; None if tensors of this size must go through NCCL.
 
-    All ranks get the same answer. The first call with larger tensors waits for the GPU.
+    All ranks get the same answer. A call with larger tensors than before waits for the GPU.
 
     Args:
         group: process group.
@@ -56,13 +56,13 @@ def _new_memory(
 ) -> PeerMemory | None:
     if before is None and not _share_host(group, device):
         return None
-    torch.cuda.synchronize(device)  # nobody writes into what was there before
+    torch.cuda.synchronize(device)  # until nobody uses the previous memory
     dist.barrier(group)
     return PeerMemory(group, device, room)
 
 
 def _share_host(group: Any, device: torch.device) -> bool:
-    """Whether each rank has a GPU of its own of the same host."""
+    """Whether all ranks are on one host, each with its own GPU."""
     able = symmetric_memory is not None and _C.built_with_cuda()
     own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), able)
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -72,19 +72,21 @@ def _share_host(group: Any, device: torch.device) -> bool:
 
 
 class PeerMemory:
-    """Room for two tensors of each other rank, in memory of this one.
+    """Memory of this rank with two slots for each other rank, which that rank writes to.
 
-    Two, because a collective may start before what the one before has brought is read.
+    There are two slots, because a collective may start before the tensors of the previous one have
+    been read.
 
     Args:
-        group: process group, whose ranks all make one.
+        group: process group. All its ranks must call this.
         device: of this rank.
-        room: bytes that a tensor may have.
+        room: the size of a slot in bytes, rounded up.
 
     Attributes:
         rank: of this process in the group.
-        ranks: of the group.
-        others: the other ranks; all send to another one at a time.
+        ranks: the number of ranks.
+        others: the other ranks in the order of sending: at any time all ranks send to different
+            ones.
     """
 
     def __init__(self, group: Any, device: torch.device, room: int) -> None:
@@ -96,39 +98,39 @@ class PeerMemory:
         self.memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         views = [handle.get_buffer(r, (total,), torch.uint8) for r in range(self.ranks)]
-        self._views = views  # of all ranks; they keep the memory mapped
+        self._views = views  # of all ranks; holding them keeps the memory mapped
         self._bases = [view.data_ptr() for view in views]
         words = self.memory[self._flags :].view(torch.int64)
         words.zero_()
-        words[: _SLOTS * self.ranks].fill_(1)  # all may send
+        words[: _SLOTS * self.ranks].fill_(1)  # all slots are free
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.reader: Any = None  # the stream that has received last
-        self.waiting: deque[Any] = deque()  # who has not received yet, in the order of sending
+        self.waiting: deque[Any] = deque()  # collectives that have not received yet, oldest first
         self._count = 0
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
     def start(self, collective: Any) -> Transfer:
-        """A new transfer, of a collective whose `wait` receives what comes."""
+        """A new transfer for a collective, whose `wait` must call `Transfer.receive`."""
         self.waiting.append(collective)
         self._count += 1
         return Transfer(self, collective, self._count % _SLOTS)
 
     def place(self, sender: int, receiver: int, slot: int) -> int:
-        """Where a tensor lies in memory of the receiver."""
+        """The offset of a slot in the memory of the receiver."""
         index = sender - (sender > receiver)
         return self.room * (_SLOTS * index + slot)
 
     def address(self, sender: int, receiver: int, slot: int) -> int:
-        """The same as an address on this rank."""
+        """The address of that slot, as this rank has mapped it."""
         return self._bases[receiver] + self.place(sender, receiver, slot)
 
     def free(self, sender: int, receiver: int, slot: int) -> int:
-        """The flag that lets a sender send."""
+        """The address of the flag that says that the slot is free."""
         return self._flag(sender, slot * self.ranks + receiver)
 
     def arrived(self, sender: int, receiver: int, slot: int) -> int:
-        """The flag that lets a receiver read."""
+        """The address of the flag that says that the tensor has arrived."""
         return self._flag(receiver, (_SLOTS + slot) * self.ranks + sender)
 
     def _flag(self, owner: int, number: int) -> int:
@@ -136,23 +138,25 @@ class PeerMemory:
 
 
 class Transfer:
-    """What the ranks send each other for one collective.
+    """The tensors that ranks send each other for one collective.
 
     Args:
-        memory: through which it goes.
-        collective: whose it is.
+        memory: peer memory.
+        collective: that sends and receives them.
         slot: of the memory.
     """
 
     def __init__(self, memory: PeerMemory, collective: Any, slot: int) -> None:
         self.memory, self.collective, self.slot = memory, collective, slot
-        self._left: Any = None  # what was sent has left
+        self._sent: Any = None  # event behind the last send
 
     def send(self, rank: int, x: torch.Tensor) -> None:
-        """Let a tensor go once the current stream has made it. It stays until all is received.
+        """Send a tensor after the current stream has computed it.
+
+        The tensor must not be freed before `receive` has ended.
 
         Args:
-            rank: that receives.
+            rank: the receiver.
             x: at most `room` bytes; rows may have gaps between them.
         """
         memory, own, slot = self.memory, self.memory.rank, self.slot
@@ -164,16 +168,16 @@ class Transfer:
             memory.arrived(own, rank, slot),
             memory.stream.cuda_stream,
         )
-        self._left = memory.stream.record_event()
+        self._sent = memory.stream.record_event()
 
     def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The ranks and what they have sent, as the current stream may read it.
+        """Yield (rank, tensor) for each other rank, on the current stream.
 
-        A tensor is there until the next is asked for. Afterwards what this rank has sent has left.
-        Collectives that were started before are waited for.
+        A tensor is valid until the iterator advances. When it ends, the sends of this rank have
+        ended, too. Collectives that were started earlier are waited for first.
 
         Args:
-            like: has the sizes and the dtype of what comes.
+            like: a tensor with the shape and dtype of those received.
         """
         memory, own, slot = self.memory, self.memory.rank, self.slot
         while memory.waiting[0] is not self.collective:
@@ -189,4 +193,4 @@ class Transfer:
             found = memory.memory.narrow(0, memory.place(rank, own, slot), like.nbytes)
             yield rank, found.view(like.dtype).view(like.shape)
             _C.peer_release(device, memory.free(rank, own, slot), stream)
-        current.wait_event(self._left)
+        current.wait_event(self._sent)

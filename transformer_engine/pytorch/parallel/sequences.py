@@ -8,8 +8,12 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own
-from transformer_engine.pytorch.parallel.order import by_rank, in_order, rows_of_rank
+from transformer_engine.pytorch.parallel.exchange import all_gather_stack, reduce_scatter_stack
+from transformer_engine.pytorch.parallel.order import (
+    to_rank_order,
+    to_sequence_order,
+    tokens_of_rank,
+)
 
 Group = Any  # dist.ProcessGroup, a pair of them, or a DeviceMesh of one dimension
 
@@ -35,7 +39,7 @@ def shard_sequence(
 ) -> Any:
     """The tokens of this rank: of n ranks, rank r has the chunks r and 2n - 1 - r of 2n.
 
-    Gradients of other tokens are zero: gradients of the whole are their sum over the ranks.
+    The gradient of `x` is zero for the tokens of other ranks; sum it over the ranks.
 
     Args:
         x: a tensor that is equal on all ranks; or a list of them, as the buffers of
@@ -64,7 +68,7 @@ def shard_sequence(
         return x
     _check_tokens("shard_sequence", x.shape[seq_dim], 2 * ranks, cu_seqlens)
     if cu_seqlens is not None:
-        return x.index_select(0, rows_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
+        return x.index_select(0, tokens_of_rank(cu_seqlens, ranks, rank, x.shape[0]))
     chunks = x.chunk(2 * ranks, seq_dim)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), seq_dim)
 
@@ -76,9 +80,9 @@ def gather_sequence(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of all ranks in their order: what `shard_sequence` has cut.
+    """The tokens of all ranks in the order of the sequence: the reverse of `shard_sequence`.
 
-    The gradient is the sum of those of all ranks: the loss of the group is the sum of theirs.
+    The gradient is summed over the ranks, because the loss of the group is the sum of their losses.
 
     Args:
         x: tokens of this rank.
@@ -115,9 +119,9 @@ class _Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = groups, dim, cu_seqlens
         for group in groups:  # of neighbours first
-            x = gather_stack(x, group)
+            x = all_gather_stack(x, group)
         ranks = x.shape[: len(groups)]
-        return in_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
+        return to_sequence_order(x.reshape(ranks.numel(), *x.shape[len(groups) :]), dim, cu_seqlens)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -126,15 +130,15 @@ class _Gather(torch.autograd.Function):
         total = 1
         for size in sizes:
             total *= size
-        stack = by_rank(grad, dim, total, cu_seqlens)
+        stack = to_rank_order(grad, dim, total, cu_seqlens)
         stack = stack.unflatten(0, tuple(sizes[::-1]))
         for group in reversed(groups):
-            stack = sum_own(stack, group)
+            stack = reduce_scatter_stack(stack, group)
         return stack, None, None, None
 
 
 def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
-    """Those of several ranks, that of neighbours first."""
+    """The groups with more than one rank, the group of neighbouring ranks first."""
     if cp_group is None or not dist.is_initialized():
         return []
     groups = cp_group if isinstance(cp_group, list | tuple) else [cp_group]
@@ -143,7 +147,7 @@ def _groups(cp_group: Group) -> list[dist.ProcessGroup]:
 
 
 def _place(cp_group: Group) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """The number of this rank, and the number of ranks."""
     rank, ranks = 0, 1
     for group in _groups(cp_group):
         rank += ranks * dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""`Shard`: which part of a whole parameter a rank has."""
+"""`Shard`: how the ranks divide a parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Shard:
 
     Attributes:
         ranks: that have the parts.
-        dim: along which the tensor is shared.
-        sections: their sizes in the whole tensor; () for one section.
+        dim: the dimension along which the tensor is divided.
+        sections: sizes of the sections in the whole tensor; () for one section.
     """
 
     ranks: TensorParallel
@@ -25,13 +25,13 @@ class Shard:
     sections: Sequence[int] = ()
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, whose part has this one."""
+        """The shape of the whole tensor from that of a part."""
         sizes = list(shape)
         sizes[self.dim] *= self.ranks.size
         return tuple(sizes)
 
     def whole(self, stack: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of `[ranks, ...]`, the parts of all ranks.
+        """Assemble the whole tensor from `[ranks, ...]`, the parts of all ranks.
 
         >>> ranks = TensorParallel("Linear", "fc", None, 2)
         >>> Shard(ranks, 0, (4, 2)).whole(torch.tensor([[0, 1, 4], [2, 3, 5]])).tolist()

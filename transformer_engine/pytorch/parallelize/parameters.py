@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
-from transformer_engine.pytorch.parallel.exchange import gather_stack
+from transformer_engine.pytorch.parallel.exchange import all_gather_stack
 from transformer_engine.pytorch.parallel.shards import Shard
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 
@@ -55,7 +55,7 @@ def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
             placements[i] = Replicate()
             x = x.redistribute(placements=placements)
         x = x.to_local()
-    return x if shard is None else shard.whole(gather_stack(x, shard.ranks.check()))
+    return x if shard is None else shard.whole(all_gather_stack(x, shard.ranks.check()))
 
 
 def part_like(whole: torch.Tensor, shard: Shard | None, like: torch.Tensor) -> torch.Tensor:

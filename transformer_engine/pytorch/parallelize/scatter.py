@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.parallel.gradients import note_tokens_of_rank
+from transformer_engine.pytorch.parallel.gradients import mark_own_tokens
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
@@ -20,7 +20,7 @@ def scatter_output(module: nn.Module, ranks: TensorParallel, cut: bool) -> None:
         ranks: that have the parts.
         cut: its output is of all tokens, and a rank goes on with its part of them.
     """
-    note_tokens_of_rank(module, ranks)
+    mark_own_tokens(module, ranks)
     if cut:
         module.register_forward_hook(partial(_own_part, ranks))
 

@@ -1,8 +1,8 @@
-"""Compiled layers whose forward runs again in a backward, because a checkpoint says so.
+"""Scales of compiled layers that a checkpoint recomputes in the backward.
 
-Compiled code keeps no record of a first forward (see `regions`): it takes the scope that is open
-and the scales that it finds. Within a graph, `te.checkpoint` lets the scales of the first forward
-be kept (see `graph_checkpoint`). Where those of now are not those of then, that is an error.
+Compiled code has no recompute regions (see `regions`): it uses the open scope and the current
+scales. Inside a graph `te.checkpoint` saves the scales of the first forward (see `compiled`). Where
+a recompute would use other scales than the first forward, it is an error.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def scales_of_call(
     *,
     launch: bool = True,
 ) -> torch.Tensor:
-    """What a call of a compiled layer with delayed scaling casts with: fp32 `[rows, scales]`.
+    """Copies of scales, for a call of a compiled layer with delayed scaling: fp32 `[rows, scales]`.
 
-    The first row are copies of the scales, so that a forward which runs again may use those of the
-    first; the second are zeros, for amaxes that must not be counted twice (see `count_amaxes`).
+    Row 0 holds copies of the scales, which a recompute uses again. Row 1 holds zeros, where the
+    casts of the call collect amaxes; `count_amaxes` adds them once, not again in a recompute.
 
     Args:
         scales: fp32 `[1]` each.
-        flush: first run the updates that compiled code has deferred. A scope entered in eager mode
-            runs them itself; between the operators of a graph nothing may run.
-        recorded: by autograd.
+        flush: first run the updates of scales that compiled code has deferred: the scope was
+            entered in the graph, where nothing else can run them.
+        recorded: autograd records the call.
         rows: 1 or 2.
 
     Raises:
@@ -44,13 +44,13 @@ def scales_of_call(
         refuse_in_backward()
     if launch and flush:
         process_state().flush()
-    # Each by itself, as it was: recordings take what begins at 16 bytes.
+    # Keep each scale aligned to 16 bytes, as recordings need.
     copies = torch.cat([scale.as_strided((ALIGNED,), (1,)) for scale in scales]).unsqueeze(0)
     return copies if rows == 1 else torch.cat((copies, torch.zeros_like(copies)))
 
 
 def refuse_in_backward() -> None:
-    """Raise RuntimeError within a backward: a forward with delayed scaling runs again there."""
+    """Raise RuntimeError within a backward, where a forward with delayed scaling is a recompute."""
     if graph_task() != -1:
         raise RuntimeError(
             "[checkpoint] expected compiled layers with delayed scaling outside of checkpoints, got"
@@ -64,12 +64,12 @@ def refuse_in_backward() -> None:
 def count_amaxes(
     after: torch.Tensor, values: torch.Tensor, amaxes: list[torch.Tensor], *, launch: bool = True
 ) -> None:
-    """Raise the amaxes of the running step to those of a call; a backward has no call to count.
+    """Raise the amaxes of the step to those of a call; does nothing for a recompute.
 
     Args:
-        after: a result of the call, for which everything was cast.
-        values: what `scales_of_call` gave, with the amaxes of the casts in its second row.
-        amaxes: fp32 `[1]` each.
+        after: a result of the call, so that this runs after its casts.
+        values: returned by `scales_of_call`; its row 1 now holds the amaxes of the casts.
+        amaxes: of the step, fp32 `[1]` each.
     """
     del after
     if launch and graph_task() == -1:
@@ -78,15 +78,16 @@ def count_amaxes(
 
 @torch.compiler.assume_constant_result
 def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
-    """A layer is being compiled.
+    """Remember the scope in which a layer is compiled, and check the scope of a recompute.
 
     Args:
-        kind: its class.
-        weights: their shapes.
-        fp8: in an enabled scope.
+        kind: class of the layer.
+        weights: shapes of its weights.
+        fp8: the scope is enabled.
 
     Raises:
-        RuntimeError: within a backward and without a scope, where one like it had a scope before.
+        RuntimeError: a layer is compiled within a backward and outside of any scope, but such a
+            layer was compiled inside one before.
     """
     known = process_state().compiled_in_fp8
     if fp8:

@@ -1,6 +1,7 @@
-"""Calls of modules in regions whose forward runs twice: see `regions.py`.
+"""Calls of modules in recompute regions, whose forward runs twice: see `regions.py`.
 
-Both forwards run from recordings, or both stage by stage, so that autograd saves equal tensors.
+Either both forwards run from recordings or both run stage by stage, so that autograd saves the same
+tensors in both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def may_recompute(stack: AutocastStack) -> bool:
-    """Whether a call in this stack's scope may be the first or the second of a region."""
+    """Whether a call in this scope may be in a recompute region: first forward or recompute."""
     state = process_state()
     if (stack.scope.number or state.inspector is not None) and (
         top_hooks(True) is not None or not forward_grad_enabled()
@@ -44,12 +45,12 @@ def plan_in_region(
     parameters: Parameters,
     first_microbatch: bool | None,
 ) -> tuple[CallPlan, Step | None]:
-    """The plan of a call that may be the first or the second of a region, or neither.
+    """The plan of a call that may be in a recompute region: first forward, recompute, or neither.
 
-    With the step that ends behind the backward of the call, if any.
+    Also returns the autocast step that ends with the backward of the call, or None.
 
     Raises:
-        RuntimeError: the first call of a recomputed one cannot be found.
+        RuntimeError: the call is a recompute, and its first forward cannot be found.
     """
     stack = autocast_stack()
     where = recompute_context(stack.recomputed, stack.regions)
@@ -62,7 +63,7 @@ def plan_in_region(
         )
         return _first_plan(module, plan, where, stack.scope)
     assert where.recomputed is not None
-    if not where.recomputed.has_calls_of(module):  # it ran in high precision
+    if not where.recomputed.has_calls_of(module):  # the first forward was in high precision
         with stack.resumed(OUTSIDE):
             plan = module.plan_for(
                 x, parameters, needs, first_microbatch, autocast_stack(), where.in_first_forward
@@ -82,24 +83,28 @@ def plan_in_region(
 
 
 def is_recompute(module: ScaledModule, region: RecomputeRegion | None) -> bool:
-    """Whether a call within a backward computes one of this region recompute."""
+    """Whether a call within a backward is the recompute of a call of this region."""
     if module.in_foreign_region and (
         region is None or (region.foreign and not region.has_calls_of(module))
     ):
         raise RuntimeError(
-            f"[{type(module).__name__}] expected to find the forward that runs again in this "
-            "backward, got none: it ran in FP8 in a checkpoint that is not ours, of a kind that "
-            "tells too little (torch.utils.checkpoint nested in itself does; then use "
-            "transformer_engine.pytorch.checkpoint), or the function has called another layer "
-            f"before, as a lambda over the variable of a loop does (layer {module.name})"
+            f"[{type(module).__name__}] expected to find the first forward of a layer that a "
+            "checkpoint recomputes in this backward, got none: use "
+            "transformer_engine.pytorch.checkpoint instead of a checkpoint that does not show its "
+            "first forward to autograd (such as torch.utils.checkpoint nested in itself), and call "
+            "the same layer both times (a lambda that captures the variable of a loop does not) "
+            f"(layer {module.name})"
         )
     return region is not None
 
 
 def record_first_call(module: ScaledModule, where: RecomputeContext, counts: bool) -> Call:
-    """The first call of a module in the open regions, without its plan.
+    """Make the record of a first forward, without its plan.
 
-    It counts where autograd records it, now or when it is recomputed.
+    Args:
+        module: that is called.
+        where: the regions of the call.
+        counts: autograd records the call, now or in the recompute.
     """
     stack = autocast_stack()
     scope = stack.scope
@@ -113,7 +118,7 @@ def record_first_call(module: ScaledModule, where: RecomputeContext, counts: boo
 
 
 def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | None:
-    """The step that ends behind the backward of a recomputed call; `counts` as above."""
+    """The autocast step that ends with the backward of a recompute; see `record_first_call`."""
     step = call.step or region.owed
     region.owed = None if counts else step
     return step
@@ -122,7 +127,7 @@ def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | 
 def _first_plan(
     module: TransformerEngineBaseModule, plan: CallPlan, where: RecomputeContext, scope: Scope
 ) -> tuple[CallPlan, Step | None]:
-    """The plan of a first forward, which the regions around it record."""
+    """The plan of a first forward; the regions around it record the call."""
     if not (scope.enabled or scope.calibrating):
         return plan, None
     call = record_first_call(module, where, plan.requires_grad or plan.in_first_forward)
@@ -135,9 +140,10 @@ def _first_plan(
 
 
 def _recompute_plan(module: TransformerEngineBaseModule, plan: CallPlan, call: Call) -> CallPlan:
-    """A plan with the scales of the first time, recorded if that was.
+    """The plan of a recompute, with the scales of the first forward.
 
-    Recordings know scales by their address, so those of each call are put into one place.
+    A recording holds the addresses of scales, so the scales of each call are copied to the same
+    memory. The recompute runs from a recording only if the first forward did.
     """
     recompute = plan.recompute_plan
     if recompute is None:

@@ -1,11 +1,11 @@
 """Recompute regions: parts of a model whose forward runs twice (activation checkpointing).
 
-The first forward of a region records what every module did: under which scope, with which scales.
-The second does the same, whatever has become of scope and scales meanwhile, and records nothing.
+The first forward of a region records the autocast scope and the scales of every module call. The
+recompute uses them again, even if scope and scales have changed meanwhile, and records no amaxes.
 
-`te.checkpoint` enters its regions on the autocast stack. Those of `torch.utils.checkpoint`, and of
-autograd functions written after its pattern, are found by what autograd tells: a region is kept
-where autograd keeps the region's own record, and goes with it.
+`te.checkpoint` enters its regions on the autocast stack. Regions of `torch.utils.checkpoint`, and
+of autograd functions written after its pattern, are found through autograd: the region is an
+attribute of the object that autograd keeps for the checkpoint, and lives as long.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _KEY = "_te_region"
 
 
 class Call(NamedTuple):
-    """What a module did in the first forward.
+    """A call of a module in the first forward.
 
     Attributes:
-        scope: that was open.
-        scales: fp32 `[3 * gemms]`, copied, under delayed scaling.
-        step: that ends behind the module's backward, if any.
-        plan: of the call, which knows how it went; None of attention, which has no chain.
+        scope: the autocast scope of the call.
+        scales: under delayed scaling a copy of the scales, fp32 `[3 * gemms]`; else None.
+        step: the autocast step that ends with the module's backward, or None.
+        plan: of the call; None for attention, which makes no plan here.
     """
 
     scope: Scope
@@ -80,7 +80,7 @@ class RecomputeRegion:
             RuntimeError: the region calls the module more often than in the first forward.
         """
         task = graph_task()
-        if self.foreign and task != self._task:  # nothing says when a foreign one starts
+        if self.foreign and task != self._task:
             self.restart()
         self._task = task
         index = self._next.get(module, 0)
@@ -113,10 +113,10 @@ class RecomputeContext(NamedTuple):
     """Which regions a call of a module belongs to.
 
     Attributes:
-        recomputed: the region whose forward is computed again.
-        open_regions: regions whose first forward is running.
-        in_first_forward: it runs without autograd and will be computed again with it.
-        separate_tensors: saved-tensor hooks need each tensor by itself, not slices of a buffer.
+        recomputed: the region that is being recomputed, or None.
+        open_regions: the regions whose first forward is running.
+        in_first_forward: the call runs without autograd; its recompute will run with autograd.
+        separate_tensors: saved-tensor hooks need separate tensors, not slices of a buffer.
     """
 
     recomputed: RecomputeRegion | None
@@ -131,8 +131,8 @@ def recompute_context(
     """The recomputation state of this call.
 
     Args:
-        recomputed: the region that was announced to be computed again.
-        opened: that were announced.
+        recomputed: the region of `te.checkpoint` that is being recomputed, or None.
+        opened: the regions of `te.checkpoint` whose first forward is running.
     """
     open_regions = list(opened)
     owner, recomputes = checkpoint_of_hooks()
@@ -151,7 +151,7 @@ def recompute_context(
 
 
 def region_of(owner: Any) -> RecomputeRegion:
-    """The region of one of autograd's records; made if there is none."""
+    """The region of an object that autograd keeps for a checkpoint; made at the first call."""
     region: RecomputeRegion | None = getattr(owner, _KEY, None)
     if region is None:
         region = RecomputeRegion(foreign=True)
@@ -160,7 +160,7 @@ def region_of(owner: Any) -> RecomputeRegion:
 
 
 def attach_region(region: RecomputeRegion) -> None:
-    """The innermost checkpoint that is running its first forward is this region's."""
+    """Attach a region to the innermost checkpoint whose first forward is running."""
     functions = () if torch.is_grad_enabled() else tuple(functions_in_forward())
     owner = functions[0] if functions else checkpoint_of_hooks()[0]
     if owner is not None:
@@ -168,5 +168,5 @@ def attach_region(region: RecomputeRegion) -> None:
 
 
 def in_first_forward() -> bool:
-    """Whether a forward runs without autograd that will run again with it."""
+    """Whether this is a first forward without autograd, whose recompute will run with autograd."""
     return not torch.is_grad_enabled() and any(True for _ in functions_in_forward())

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
-        part: the softmax goes over more keys than these, see `Parts`.
+        part: these are a part of the keys that the softmax goes over, see `Parts`.
     """
 
     device: str = "cpu"
@@ -77,12 +77,12 @@ class Problem(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """There is nothing to attend with or to."""
+        """Whether there are no queries or no keys."""
         return 0 in (self.batch, self.queries, self.keys)
 
     @property
     def summary(self) -> str:
-        """What errors call the problem."""
+        """A description of the problem for errors."""
         dtype = str(self.dtype).removeprefix("torch.")
         heads = f"{self.heads} query and {self.groups} key heads"
         sizes = f"of sizes {self.key_size} and {self.value_size}"
@@ -102,14 +102,17 @@ class Problem(NamedTuple):
 
 
 class Requirement(NamedTuple):
-    """A condition, and what to tell the user where it does not hold (or who can tell)."""
+    """A condition on a problem, and the reason that users see if it does not hold.
+
+    `reason` is a text, or a function of the problem.
+    """
 
     holds: Callable[[Problem, AttentionVariables], bool]
     reason: str | Callable[[Problem], str]
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward will be asked for; none of them: no backward follows."""
+    """Which gradients the backward must compute. If there are none, no backward follows."""
 
     query: bool = False
     key: bool = False
@@ -123,7 +126,7 @@ class Needs(NamedTuple):
         return self.query or self.key or self.bias or self.sink
 
     def pick(self, *gradients: torch.Tensor | None) -> Gradients:
-        """Those of query, key, value, bias and sink that are needed."""
+        """`Gradients` from those of query, key, value, bias and sink, without those not needed."""
         pairs = zip(gradients, self, strict=False)
         return Gradients(*[x if need else None for x, need in pairs])
 
@@ -140,7 +143,7 @@ class Saved(NamedTuple):
         tensors: everything else that the backward reads, tensors and None; autograd watches them.
             Where there is a log-sum-exp, the first four of the innermost function are query, key,
             value and result.
-        facts: what is no tensor.
+        facts: anything that is no tensor.
     """
 
     log_sum_exp: torch.Tensor | None
@@ -148,18 +151,18 @@ class Saved(NamedTuple):
     facts: Any = None
 
     def wrap(self, tensors: tuple[Any, ...], facts: Any = None) -> Saved:
-        """This, and what a function around it saves."""
+        """Add what an adapter around the backend saves: tensors in front, and facts."""
         inner = (len(tensors), facts, self.facts)
         return Saved(self.log_sum_exp, (*tensors, *self.tensors), inner)
 
     def unwrap(self) -> tuple[Saved, tuple[Any, ...], Any]:
-        """What `wrap` has put together: this, tensors and facts."""
+        """The reverse of `wrap`: the inner `Saved`, and tensors and facts of the adapter."""
         count, facts, inner = self.facts
         return Saved(self.log_sum_exp, self.tensors[count:], inner), self.tensors[:count], facts
 
 
 class Gradients(NamedTuple):
-    """What a backward returns; None where there is no need."""
+    """The gradients that a backward returns; None where `Needs` asks for none."""
 
     query: torch.Tensor | None
     key: torch.Tensor | None
@@ -169,23 +172,32 @@ class Gradients(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How a call may be a part of attention: the softmax goes over more keys than it has.
+    """How a backend computes attention with a part of the keys, as context parallelism needs it.
 
-    Results of parts are merged by their log-sum-exp. The backward of a part is that of the backend,
-    of a `Saved` with the result and the log-sum-exp of all keys. Queries, keys and values of a part
-    need not be kept in between.
+    The results of all parts are merged by their log-sum-exp. The backward of a part is the
+    backend's own, called with the merged result and the log-sum-exp of all keys. Between forward
+    and backward the caller holds query, key, value and result once for all parts.
 
     Attributes:
-        rows: `rows(saved, call)`: the log-sum-exp as fp32 `[..., heads]` in the format of the call;
-            any value, or an infinite one, of a query that sees no key of the part.
-        keep: `keep(saved, call)`: what is left without query, key, value, result and log-sum-exp.
-        restore: `restore(rest, tensors, rows, call)`: a `Saved` again, from query, key, value and
-            result in the format of the call, and rows, +inf of a query that sees no key at all.
+        log_sum_exp: `log_sum_exp(saved, call)` returns fp32 `[..., heads]` in the format of the
+            call. The value of a query that sees no key of the part is undefined, perhaps infinite.
+        strip: `strip(saved, call)` removes query, key, value, result and log-sum-exp.
+        restore: `restore(stripped, tensors, log_sum_exp, call)` reverses `strip`. `tensors` are
+            query, key, value and result in the format of the call; the log-sum-exp of a query that
+            sees no key at all is +inf.
     """
 
-    rows: Callable[[Saved, Call], torch.Tensor]
-    keep: Callable[[Saved, Call], Saved]
+    log_sum_exp: Callable[[Saved, Call], torch.Tensor]
+    strip: Callable[[Saved, Call], Saved]
     restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor, Call], Saved]
+
+
+class KernelParts(NamedTuple):
+    """`Parts` of a kernel, in the shapes of the kernel and without the call."""
+
+    log_sum_exp: Callable[[Saved], torch.Tensor]
+    strip: Callable[[Saved], Saved]
+    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
 
 
 Forward = Callable[
@@ -209,7 +221,7 @@ class Backend(NamedTuple):
         draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
             it `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
-        parts: for calls that are parts; None where there is no log-sum-exp.
+        parts: attention with a part of the keys; None where there is no log-sum-exp.
     """
 
     name: str
@@ -237,7 +249,7 @@ def refusal(backend: Backend, problem: Problem, allowed: AttentionVariables) -> 
     return None
 
 
-_FEW = 16  # queries of a step that writes on, not of a prompt
+_FEW = 16  # queries of a generation step; a prompt has more
 
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"

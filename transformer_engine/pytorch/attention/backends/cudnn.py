@@ -137,7 +137,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     )
 
 
-def _rows(saved: Saved, call: Call) -> torch.Tensor:
+def _log_sum_exp(saved: Saved, call: Call) -> torch.Tensor:
     """See `Parts`."""
     found = saved.log_sum_exp
     assert found is not None
@@ -146,20 +146,21 @@ def _rows(saved: Saved, call: Call) -> torch.Tensor:
     return found.permute(2, 0, 1) if call.shape.qkv_format == "sbhd" else found.transpose(1, 2)
 
 
-def _keep(saved: Saved, call: Call) -> Saved:
+def _strip(saved: Saved, call: Call) -> Saved:
     return Saved(None, saved.tensors[4:], saved.facts)
 
 
 def _restore(
-    rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+    stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
 ) -> Saved:
     *inputs, out = tensors
     shape = call.shape
     placed = shape.band is None and call.bias.tensor is None
     inputs = [*readable(*inputs, placed=placed)]
     if shape.qkv_format != "thd":
-        rows = rows.permute(1, 2, 0) if shape.qkv_format == "sbhd" else rows.transpose(1, 2)
-    return Saved(rows.contiguous(), (*inputs, out.contiguous(), *rest.tensors), rest.facts)
+        lse = lse.permute(1, 2, 0) if shape.qkv_format == "sbhd" else lse.transpose(1, 2)
+    tensors = (*inputs, out.contiguous(), *stripped.tensors)
+    return Saved(lse.contiguous(), tensors, stripped.facts)
 
 
 def _sequences(call: Call) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int]]:
@@ -227,7 +228,7 @@ def question(problem: Problem) -> tuple[tuple[tuple[int, ...], ...], tuple[int, 
 
 @memoize
 def _refusal(problem: Problem) -> str:
-    """What cuDNN itself says of a problem."""
+    """Why cuDNN itself refuses a problem."""
     if is_capturing():
         return NOT_ASKED
     sizes, how = question(problem)
@@ -295,7 +296,7 @@ def _alibi_is_ours(problem: Problem) -> bool:
 
 
 def _recordable(call: Call) -> bool:
-    """Lengths that the host must ask the device for are of one call."""
+    """Not if the host must read lengths from the device: then calls differ."""
     return call.shape.qkv_format != "thd" or call.query_sequences.longest is not None
 
 
@@ -306,7 +307,7 @@ BACKEND = Backend(
     keeps_scores=False,
     draw_seed=new_seed,
     recordable=_recordable,
-    parts=Parts(_rows, _keep, _restore),
+    parts=Parts(_log_sum_exp, _strip, _restore),
     requirements=(
         FUSED,
         GPU,

@@ -9,7 +9,7 @@ from transformer_engine.pytorch.kernels.packed import packed_layout_of
 
 
 def readable(*inputs: torch.Tensor, placed: bool) -> tuple[torch.Tensor, ...]:
-    """The tensors themselves, unless cuDNN cannot read 16 bytes at a time with strides as these.
+    """The tensors, copied if their strides do not let cuDNN read 16 bytes at a time.
 
     Where it is told the place of each sequence, and a backward follows (`placed`), it wants
     gradients with the strides of inputs: those are the parts of one tensor that

@@ -1,4 +1,4 @@
-"""The way to backends that see `[batch, heads, sequence, size]` and a mask of their own.
+"""Adapter to kernels that take `[batch, heads, sequence, size]` and a dense mask.
 
 thd is padded to `[batch, longest sequence]` on the way there, and packed again on the way back.
 """
@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Backward,
     Forward,
     Gradients,
+    KernelParts,
     Needs,
     Parts,
     Saved,
@@ -38,14 +39,6 @@ from transformer_engine.pytorch.attention.masks.masks import (
     padding_from_lengths,
     padding_from_masks,
 )
-
-
-class KernelParts(NamedTuple):
-    """`Parts` of a kernel."""
-
-    rows: Callable[[Saved], torch.Tensor]
-    keep: Callable[[Saved], Saved]
-    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
 
 
 class Kernel(NamedTuple):
@@ -158,39 +151,39 @@ def _packed(
 def dense_parts(kernel: KernelParts) -> Parts:
     """The `Parts` of a backend from those of its kernel."""
 
-    def rows(saved: Saved, call: Call) -> torch.Tensor:
+    def log_sum_exp(saved: Saved, call: Call) -> torch.Tensor:
         inner, maps, facts = saved.unwrap()
-        found = kernel.rows(inner)
+        found = kernel.log_sum_exp(inner)
         if facts.padded is not None:
             return formats.gather_rows(found.transpose(1, 2).flatten(0, 1), *maps[2:4])
         return found.permute(2, 0, 1) if call.shape.qkv_format == "sbhd" else found.transpose(1, 2)
 
-    def keep(saved: Saved, call: Call) -> Saved:
+    def strip(saved: Saved, call: Call) -> Saved:
         inner, maps, facts = saved.unwrap()
-        return kernel.keep(inner).wrap(maps, facts)
+        return kernel.strip(inner).wrap(maps, facts)
 
     def restore(
-        rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+        stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
     ) -> Saved:
-        inner, maps, facts = rest.unwrap()
+        inner, maps, facts = stripped.unwrap()
         query, key, value, out = tensors
         out = out.unflatten(-1, (call.shape.heads, call.shape.value_size))
         qkv_format = call.shape.qkv_format
         if facts.padded is None:
             found = [formats.heads_first(x, qkv_format) for x in (query, key, value, out)]
-            rows = rows.permute(1, 2, 0) if qkv_format == "sbhd" else rows.transpose(1, 2)
+            lse = lse.permute(1, 2, 0) if qkv_format == "sbhd" else lse.transpose(1, 2)
         else:
             key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
             key, value = (formats.pad_sequences(x, key_rows) for x in (key, value))
-            query, out, rows = (
+            query, out, lse = (
                 formats.gather_rows(x, *maps[:2]).unflatten(0, facts.padded)
-                for x in (query, out, rows)
+                for x in (query, out, lse)
             )
             found = [x.transpose(1, 2) for x in (query, key, value, out)]
-            rows = rows.transpose(1, 2)
-        return kernel.restore(inner, tuple(found), rows).wrap(maps, facts)
+            lse = lse.transpose(1, 2)
+        return kernel.restore(inner, tuple(found), lse).wrap(maps, facts)
 
-    return Parts(rows, keep, restore)
+    return Parts(log_sum_exp, strip, restore)
 
 
 def _packed_rows(x: torch.Tensor, sequences: Sequences, parameter: str) -> formats.PackedRows:

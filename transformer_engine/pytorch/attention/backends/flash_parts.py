@@ -1,14 +1,20 @@
-"""Parts of attention by flash-attn: see `backend.Parts`.
+"""`backend.Parts` of flash-attn.
 
-Of whole sequences the package has `[batch, heads, queries]`, of packed ones `[heads, tokens]`.
+The package returns the log-sum-exp as `[batch, heads, queries]`, of packed sequences as
+`[heads, tokens]`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Parts, Requirement, Saved
-from transformer_engine.pytorch.attention.backends.varlen import VarlenParts, varlen_parts
+from transformer_engine.pytorch.attention.backends.backend import (
+    KernelParts,
+    Parts,
+    Requirement,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.varlen import varlen_parts
 from transformer_engine.pytorch.attention.core.call import Call
 
 NO_DROPOUT_IN_PARTS = Requirement(
@@ -17,7 +23,7 @@ NO_DROPOUT_IN_PARTS = Requirement(
 )
 
 
-def _rows(saved: Saved) -> torch.Tensor:
+def _log_sum_exp(saved: Saved) -> torch.Tensor:
     """`[batch, queries, heads]` or `[tokens, heads]`."""
     inner, _, _ = saved.unwrap()
     if inner.log_sum_exp is None:
@@ -28,41 +34,41 @@ def _rows(saved: Saved) -> torch.Tensor:
     return inner.log_sum_exp.transpose(-1, -2)
 
 
-def _keep(saved: Saved) -> Saved:
+def _strip(saved: Saved) -> Saved:
     inner, tensors, facts = saved.unwrap()
     return Saved(None, (), inner.facts).wrap(tensors, facts)
 
 
-def _restore(rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Saved:
-    inner, others, facts = rest.unwrap()
-    found = Saved(rows.transpose(-1, -2).contiguous(), tensors, inner.facts)
+def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
+    inner, others, facts = stripped.unwrap()
+    found = Saved(lse.transpose(-1, -2).contiguous(), tensors, inner.facts)
     return found.wrap(others, facts)
 
 
-_PACKED = varlen_parts(VarlenParts(_rows, _keep, _restore))
+_PACKED = varlen_parts(KernelParts(_log_sum_exp, _strip, _restore))
 
 
-def _rows_of_call(saved: Saved, call: Call) -> torch.Tensor:
+def _log_sum_exp_of_call(saved: Saved, call: Call) -> torch.Tensor:
     if call.shape.rule.type.padding:
-        return _PACKED.rows(saved, call)
-    found = _rows(saved)
+        return _PACKED.log_sum_exp(saved, call)
+    found = _log_sum_exp(saved)
     return found.transpose(0, 1) if call.shape.qkv_format == "sbhd" else found
 
 
-def _keep_of_call(saved: Saved, call: Call) -> Saved:
-    return _PACKED.keep(saved, call) if call.shape.rule.type.padding else _keep(saved)
+def _strip_of_call(saved: Saved, call: Call) -> Saved:
+    return _PACKED.strip(saved, call) if call.shape.rule.type.padding else _strip(saved)
 
 
 def _restore_of_call(
-    rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+    stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
 ) -> Saved:
     if call.shape.rule.type.padding:
-        return _PACKED.restore(rest, tensors, rows, call)
+        return _PACKED.restore(stripped, tensors, lse, call)
     *inputs, out = tensors
     out = out.unflatten(-1, (call.shape.heads, call.shape.value_size))
     if call.shape.qkv_format == "sbhd":
-        out, rows = out.transpose(0, 1), rows.transpose(0, 1)
-    return _restore(rest, (*inputs, out.contiguous()), rows)
+        out, lse = out.transpose(0, 1), lse.transpose(0, 1)
+    return _restore(stripped, (*inputs, out.contiguous()), lse)
 
 
-PARTS = Parts(_rows_of_call, _keep_of_call, _restore_of_call)
+PARTS = Parts(_log_sum_exp_of_call, _strip_of_call, _restore_of_call)

@@ -1,4 +1,4 @@
-"""A pair of functions from one that torch differentiates: for operators whose backward is private.
+"""Makes the pair of functions of a backend from one function that torch differentiates.
 
 The forward runs the function with gradients switched on, for aliases of its inputs, and saves the
 result: it holds the graph that autograd has recorded, which ends with it.

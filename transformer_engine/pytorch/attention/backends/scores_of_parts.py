@@ -1,9 +1,9 @@
-"""Attention from scores in memory, of a part of the keys: it has a log-sum-exp.
+"""Attention with a part of the keys, from scores in memory.
 
-    rows    = logsumexp(scale * query @ key^T + bias)   of the keys that the mask lets through
-    weights = exp(scale * query @ key^T + bias - rows)
+    lse     = logsumexp(scale * query @ key^T + bias)   over the keys that the mask lets through
+    weights = exp(scale * query @ key^T + bias - lse)
 
-The backward makes the weights again, from the log-sum-exp of all keys.
+The backward computes the weights again, from the log-sum-exp over all keys.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
-from transformer_engine.pytorch.attention.backends.dense import Kernel, KernelParts
+from transformer_engine.pytorch.attention.backends.backend import (
+    Gradients,
+    KernelParts,
+    Needs,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.dense import Kernel
 from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
 from transformer_engine.pytorch.attention.backends.scores import (
     product,
@@ -48,13 +53,13 @@ def _forward(
     hidden = mask.dense(query.shape[2], key.shape[2], query.device)
     rest = _Rest(bias, hidden, None)
     scores = _scores(query, key, rest, call.scale)
-    rows = scores.logsumexp(-1)
-    factor = _weights(scores, rows).to(query.dtype)
+    lse = scores.logsumexp(-1)
+    factor = _weights(scores, lse).to(query.dtype)
     if call.dropout.p > 0.0:
         factor, dropped = dropout(factor, call.dropout.p)
         rest = rest._replace(dropped=dropped)
     out = weighted(factor, value)
-    return out, Saved(rows, (query, key, value, out, *rest))
+    return out, Saved(lse, (query, key, value, out, *rest))
 
 
 def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
@@ -83,35 +88,35 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, rest: _Rest, scale: float) -> torch.Tensor:
-    """fp32, -inf where hidden."""
+    """Scores in fp32, -inf where the mask hides a key."""
     scores = product(query, key, scale).float()
     if rest.bias is not None:
         scores = scores + rest.bias.float()
     return scores if rest.hidden is None else scores.masked_fill(rest.hidden, -math.inf)
 
 
-def _weights(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """fp32, zero of a query that sees no key."""
-    return torch.exp(scores - rows.masked_fill(rows == -math.inf, math.inf).unsqueeze(-1))
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Attention weights in fp32, zero where a query sees no key."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
 
 
 def _kept_share(dropped: torch.Tensor, p: float) -> float:
-    """What factors of `dropout` are yet to be divided by."""
+    """The divisor that the factors of `dropout` still lack."""
     return 1.0 - p if dropped.dtype is torch.bool else 1.0
 
 
-def _rows(saved: Saved) -> torch.Tensor:
+def _log_sum_exp(saved: Saved) -> torch.Tensor:
     assert saved.log_sum_exp is not None
     return saved.log_sum_exp
 
 
-def _keep(saved: Saved) -> Saved:
+def _strip(saved: Saved) -> Saved:
     return Saved(None, saved.tensors[4:], saved.facts)
 
 
-def _restore(rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Saved:
-    return Saved(rows, (*tensors, *rest.tensors), rest.facts)
+def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
+    return Saved(lse, (*tensors, *stripped.tensors), stripped.facts)
 
 
-PARTS = KernelParts(_rows, _keep, _restore)
+PARTS = KernelParts(_log_sum_exp, _strip, _restore)
 KERNEL_OF_PARTS = Kernel(_forward, _backward)

@@ -25,16 +25,12 @@ from transformer_engine.pytorch.attention.backends.backend import (
     SOMETHING,
     Backend,
     Gradients,
+    KernelParts,
     Needs,
     Requirement,
     Saved,
 )
-from transformer_engine.pytorch.attention.backends.dense import (
-    Kernel,
-    KernelParts,
-    dense,
-    dense_parts,
-)
+from transformer_engine.pytorch.attention.backends.dense import Kernel, dense, dense_parts
 from transformer_engine.pytorch.attention.backends.sdpa_kernels import (
     Arguments,
     Inputs,
@@ -123,8 +119,8 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
     )
 
 
-def _rows(saved: Saved) -> torch.Tensor:
-    """See `dense.KernelParts`: of what the kernel has in its own shape."""
+def _log_sum_exp(saved: Saved) -> torch.Tensor:
+    """See `KernelParts`; torch's kernels round the number of queries up."""
     inner, (blind,), _ = saved.unwrap()
     found = inner.log_sum_exp
     if found is None:
@@ -137,26 +133,26 @@ def _rows(saved: Saved) -> torch.Tensor:
     return found if blind is None else found.masked_fill(blind.squeeze(-1), -math.inf)
 
 
-def _keep(saved: Saved) -> Saved:
+def _strip(saved: Saved) -> Saved:
     inner, tensors, facts = saved.unwrap()
     log_sum_exp = inner.log_sum_exp
     assert log_sum_exp is not None
     shape = log_sum_exp.shape
-    rest = Saved(None, inner.tensors[4:], (inner.facts, shape))
-    return rest.wrap(tensors, facts)
+    stripped = Saved(None, inner.tensors[4:], (inner.facts, shape))
+    return stripped.wrap(tensors, facts)
 
 
-def _restore(rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Saved:
+def _restore(stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> Saved:
     query, key, value, out = tensors
-    inner, (blind,), facts = rest.unwrap()
+    inner, (blind,), facts = stripped.unwrap()
     inner_facts, shape = inner.facts
     if key.shape[1] != query.shape[1] and not facts.arguments.grouped:
         per_group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if blind is not None:  # they see every key here, and would have weights of any size
-        rows = rows.masked_fill(blind.squeeze(-1), math.inf)
-    whole = rows.new_full(shape, math.inf)
-    whole.flatten(2)[:, :, : rows.shape[2]] = rows
+        lse = lse.masked_fill(blind.squeeze(-1), math.inf)
+    whole = lse.new_full(shape, math.inf)
+    whole.flatten(2)[:, :, : lse.shape[2]] = lse
     # Kernels read results with the strides of their own: [batch, sequence, heads, size] in memory.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     found = Saved(whole, (query, key, value, out, *inner.tensors), inner_facts)
@@ -283,5 +279,5 @@ BACKEND = Backend(
         ),
     ),
     differentiable=True,
-    parts=dense_parts(KernelParts(_rows, _keep, _restore)),
+    parts=dense_parts(KernelParts(_log_sum_exp, _strip, _restore)),
 )

@@ -1,4 +1,4 @@
-"""The way to backends that take sequences of unequal length one after the other, without gaps.
+"""Adapter to kernels that take sequences of unequal length, packed without gaps.
 
     thd                   as it is; what lies outside the sequences is zero in results and gradients
     thd with room between moved together, and apart again
@@ -19,6 +19,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
     Backward,
     Forward,
     Gradients,
+    KernelParts,
     Needs,
     Parts,
     Saved,
@@ -111,41 +112,37 @@ def varlen(kernel: VarlenKernel) -> tuple[Forward, Backward]:
     return forward, backward
 
 
-class VarlenParts(NamedTuple):
-    """`Parts` of a kernel of packed sequences; the log-sum-exp is `[tokens, heads]`."""
+def varlen_parts(kernel: KernelParts) -> Parts:
+    """The `Parts` of a backend for padding mask types.
 
-    rows: Callable[[Saved], torch.Tensor]
-    keep: Callable[[Saved], Saved]
-    restore: Callable[[Saved, tuple[torch.Tensor, ...], torch.Tensor], Saved]
+    Args:
+        kernel: of packed sequences; its log-sum-exp is `[tokens, heads]`.
+    """
 
-
-def varlen_parts(kernel: VarlenParts) -> Parts:
-    """The `Parts` of a backend, for padding mask types."""
-
-    def rows(saved: Saved, call: Call) -> torch.Tensor:
+    def log_sum_exp(saved: Saved, call: Call) -> torch.Tensor:
         inner, (_, *maps), (there, back) = saved.unwrap()
-        found = _apart(kernel.rows(inner), maps[there : there + back])
+        found = _apart(kernel.log_sum_exp(inner), maps[there : there + back])
         return _in_format(found, call, call.shape.queries)
 
-    def keep(saved: Saved, call: Call) -> Saved:
+    def strip(saved: Saved, call: Call) -> Saved:
         inner, tensors, facts = saved.unwrap()
-        return kernel.keep(inner).wrap(tensors, facts)
+        return kernel.strip(inner).wrap(tensors, facts)
 
     def restore(
-        rest: Saved, tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, call: Call
+        stripped: Saved, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: Call
     ) -> Saved:
-        inner, maps, facts = rest.unwrap()
+        inner, maps, facts = stripped.unwrap()
         query, key, value, out = tensors
         out = out.unflatten(-1, (call.shape.heads, call.shape.value_size))
         query_side, key_side = _sides(query, key, call)
         sides = (query_side, key_side, key_side, query_side, query_side)
-        *packed, rows = [
+        *packed, lse = [
             _together(x, side, call.shape.qkv_format)
-            for x, side in zip((query, key, value, out, rows), sides, strict=True)
+            for x, side in zip((query, key, value, out, lse), sides, strict=True)
         ]
-        return kernel.restore(inner, tuple(packed), rows).wrap(maps, facts)
+        return kernel.restore(inner, tuple(packed), lse).wrap(maps, facts)
 
-    return Parts(rows, keep, restore)
+    return Parts(log_sum_exp, strip, restore)
 
 
 def _one_after_the_other(x: torch.Tensor, qkv_format: str) -> torch.Tensor:

@@ -1,16 +1,19 @@
 """Context parallelism: attention of sequences whose tokens are spread over the ranks of a group.
 
-A sequence is cut into `2 * ranks` chunks, and rank r has chunks r and `2 * ranks - 1 - r`: so
-causal masks leave all ranks the same work. What one rank holds of the keys at a time is a part of
-those that its queries see. Parts run on the backends that serve attention without ranks; results
-are merged by their log-sum-exp.
+A sequence is cut into `2 * ranks` chunks, and rank r has the chunks r and `2 * ranks - 1 - r`, so
+that causal masks give all ranks the same work. A rank computes attention in parts, each with the
+keys that it has at the time. Parts run on the same backends as attention on one rank, and their
+results are merged by their log-sum-exp.
 
-    group.py     the ranks, and what they cannot do
-    spans.py     which queries of a side see which keys of another, as parts: integers alone
-    lengths.py   real lengths and places of the sequences of a part, where there is padding
-    parts.py     calls of parts, merging, and their gradients
-    ring.py      p2p: keys and values pass round a ring
-    gather.py    all_gather: every rank gets all keys and values
-    heads.py     a2a: every rank gets all tokens of some heads; a2a+p2p: a ring of such groups
-    order.py     from the tokens of each rank to those of a sequence, and back
+    group.py         the ranks, and which calls they refuse
+    schemes.py       the choice among ring, gather and heads
+    score_blocks.py  which queries see which keys, as blocks of the score matrix; integers alone
+    lengths.py       lengths without padding, and places, of the sequences of a part
+    parts.py         forward and backward of a part
+    merging.py       sums over parts: the result, and the gradients
+    attend.py        attention over all parts, forward and backward
+    ring.py          p2p: keys and values pass round a ring
+    gather.py        all_gather: every rank gathers all keys and values
+    heads.py         a2a: every rank gets all tokens of some heads; a2a+p2p: a ring of such groups
+    settings.py      the arguments of `set_context_parallel_group`
 """

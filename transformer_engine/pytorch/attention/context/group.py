@@ -21,10 +21,10 @@ class ContextGroup:
     Attributes:
         comm_type: one of `COMM_TYPES`.
         group: of the ring, or of the ranks that gather; None for `a2a`.
-        heads: of the ranks that exchange heads for tokens; None where none do.
+        heads: of the ranks that exchange heads for tokens; None for `p2p` and `all_gather`.
         stream: on which results are merged; None for the current stream.
-        backend_for: of a call with this group, see `schemes.py`.
-        known: structures of calls that all ranks have been found to share.
+        backend_for: `schemes.scheme`, which chooses the backend of a call.
+        known: structures of calls for which the ranks have agreed.
     """
 
     comm_type: str
@@ -36,7 +36,7 @@ class ContextGroup:
 
     @property
     def group_size(self) -> int:
-        """Ranks of `group`; 1 without."""
+        """The number of ranks in `group`; 1 without a group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
@@ -46,7 +46,7 @@ class ContextGroup:
 
     @property
     def head_size(self) -> int:
-        """Ranks of `heads`; 1 without."""
+        """The number of ranks in `heads`; 1 without a group."""
         return 1 if self.heads is None else dist.get_world_size(self.heads)
 
     @property
@@ -56,7 +56,7 @@ class ContextGroup:
 
     @property
     def size(self) -> int:
-        """Ranks that share a sequence."""
+        """The number of ranks that share a sequence."""
         return self.group_size * self.head_size
 
     @property
@@ -70,7 +70,7 @@ class ContextGroup:
 
 
 class Refusal(NamedTuple):
-    """What ranks cannot serve together."""
+    """Why context parallel ranks cannot run a call: the three parts of an error message."""
 
     expected: str
     got: str
@@ -78,7 +78,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(call: Call) -> Refusal | None:
-    """Why ranks cannot serve a call together; None where they can."""
+    """Why context parallel ranks cannot run a call; None if they can."""
     context, shape = call.context, call.shape
     assert context is not None
     if call.casts is not None and context.comm_type != "a2a":
@@ -103,12 +103,13 @@ def refusal(call: Call) -> Refusal | None:
     ):
         return Refusal("cu_seqlens_q and cu_seqlens_kv", "a mask of padding", "or use 'a2a'")
     if context.heads is not None and (shape.rule.type.arbitrary or call.bias.tensor is not None):
-        return Refusal("no mask or bias of one's own", "one", "use 'p2p', 'all_gather' or 'a2a'")
+        expected = "no arbitrary attention_mask and no core_attention_bias"
+        return Refusal(expected, "one", "use 'p2p', 'all_gather' or 'a2a'")
     return _refusal_of_band(call) or _refusal_of_shapes(call)
 
 
 def _refusal_of_band(call: Call) -> Refusal | None:
-    """Padding ends sequences at lengths of their own, which a band does not follow everywhere."""
+    """Refuse windows and causal masks that lengths of padded sequences would move."""
     assert call.context is not None
     rule = call.shape.rule
     window = (rule.left, rule.right)
@@ -134,7 +135,7 @@ def _alike(call: Call) -> bool:
 
 
 def _refusal_of_shapes(call: Call) -> Refusal | None:
-    """Masks and biases have the queries of a rank, and the keys of all."""
+    """Refuse masks and biases that do not have this rank's queries and the keys of all ranks."""
     assert call.context is not None
     mask = call.attention_mask if call.shape.rule.type.arbitrary else None
     whole = (call.shape.queries, call.shape.keys * call.context.size)
@@ -154,5 +155,6 @@ def _refusal_of_shapes(call: Call) -> Refusal | None:
 def _refusal_of_heads(call: Call) -> Refusal | None:
     bias = call.bias.tensor
     if bias is not None and bias.requires_grad and bias.shape[-2] == 1:
-        return Refusal("a learned bias of all queries", f"{tuple(bias.shape)}", "use 'p2p'")
+        expected = "a learned core_attention_bias with a row for each query"
+        return Refusal(expected, f"{tuple(bias.shape)}", "use 'p2p'")
     return _refusal_of_shapes(call)

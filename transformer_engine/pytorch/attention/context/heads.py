@@ -1,7 +1,7 @@
-"""a2a: heads are exchanged for tokens, so that every rank attends whole sequences with some heads.
+"""a2a: ranks exchange heads for tokens; then each runs whole sequences with some of the heads.
 
-With `a2a+p2p` the ranks that exchange are a part of all: together they have the chunks that one
-rank of a smaller ring would have, and that ring is what attends.
+With `a2a+p2p` a group of ranks exchanges heads, and ring attention runs between the groups: after
+the exchange each rank has the tokens that one rank of the smaller ring has.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.attention.masks.masks import build_mask
 from transformer_engine.pytorch.capture import memoize
-from transformer_engine.pytorch.parallel.exchange import gather_stack, sum_own, swap_stack
-from transformer_engine.pytorch.parallel.order import by_rank, in_order
+from transformer_engine.pytorch.parallel.exchange import (
+    all_gather_stack,
+    all_to_all_stack,
+    reduce_scatter_stack,
+)
+from transformer_engine.pytorch.parallel.order import to_rank_order, to_sequence_order
 
 
-class _Left(NamedTuple):
-    """What the forward leaves beside tensors."""
+class _Facts(NamedTuple):
+    """What the backward needs beside tensors: backend, its own facts, and the call that it ran."""
 
     backend: Backend
-    facts: Any
+    backend_facts: Any
     inner: Call
 
 
 class _Exchange:
-    """A call on one rank of those that exchange."""
+    """A call on one of the ranks that exchange heads for tokens."""
 
     def __init__(self, call: Call) -> None:
         context = call.context
@@ -60,16 +64,16 @@ class _Exchange:
     def to_heads(self, x: torch.Tensor, side: str) -> torch.Tensor:
         """`[tokens of a rank, heads, size]` as `[tokens of all, some heads, size]`."""
         stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)
-        come = swap_stack(stack, self.group)
-        return in_order(come, self.dim, self._starts(side))
+        received = all_to_all_stack(stack, self.group)
+        return to_sequence_order(received, self.dim, self._starts(side))
 
     def to_tokens(self, x: torch.Tensor, side: str) -> torch.Tensor:
-        """The way back."""
-        stack = by_rank(x, self.dim, self.ranks, self._starts(side))
-        return swap_stack(stack, self.group).movedim(0, -3).flatten(-3, -2)
+        """The inverse of `to_heads`."""
+        stack = to_rank_order(x, self.dim, self.ranks, self._starts(side))
+        return all_to_all_stack(stack, self.group).movedim(0, -3).flatten(-3, -2)
 
     def inner(self, device: torch.device) -> Call:
-        """The call that attends, of some heads and more tokens."""
+        """The call after the exchange: fewer heads, more tokens."""
         call, context = self.call, self.context
         return call._replace(
             shape=_inner_shape(call.shape, self.ranks, context.group is not None),
@@ -81,31 +85,31 @@ class _Exchange:
         )
 
     def _share(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of a tensor with a size of heads."""
+        """This rank's heads of a tensor; all of it where a size of 1 stands for all heads."""
         return x if x.shape[dim] == 1 else x.chunk(self.ranks, dim)[self.rank]
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """All queries of `[..., queries, keys]`."""
+    def _all_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., queries of all ranks, keys]` of `[..., queries of this rank, keys]`."""
         if x.dim() < 2 or x.shape[-2] == 1:
             return x
-        stack = gather_stack(x.movedim(-2, 0), self.group)
-        return in_order(stack, 0).movedim(0, -2)
+        stack = all_gather_stack(x.movedim(-2, 0), self.group)
+        return to_sequence_order(stack, 0).movedim(0, -2)
 
-    def _columns(self, mask: torch.Tensor) -> torch.Tensor:
-        """All tokens of a mask of padding, `[batch, 1, 1, tokens]`."""
-        stack = gather_stack(mask.movedim(-1, 0), self.group)
-        return in_order(stack, 0).movedim(0, -1)
+    def _all_tokens(self, mask: torch.Tensor) -> torch.Tensor:
+        """A padding mask `[batch, 1, 1, tokens]`, with the tokens of all ranks."""
+        stack = all_gather_stack(mask.movedim(-1, 0), self.group)
+        return to_sequence_order(stack, 0).movedim(0, -1)
 
     def _mask(self, mask: AttentionMask | None) -> AttentionMask | None:
         kind = self.call.shape.rule.type
         if kind.arbitrary and isinstance(mask, torch.Tensor):
-            mask = self._rows(mask)
+            mask = self._all_queries(mask)
             return self._share(mask, -3) if mask.dim() > 2 else mask
         if not kind.padding or mask is None:
             return None
         if isinstance(mask, torch.Tensor):
-            return self._columns(mask)
-        return self._columns(mask[0]), self._columns(mask[1])
+            return self._all_tokens(mask)
+        return self._all_tokens(mask[0]), self._all_tokens(mask[1])
 
     def _bias(self, device: torch.device) -> Bias:
         bias = self.call.bias
@@ -116,21 +120,21 @@ class _Exchange:
             return bias._replace(slopes=self._share(slopes, -1).contiguous())
         if bias.tensor is None:
             return bias
-        return bias._replace(tensor=self._share(self._rows(bias.tensor), 1))
+        return bias._replace(tensor=self._share(self._all_queries(bias.tensor), 1))
 
     def bias_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the rows that this rank has, of all heads."""
+        """The gradient of the bias for the queries of this rank and all heads."""
         whole = self.call.bias.tensor
         if grad is None or whole is None:
             return None
         if whole.shape[1] > 1:
-            every = grad.new_zeros((grad.shape[0], whole.shape[1], *grad.shape[2:]))
-            self._share(every, 1).copy_(grad)
-            grad = every
+            all_heads = grad.new_zeros((grad.shape[0], whole.shape[1], *grad.shape[2:]))
+            self._share(all_heads, 1).copy_(grad)
+            grad = all_heads
         if whole.shape[2] == 1:
-            raise AssertionError("biases of no queries are refused")
-        stack = by_rank(grad.movedim(-2, 0), 0, self.ranks)
-        return sum_own(stack, self.group).movedim(0, -2)
+            raise AssertionError("`refusal` takes no learned bias that all queries share")
+        stack = to_rank_order(grad.movedim(-2, 0), 0, self.ranks)
+        return reduce_scatter_stack(stack, self.group).movedim(0, -2)
 
     def _sink(self) -> Sink:
         sink = self.call.sink
@@ -139,13 +143,13 @@ class _Exchange:
         return Sink(sink.type, self._share(sink.offset, 0))
 
     def sink_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Of this rank's heads; zero of others."""
+        """The gradient of the sink: of this rank's heads, zero for the others."""
         offset = self.call.sink.offset
         if grad is None or offset is None:
             return None
-        every = torch.zeros_like(offset)
-        self._share(every, 0).copy_(grad)
-        return every
+        all_heads = torch.zeros_like(offset)
+        self._share(all_heads, 0).copy_(grad)
+        return all_heads
 
 
 @memoize
@@ -186,18 +190,18 @@ def forward(
     out = exchange.to_tokens(out.unflatten(-1, (-1, size)), "query").flatten(-2)
     if saved is None:
         return out, None
-    left = _Left(backend, saved.facts, inner.settings())
-    return out, Saved(saved.log_sum_exp, (*call.tensors, *saved.tensors), left)
+    facts = _Facts(backend, saved.facts, inner.settings())
+    return out, Saved(saved.log_sum_exp, (*call.tensors, *saved.tensors), facts)
 
 
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
     call = call.with_tensors(CallTensors(*saved.tensors[:TENSORS]))
-    exchange, (backend, facts, inner) = _Exchange(call), saved.facts
+    exchange, (backend, backend_facts, inner) = _Exchange(call), saved.facts
     grad = grad.unflatten(-1, (-1, call.shape.value_size))
     grad = exchange.to_heads(grad, "query").flatten(-2)
-    of_inner = Saved(saved.log_sum_exp, saved.tensors[TENSORS:], facts)
-    query, key, value, bias, sink = backend.backward(grad, of_inner, inner, needs)
+    inner_saved = Saved(saved.log_sum_exp, saved.tensors[TENSORS:], backend_facts)
+    query, key, value, bias, sink = backend.backward(grad, inner_saved, inner, needs)
     return Gradients(
         None if query is None else exchange.to_tokens(query, "query"),
         None if key is None else exchange.to_tokens(key, "key"),

@@ -1,7 +1,8 @@
-"""Real lengths and places of the sequences of a part, where there is padding.
+"""Lengths without padding, and places in memory, of the sequences of a part.
 
-`cu_seqlens` of a call under context parallelism are those of whole sequences. In thd each sequence
-is cut into chunks of its own length: geometry counts in chunks there, each of `UNIT` tokens.
+Under context parallelism `cu_seqlens` describe whole sequences. In thd each sequence has chunks of
+its own length, so `score_blocks` works with chunks of `UNIT` tokens there, and `Lengths` scales its
+ranges to each sequence.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention.context.spans import Range, Side
+from transformer_engine.pytorch.attention.context.score_blocks import Chunks, Range
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import Sequences
 
-UNIT = 2  # a chunk of one would make a diagonal of one, which is no band
+UNIT = 2  # at least 2: a causal band over one token is the same as no band
 
 
 class Lengths(NamedTuple):
-    """The sequences of a side.
+    """The sequences that queries, or keys, are chunks of.
 
     Attributes:
-        real: int64 `[batch]`, tokens of the whole sequence without padding.
-        units: int64 `[batch]`, tokens of a chunk of each sequence of thd; None of other formats.
-        starts: int64 `[batch]`, where in memory each sequence of thd begins on this side; likewise.
-        tokens: in memory, of thd.
-        longest: of whole sequences, or more; and of chunks, or more.
-        padded: thd has room for padding.
+        real: int64 `[batch]`, tokens of each whole sequence without padding.
+        units: int64 `[batch]`, tokens of a chunk of each sequence, for thd; else None.
+        starts: int64 `[batch]`, where each sequence begins in memory, for thd; else None.
+        tokens: in memory, for thd.
+        longest: upper bounds of the tokens of a whole sequence, and of a chunk.
+        padded: thd has room for padding between sequences.
     """
 
     real: torch.Tensor
@@ -36,10 +37,10 @@ class Lengths(NamedTuple):
     longest: tuple[int, int]
     padded: bool
 
-    def of(self, side: Side, range: Range) -> torch.Tensor:
-        """int64 `[batch]`: real tokens in a range of the side."""
+    def within(self, chunks: Chunks, range: Range) -> torch.Tensor:
+        """int64 `[batch]`: tokens that are no padding in a range of these chunks."""
         total = torch.zeros_like(self.real)
-        for first, count in side.stretches(range):
+        for first, count in chunks.runs(range):
             if self.units is None:
                 total += (self.real - first).clamp(0, count)
             else:
@@ -47,25 +48,25 @@ class Lengths(NamedTuple):
                 total += torch.minimum((self.real - begin).clamp(min=0), most)
         return total
 
-    def sequences(self, side: Side, range: Range) -> Sequences:
-        """What a call of the part is told."""
-        real = self.of(side, range)
+    def sequences(self, chunks: Chunks, range: Range) -> Sequences:
+        """The `Sequences` of a part's call."""
+        real = self.within(chunks, range)
         ends = torch.nn.functional.pad(real.cumsum(0), (1, 0)).to(torch.int32)
         if self.units is None or self.starts is None:
             return Sequences(ends)
-        if not self.padded and range == (0, side.tokens):
-            return Sequences(ends, None, self._longest(side, range))
+        if not self.padded and range == (0, chunks.tokens):
+            return Sequences(ends, None, self._longest(range))
         begins = self.starts + self.units * (range[0] // UNIT)
         begins = torch.nn.functional.pad(begins, (0, 1), value=self.tokens).to(torch.int32)
-        return Sequences(ends, begins, self._longest(side, range))
+        return Sequences(ends, begins, self._longest(range))
 
-    def _longest(self, side: Side, range: Range) -> int:
-        """Of a part; no kernel is asked for sequences of nothing."""
+    def _longest(self, range: Range) -> int:
+        """The longest sequence of a part, at least 1, because kernels take no empty ones."""
         sequence, chunk = self.longest
         return max(1, min(sequence, chunk * ((range[1] - range[0]) // UNIT)))
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token of thd in memory: its sequence, and its place in that."""
+        """For each token of thd in memory its sequence, and its place within the sequence."""
         assert self.starts is not None
         token = torch.arange(self.tokens, device=self.starts.device)
         sequence = (torch.searchsorted(self.starts, token, right=True) - 1).clamp_(min=0)
@@ -73,19 +74,28 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(
-    sequences: Sequences, parameter: str, qkv_format: str, ranks: int, share: int, tokens: int
+    sequences: Sequences, parameter: str, qkv_format: str, ranks: int, shares: int, tokens: int
 ) -> Lengths:
-    """Of a side that holds one of `share` parts of each sequence, of `ranks` ranks."""
+    """The lengths of queries, or of keys, after checks.
+
+    Args:
+        sequences: of the call.
+        parameter: the argument that errors name, such as `cu_seqlens_q`.
+        qkv_format: of the call.
+        ranks: of the group.
+        shares: memory holds one of this many equal shares of each sequence.
+        tokens: in memory.
+    """
     cu_seqlens, starts = sequences.checked(parameter)
     real = cu_seqlens.to(torch.int64).diff()
     if qkv_format != "thd":
         return Lengths(real, None, None, tokens, (0, 0), True)
     whole = cu_seqlens if starts is None else starts
     check_chunks(whole, ranks, parameter if starts is None else f"{parameter}_padded")
-    formats.check_ends(tokens * share, cu_seqlens, starts, sequences.longest, parameter)
+    formats.check_ends(tokens * shares, cu_seqlens, starts, sequences.longest, parameter)
     whole = whole.to(torch.int64)
     units = whole.diff() // (2 * ranks)
-    begins = whole[:-1] // share
+    begins = whole[:-1] // shares
     longest = _longest(real, units, sequences.longest, starts is not None, ranks)
     return Lengths(real, units, begins, tokens, longest, starts is not None)
 
@@ -93,7 +103,7 @@ def lengths_of(
 def _longest(
     real: torch.Tensor, units: torch.Tensor, longest: int | None, padded: bool, ranks: int
 ) -> tuple[int, int]:
-    """See `Lengths`; without `max_seqlen` the host waits for the device, once a call."""
+    """`Lengths.longest`; without `max_seqlen` the host waits for the device, once a call."""
     if longest is None:
         most = torch.stack((real, units)).amax(1).tolist() if real.numel() else [0, 0]
         return most[0], most[1]
@@ -101,7 +111,7 @@ def _longest(
 
 
 def check_chunks(starts: torch.Tensor, ranks: int, parameter: str) -> None:
-    """Every sequence of thd can be cut into chunks; looked at on the CPU alone."""
+    """Raise ValueError if a sequence of thd has no equal chunks. Only CPU tensors are checked."""
     if starts.device.type != "cpu":
         return
     uneven = [length for length in starts.diff().tolist() if length % (2 * ranks)]

@@ -1,8 +1,8 @@
-"""Calls of parts: attention of some queries and some keys, merging, and their gradients."""
+"""Parts of a call: attention of a block of queries and keys, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +11,12 @@ import torch
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.context.lengths import UNIT, Lengths, lengths_of
-from transformer_engine.pytorch.attention.context.spans import Piece, Range, Side, pieces
+from transformer_engine.pytorch.attention.context.score_blocks import (
+    Chunks,
+    Range,
+    ScoreBlock,
+    score_blocks,
+)
 from transformer_engine.pytorch.attention.core.call import (
     NO_BIAS,
     NO_SINK,
@@ -28,47 +33,48 @@ _ALL = Needs(True, True, True)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Part(NamedTuple):
-    """A part.
+class AttentionPart(NamedTuple):
+    """Attention of a block of queries and keys.
 
     Attributes:
-        piece: the tokens of both sides.
-        call: of attention.
-        seen: bool, broadcastable to rows `[..., heads]`, False of padding; None where all are.
-        columns: keys of the part in whole sequences, first and count of each stretch.
+        block: its queries and keys.
+        call: the call of attention that computes it.
+        has_keys: bool, broadcastable to `[..., heads]`, False for queries that are padding or see
+            no key; None if there is no padding.
+        key_runs: the keys in the whole sequence, as (first token, count) of each run.
     """
 
-    piece: Piece
+    block: ScoreBlock
     call: Call
-    seen: torch.Tensor | None
-    columns: list[Range]
+    has_keys: torch.Tensor | None
+    key_runs: list[Range]
 
 
-class Kept(NamedTuple):
-    """What the forward of a part leaves: a `Saved` without what comes again, and its backend."""
+class SavedPart(NamedTuple):
+    """What the forward of a part saves, without tensors that all parts share; see `Parts.strip`."""
 
     backend: Backend
     saved: Saved
 
 
-class Whole:
-    """A call on one rank, which parts are cut from.
+class RankCall:
+    """A call of attention on one rank, which runs as parts.
 
     Args:
         call: with its tensors.
         ranks: of the ring, or of the group that gathers.
-        queries: what this rank has.
-        key_share: keys in memory are one of so many parts of each sequence.
-        tokens: of queries and of keys in memory.
+        queries: the chunks that this rank has.
+        key_shares: keys in memory are one of this many equal shares of each sequence.
+        tokens: number of queries and number of keys in memory.
     """
 
     def __init__(
-        self, call: Call, ranks: int, queries: Side, key_share: int, tokens: tuple[int, int]
+        self, call: Call, ranks: int, queries: Chunks, key_shares: int, tokens: tuple[int, int]
     ) -> None:
         self.call = call
         self.ranks = ranks
         self.queries = queries
-        self.key_share = key_share
+        self.key_shares = key_shares
         self.tokens = tokens
         self.rule = call.shape.rule
         self.packed = call.shape.qkv_format == "thd"
@@ -76,51 +82,50 @@ class Whole:
 
     @cached_property
     def query_lengths(self) -> Lengths | None:
-        """Of queries, where there is padding."""
+        """Lengths of query sequences; None without padding."""
         if not self.rule.type.padding:
             return None
         return self._lengths(self.call.query_sequences, "cu_seqlens_q", self.ranks, 0)
 
     @cached_property
     def key_lengths(self) -> Lengths | None:
-        """Of keys, likewise."""
+        """Lengths of key sequences; None without padding."""
         if not self.rule.type.padding:
             return None
         sequences = self.call.key_sequences
-        return self._lengths(sequences, "cu_seqlens_kv", self.key_share, 1)
+        return self._lengths(sequences, "cu_seqlens_kv", self.key_shares, 1)
 
-    def _lengths(self, sequences: Sequences, name: str, share: int, side: int) -> Lengths:
+    def _lengths(self, sequences: Sequences, name: str, shares: int, side: int) -> Lengths:
         qkv_format = self.call.shape.qkv_format
-        return lengths_of(sequences, name, qkv_format, self.ranks, share, self.tokens[side])
+        return lengths_of(sequences, name, qkv_format, self.ranks, shares, self.tokens[side])
 
     @cached_property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def query_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`Lengths.places` of queries."""
         assert self.query_lengths is not None
         return self.query_lengths.places()
 
-    def parts(self, keys: Side) -> Iterator[Part]:
-        """Of the queries with these keys."""
+    def parts(self, keys: Chunks) -> Iterator[AttentionPart]:
+        """The parts in which this rank's queries see some of these keys."""
         left, right, shift = self.rule.left, self.rule.right, 0
         if self.packed:
-            left = -1  # chunks have a length in each sequence; `_shape` adds it again
+            left = -1  # the length of a chunk differs by sequence; `_part_shape` sets the limit
         elif self.rule.bottom_right:
-            whole = [side.length * 2 * self.ranks for side in (keys, self.queries)]
-            shift = whole[0] - whole[1]
-        for piece in pieces(left, right, shift, self.queries, keys):
-            yield self._part(piece, keys)
+            shift = (keys.length - self.queries.length) * 2 * self.ranks
+        for block in score_blocks(left, right, shift, self.queries, keys):
+            yield self._part(block, keys)
 
-    def _part(self, piece: Piece, keys: Side) -> Part:
-        call, columns = self.call, keys.stretches(piece.keys)
+    def _part(self, block: ScoreBlock, keys: Chunks) -> AttentionPart:
+        call, key_runs = self.call, keys.runs(block.keys)
         tokens = self.tokens if self.packed else None
-        shape = _shape(call.shape, piece, tokens)
-        queries, key_sequences, seen = self._sequences(piece, keys)
+        shape = _part_shape(call.shape, block, tokens)
+        queries, key_sequences, has_keys = self._sequences(block, keys)
         mask: Any = call.attention_mask if self.rule.type.arbitrary else None
         bias = call.bias
         if isinstance(mask, torch.Tensor):
-            mask = block(mask, piece.queries, columns)
+            mask = slice_scores(mask, block.queries, key_runs)
         if bias.tensor is not None:
-            bias = Bias(bias.type, block(bias.tensor, piece.queries, columns))
+            bias = Bias(bias.type, slice_scores(bias.tensor, block.queries, key_runs))
         own = call._replace(
             shape=shape,
             attention_mask=mask,
@@ -132,61 +137,61 @@ class Whole:
             context=None,
             part=True,
         )
-        return Part(piece, own, seen, columns)
+        return AttentionPart(block, own, has_keys, key_runs)
 
     def _sequences(
-        self, piece: Piece, keys: Side
+        self, block: ScoreBlock, keys: Chunks
     ) -> tuple[Sequences, Sequences, torch.Tensor | None]:
-        """Of queries and keys of a part, and which of its queries see any key."""
+        """Sequences of the queries and of the keys of a block, and `AttentionPart.has_keys`."""
         lengths, key_lengths = self.query_lengths, self.key_lengths
         if lengths is None or key_lengths is None:
             return Sequences(), Sequences(), None
-        queries = lengths.sequences(self.queries, piece.queries)
-        alike = self.call.same_sequences and keys == self.queries and piece.keys == piece.queries
-        key_sequences = queries if alike else key_lengths.sequences(keys, piece.keys)
-        real = lengths.of(self.queries, piece.queries)
-        real = torch.where(key_lengths.of(keys, piece.keys) > 0, real, 0)
+        queries = lengths.sequences(self.queries, block.queries)
+        alike = self.call.same_sequences and keys == self.queries and block.keys == block.queries
+        key_sequences = queries if alike else key_lengths.sequences(keys, block.keys)
+        real = lengths.within(self.queries, block.queries)
+        real = torch.where(key_lengths.within(keys, block.keys) > 0, real, 0)
         if self.packed:
             assert lengths.units is not None
-            sequence, place = self.places
-            begin = lengths.units[sequence] * (piece.queries[0] // UNIT)
-            seen = (place >= begin) & (place < begin + real[sequence])
-            return queries, key_sequences, seen[:, None]
-        count = piece.queries[1] - piece.queries[0]
-        seen = torch.arange(count, device=real.device) < real[:, None]
-        seen = seen.t() if self.call.shape.qkv_format == "sbhd" else seen
-        return queries, key_sequences, seen.unsqueeze(-1)
+            sequence, place = self.query_places
+            begin = lengths.units[sequence] * (block.queries[0] // UNIT)
+            has_keys = (place >= begin) & (place < begin + real[sequence])
+            return queries, key_sequences, has_keys[:, None]
+        count = block.queries[1] - block.queries[0]
+        has_keys = torch.arange(count, device=real.device) < real[:, None]
+        has_keys = has_keys.t() if self.call.shape.qkv_format == "sbhd" else has_keys
+        return queries, key_sequences, has_keys.unsqueeze(-1)
 
     def narrow(self, x: torch.Tensor, range: Range) -> torch.Tensor:
-        """These tokens of x; all of thd, where lengths say which."""
+        """A range of tokens; for thd all of `x`, because `Sequences` name the tokens."""
         if self.packed:
             return x
         return x.narrow(self.dim, range[0], range[1] - range[0])
 
 
-def block(x: torch.Tensor, queries: Range, columns: list[Range]) -> torch.Tensor:
-    """Rows and columns of `[..., queries of this rank, keys of all]`; sizes of 1 stay."""
+def slice_scores(x: torch.Tensor, queries: Range, key_runs: list[Range]) -> torch.Tensor:
+    """A block of a mask or bias `[..., queries of this rank, keys of all]`; sizes of 1 stay."""
     if x.dim() > 1 and x.shape[-2] > 1:
         x = x.narrow(-2, queries[0], queries[1] - queries[0])
     if x.shape[-1] > 1:
-        parts = [x.narrow(-1, first, count) for first, count in columns]
+        parts = [x.narrow(-1, first, count) for first, count in key_runs]
         x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return x
 
 
 @memoize
-def _shape(shape: CallShape, piece: Piece, tokens: tuple[int, int] | None) -> CallShape:
-    """Of the call of a part; `tokens` in memory of thd."""
-    queries, keys = (end - begin for begin, end in (piece.queries, piece.keys))
-    kind, left = shape.rule.type, piece.left
+def _part_shape(shape: CallShape, block: ScoreBlock, tokens: tuple[int, int] | None) -> CallShape:
+    """The shape of a part's call; `tokens` are the queries and keys in memory, for thd alone."""
+    queries, keys = (end - begin for begin, end in (block.queries, block.keys))
+    kind, left = shape.rule.type, block.left
     if tokens is not None:
         left = shape.rule.left
-    causal = piece.right == 0
+    causal = block.right == 0
     bottom_right = queries != keys
     rule = MaskRule(
         MaskType(kind.padding, causal, causal and bottom_right, kind.arbitrary),
         left,
-        piece.right,
+        block.right,
         bottom_right or not causal,
     )
     if tokens is not None:
@@ -197,11 +202,18 @@ def _shape(shape: CallShape, piece: Piece, tokens: tuple[int, int] | None) -> Ca
     return CallShape(shape.qkv_format, rule, band, *sizes, shape.batch, queries, keys)
 
 
-def run_part(inputs: Inputs, part: Part, needs: Needs) -> tuple[torch.Tensor, torch.Tensor, Kept]:
-    """Result and rows `[..., heads]` of a part, and what its backward needs."""
+def part_forward(
+    inputs: Inputs, part: AttentionPart, needs: Needs
+) -> tuple[torch.Tensor, torch.Tensor, SavedPart]:
+    """Run a part.
+
+    Returns:
+        The result, its log-sum-exp `[..., heads]` (-inf for queries that see no key of the part),
+        and what the backward needs.
+    """
     call = part.call
     bias = call.bias.tensor
-    if bias is not None and needs.bias:  # the choice depends on it
+    if bias is not None and needs.bias:  # the choice of the backend depends on it
         bias = bias.detach().requires_grad_()
     with torch.set_grad_enabled(needs.bias):
         asked = call if bias is None else call._replace(bias=Bias(call.bias.type, bias))
@@ -212,12 +224,12 @@ def run_part(inputs: Inputs, part: Part, needs: Needs) -> tuple[torch.Tensor, to
     with torch.no_grad():
         out, saved = backend.forward(*inputs, call, _ALL._replace(bias=needs.bias))
         assert saved is not None
-        rows = parts.rows(saved, call)
-        rest = parts.keep(saved, call)
-    rows = rows.masked_fill(rows == torch.inf, -torch.inf)
-    if part.seen is not None:
-        rows = rows.masked_fill(~part.seen, -torch.inf)
-    return out, rows, Kept(backend, rest)
+        log_sum_exp = parts.log_sum_exp(saved, call)
+        stripped = parts.strip(saved, call)
+    log_sum_exp = log_sum_exp.masked_fill(log_sum_exp == torch.inf, -torch.inf)
+    if part.has_keys is not None:
+        log_sum_exp = log_sum_exp.masked_fill(~part.has_keys, -torch.inf)
+    return out, log_sum_exp, SavedPart(backend, stripped)
 
 
 def with_seed(call: Call, backend: Backend, device: torch.device) -> Call:
@@ -228,167 +240,26 @@ def with_seed(call: Call, backend: Backend, device: torch.device) -> Call:
     return call._replace(dropout=call.dropout._replace(seed=draw(device)))
 
 
-def back_part(
+def part_backward(
     grad: torch.Tensor,
     tensors: tuple[torch.Tensor, ...],
-    rows: torch.Tensor,
-    part: Part,
-    rest: Kept,
+    log_sum_exp: torch.Tensor,
+    part: AttentionPart,
+    saved_part: SavedPart,
     needs: Needs,
 ) -> Gradients:
     """Gradients of a part.
 
     Args:
-        grad: of the result, of the queries of the part.
-        tensors: query, key, value and result.
-        rows: log-sum-exp of all keys, +inf of queries that see none.
+        grad: of the merged result, for the queries of the part.
+        tensors: query, key, value and merged result of the part.
+        log_sum_exp: over all keys, +inf for queries that see none.
         part: as in the forward.
-        rest: by the forward.
-        needs: of the backward.
+        saved_part: by the forward.
+        needs: which gradients are wanted.
     """
-    backend, saved = rest
+    backend, stripped = saved_part
     assert backend.parts is not None
-    saved = backend.parts.restore(saved, tensors, rows, part.call)
+    saved = backend.parts.restore(stripped, tensors, log_sum_exp, part.call)
     found: Gradients = backend.backward(grad, saved, part.call.settings(), needs)
     return found
-
-
-class Merged:
-    """Results of parts as they come, in fp32, each by its share of the softmax.
-
-    Args:
-        whole: the call.
-        query: `[..., heads, size]`.
-    """
-
-    def __init__(self, whole: Whole, query: torch.Tensor) -> None:
-        self.whole = whole
-        self.size = whole.call.shape.value_size
-        self.rows: torch.Tensor | None = None
-        self._like = query
-        self.out: torch.Tensor | None = None
-
-    def add(self, part: Part, out: torch.Tensor, rows: torch.Tensor) -> None:
-        """Take the result of a part in."""
-        out = out.unflatten(-1, (-1, self.size))
-        if self.out is None or self.rows is None:
-            if self._covers(part):
-                self.out, self.rows = out.float(), rows.contiguous()
-                return
-            self._begin()
-        assert self.out is not None and self.rows is not None
-        self.out = self.out.contiguous()
-        mine = self.whole.narrow(self.out, part.piece.queries)
-        mine_rows = self.whole.narrow(self.rows, part.piece.queries)
-        share = torch.sigmoid(rows - mine_rows).masked_fill_(rows == -torch.inf, 0.0)
-        mine.lerp_(out.float(), share.unsqueeze(-1))
-        mine_rows.copy_(torch.logaddexp(mine_rows, rows))
-
-    def _covers(self, part: Part) -> bool:
-        begin, end = part.piece.queries
-        return (begin, end) == (0, self.whole.queries.tokens)
-
-    def _begin(self) -> None:
-        lead = self._like.shape[:-1]
-        self.out = self._like.new_zeros((*lead, self.size), dtype=torch.float32)
-        self.rows = self.out.new_full(lead, -torch.inf)
-
-    def record_stream(self, stream: Any) -> None:
-        """Another stream than that of `add` reads what was merged."""
-        for x in (self.out, self.rows):
-            if x is not None:
-                x.record_stream(stream)
-
-    def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result with flat heads, and its rows; the sink is one more key, without a value."""
-        if self.out is None or self.rows is None:
-            self._begin()
-        assert self.out is not None and self.rows is not None
-        out, rows = self.out, self.rows
-        if sink is not None:
-            rows = torch.logaddexp(rows, sink.float())
-            out = out * torch.exp(self.rows - rows).unsqueeze(-1)
-        return out.flatten(-2).to(self._like.dtype), rows
-
-
-class _Summand(NamedTuple):
-    """A gradient of some tokens, and the part of a sum that they are."""
-
-    grad: torch.Tensor
-    narrow: Callable[[torch.Tensor], torch.Tensor]
-    takes_others: bool  # it is of all tokens, and may be written to
-
-
-class Sums:
-    """Gradients of parts added up: two with one rounding, more in fp32.
-
-    Args:
-        like: what they are the gradient of.
-    """
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.like = like
-        self._total: torch.Tensor | None = None
-        self._few: list[_Summand] = []
-
-    def add(self, whole: Whole, range: Range, grad: torch.Tensor | None) -> None:
-        """Add the gradient of a range of tokens, which may be written to."""
-        if grad is not None:
-            mine = grad.shape == self.like.shape
-            self._few.append(_Summand(grad, lambda total: whole.narrow(total, range), mine))
-            if self._total is not None or len(self._few) > 2:
-                self.exact()
-
-    def add_all(self, grad: torch.Tensor) -> None:
-        """Add a gradient of all tokens, which is not written to."""
-        self._few.append(_Summand(grad, lambda total: total, False))
-
-    def exact(self) -> torch.Tensor:
-        """In fp32."""
-        for grad, narrow, _ in self._few:
-            if self._total is None and grad.shape == self.like.shape:
-                self._total = grad.to(torch.float32, copy=True)
-                continue
-            if self._total is None:
-                self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
-            narrow(self._total).add_(grad)
-        self._few = []
-        if self._total is None:
-            self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
-        return self._total
-
-    def result(self) -> torch.Tensor:
-        """In the dtype of what they are the gradient of."""
-        dtype = self.like.dtype
-        if self._total is None and 0 < len(self._few) < 3:
-            first, *others = sorted(self._few, key=lambda summand: not summand.takes_others)
-            if first.takes_others and all([x.grad.dtype is dtype for x in self._few]):
-                for grad, narrow, _ in others:
-                    narrow(first.grad).add_(grad)
-                return first.grad
-        return self.exact().to(dtype)
-
-
-def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: Part) -> None:
-    """Add the gradient of a block of the bias to that of all of it."""
-    if grad is None:
-        return
-    queries = part.piece.queries
-    if total.shape[-2] > 1:
-        total = total.narrow(-2, queries[0], queries[1] - queries[0])
-    if total.shape[-1] == 1:
-        total.add_(grad)
-        return
-    place = 0
-    for first, count in part.columns:
-        total.narrow(-1, first, count).add_(grad.narrow(-1, place, count))
-        place += count
-
-
-def sink_gradient(
-    sink: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, size: int
-) -> torch.Tensor:
-    """Of the scores of the sink, from the tokens of this rank."""
-    mean = (grad.float() * out.float()).unflatten(-1, (-1, size)).sum(-1)
-    weight = torch.exp(sink.float() - rows)
-    return -(weight * mean).flatten(0, -2).sum(0).to(sink.dtype)

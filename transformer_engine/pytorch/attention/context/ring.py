@@ -1,10 +1,12 @@
-"""p2p: keys and values pass round a ring of ranks, and meet the queries of each.
+"""p2p: ring attention. Keys and values pass round a ring of ranks; queries stay on their rank.
 
-In step i of the forward rank r has the keys of rank r - i, while those of rank r - i - 1 are on
-their way to it. It keeps what it has in the last step: the backward begins with that, goes round
-the other way, and ends with its own keys. The gradients of keys follow one step behind, and come
-home under that last step. They pass in fp32 from three ranks on; of two, each is a part's own and
-passes in the dtype that it has.
+In step i of the forward rank r computes with the keys of rank r - i and receives those of rank
+r - i - 1. It saves the keys of the last step. The backward runs the steps in reverse: it begins
+with these keys, sends keys the other way round, and ends with the rank's own keys.
+
+The gradient of a block of keys is passed on behind the keys: each rank adds its share and sends the
+sum on, and the sum of the others reaches the owner of the keys during the last step. These sums are
+fp32. In a ring of two there is nothing to add on the way: gradients are sent in their own dtype.
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
-from transformer_engine.pytorch.attention.context.lengths import UNIT
-from transformer_engine.pytorch.attention.context.parts import Sums, Whole
-from transformer_engine.pytorch.attention.context.spans import side_of_rank
-from transformer_engine.pytorch.attention.context.visits import (
+from transformer_engine.pytorch.attention.context.attend import (
     Backward,
-    Visit,
+    KeyValues,
     attend,
     with_saved_tensors,
 )
+from transformer_engine.pytorch.attention.context.lengths import UNIT
+from transformer_engine.pytorch.attention.context.merging import GradSum
+from transformer_engine.pytorch.attention.context.parts import RankCall
+from transformer_engine.pytorch.attention.context.score_blocks import chunks_of_rank
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.parallel.exchange import Coming, pass_on
+from transformer_engine.pytorch.parallel.exchange import PendingReceive, send_to_next
 
 
 class _Ring:
     """A call on one rank of the ring.
 
     Attributes:
-        last: keys and values of the last step of the forward.
+        last: keys and values of the last step, once `forward_steps` has ended.
     """
 
     last: Sequence[torch.Tensor] = ()
@@ -42,39 +45,52 @@ class _Ring:
         self.group, self.rank, self.ranks = context.group, context.group_rank, context.group_size
         packed = shape.qkv_format == "thd"
         self.key_length = UNIT if packed else shape.keys // 2
-        queries = side_of_rank(self.rank, self.ranks, UNIT if packed else shape.queries // 2)
-        self.whole = Whole(call, self.ranks, queries, self.ranks, (shape.queries, shape.keys))
+        queries = chunks_of_rank(self.rank, self.ranks, UNIT if packed else shape.queries // 2)
+        tokens = (shape.queries, shape.keys)
+        self.rank_call = RankCall(call, self.ranks, queries, self.ranks, tokens)
 
-    def visits(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Visit]:
-        """Keys and values of all ranks; those of the next step come while this one runs."""
-        here: Sequence[torch.Tensor] = (key, value)
+    def forward_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
+        """All steps. The keys of the next step are received while the caller computes with these.
+
+        Args:
+            key: of this rank.
+            value: of this rank.
+        """
+        current: Sequence[torch.Tensor] = (key, value)
         for step in range(self.ranks):
-            coming = pass_on(here, self.group) if step + 1 < self.ranks else None
-            yield self.visit(step, *here)
-            if coming is not None:
-                self.last = here = coming.wait()
+            pending = send_to_next(current, self.group) if step + 1 < self.ranks else None
+            yield self.key_values(step, *current)
+            if pending is not None:
+                self.last = current = pending.wait()
 
-    def visits_back(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Visit]:
-        """The same from the last step to the first but one, of what the last had."""
-        here: Sequence[torch.Tensor] = (key, value)
+    def reverse_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
+        """The steps in reverse, without the first, whose keys are this rank's own.
+
+        Args:
+            key: of the last step.
+            value: of the last step.
+        """
+        current: Sequence[torch.Tensor] = (key, value)
         for step in range(self.ranks - 1, 0, -1):
-            coming = pass_on(here, self.group, back=True) if step > 1 else None
-            yield self.visit(step, *here)
-            if coming is not None:
-                here = coming.wait()
+            pending = send_to_next(current, self.group, reverse=True) if step > 1 else None
+            yield self.key_values(step, *current)
+            if pending is not None:
+                current = pending.wait()
 
-    def visit(self, step: int, key: torch.Tensor, value: torch.Tensor) -> Visit:
+    def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         owner = (self.rank - step) % self.ranks
-        return Visit(step, side_of_rank(owner, self.ranks, self.key_length), key, value)
+        return KeyValues(step, chunks_of_rank(owner, self.ranks, self.key_length), key, value)
 
-    def passed(self, sums: tuple[Sums, Sums], before: Coming | None) -> Coming:
-        """Send gradients of keys on, with those that came from the ranks before."""
+    def send_grads(
+        self, grads: tuple[GradSum, GradSum], previous: PendingReceive | None
+    ) -> PendingReceive:
+        """Add this rank's gradients of keys and values to those received, and send the sums on."""
         if self.ranks == 2:
-            return pass_on([x.result() for x in sums], self.group, back=True)
-        mine = [x.exact() for x in sums]
-        if before is not None:
-            mine = [x.add_(other) for x, other in zip(mine, before.wait(), strict=True)]
-        return pass_on(mine, self.group, back=True)
+            return send_to_next([x.result() for x in grads], self.group, reverse=True)
+        sums = [x.in_fp32() for x in grads]
+        if previous is not None:
+            sums = [x.add_(other) for x, other in zip(sums, previous.wait(), strict=True)]
+        return send_to_next(sums, self.group, reverse=True)
 
 
 def forward(
@@ -82,7 +98,8 @@ def forward(
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `backends/__init__.py`."""
     ring = _Ring(call)
-    out, saved = attend(ring.whole, ring.visits(key, value), (query, key, value), needs)
+    steps = ring.forward_steps(key, value)
+    out, saved = attend(ring.rank_call, steps, (query, key, value), needs)
     if saved is None:
         return out, None
     return out, saved._replace(tensors=(*saved.tensors, *ring.last))
@@ -91,15 +108,15 @@ def forward(
 def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
     """See `backends/__init__.py`."""
     ring = _Ring(with_saved_tensors(call, saved))
-    run = Backward(ring.whole, grad, saved, needs)
-    coming = None
-    for visit in ring.visits_back(*saved.tensors[-2:]):
-        coming = ring.passed(run.visit(visit), coming)
-    assert coming is not None, "a ring has two ranks or more"
-    sums = run.visit(ring.visit(0, *saved.tensors[1:3]))
-    for mine, other in zip(sums, coming.wait(), strict=True):
-        mine.add_all(other)
-    return run.gradients(*[x.result() for x in sums])
+    steps = Backward(ring.rank_call, grad, saved, needs)
+    pending = None
+    for step in ring.reverse_steps(*saved.tensors[-2:]):
+        pending = ring.send_grads(steps.run(step), pending)
+    assert pending is not None, "a ring has two ranks or more"
+    own_grads = steps.run(ring.key_values(0, *saved.tensors[1:3]))
+    for own, others in zip(own_grads, pending.wait(), strict=True):
+        own.add_all(others)
+    return steps.gradients(*[x.result() for x in own_grads])
 
 
 BACKEND = Backend("p2p", forward, backward, keeps_scores=True, requirements=())

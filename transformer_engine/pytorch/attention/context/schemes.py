@@ -1,4 +1,4 @@
-"""Which scheme serves a call of ranks that share its sequences, once they have found it alike."""
+"""Chooses the scheme of a context parallel call, after the ranks have agreed on the call."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformer_engine.pytorch.parallel.agreement import agree
 
 
 def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
-    """The two functions for a call with a `ContextGroup`, which compose those of backends.
+    """The backend of a call with a `ContextGroup`: it communicates, and calls other backends.
 
-    Before the first call of each structure the ranks meet, see `agree`.
+    Before the first call of each structure the ranks compare their calls, see `agree`.
 
     Raises:
-        ValueError: on all ranks, of what none can serve.
-        RuntimeError: on all ranks, of calls that differ.
+        ValueError: on all ranks, if context parallel ranks cannot run the call.
+        RuntimeError: on all ranks, if their calls differ.
     """
     context = call.context
     assert context is not None
@@ -43,7 +43,7 @@ _NAMES = (
 
 
 def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple[Any, ...]:
-    """What must be alike on all ranks, in the order of `_NAMES`."""
+    """What must be equal on all ranks, in the order of `_NAMES`."""
     shape, bias = call.shape, call.bias
     lengths = call.query_sequences.cu_seqlens, call.key_sequences.cu_seqlens
     assert call.context is not None
@@ -65,7 +65,7 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
 
 
 def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:
-    """Raise on all ranks where one refuses, or where they differ."""
+    """Raise on all ranks if one of them refuses the call, or if their calls differ."""
     refused, error = refusal(call), None
     if refused is not None:
         error = (

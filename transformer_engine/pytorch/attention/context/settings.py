@@ -1,4 +1,4 @@
-"""What `set_context_parallel_group` takes."""
+"""Checks of the arguments of `set_context_parallel_group`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def context_group(
     cp_stream: Any,
     cp_comm_type: str,
 ) -> ContextGroup | None:
-    """The ranks that arguments of `set_context_parallel_group` name; None for one rank.
+    """The ranks that the arguments of `set_context_parallel_group` name; None for one rank.
 
-    `heads` are those of queries and of keys.
+    `heads` are the numbers of query heads and of key heads.
     """
     where = f" (layer {layer})"
     if cp_comm_type not in COMM_TYPES:
@@ -99,7 +99,7 @@ def _check_ranks(groups: Sequence[Any], ranks: Any, where: str) -> None:
 
 
 def _check_heads(context: ContextGroup, heads: tuple[int, int], where: str) -> None:
-    """Heads can be exchanged for tokens."""
+    """Raise ValueError unless every rank gets as many heads."""
     size = context.head_size
     if heads[0] % size or heads[1] % size:
         raise ValueError(

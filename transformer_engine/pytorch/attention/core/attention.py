@@ -1,4 +1,4 @@
-"""Attention between projections: a backend is chosen, and its stage planned or run."""
+"""`CoreAttention`: chooses a backend for a call, and plans or runs its stage."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CoreAttention(Part):
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Attend in the call's format; the heads of the result are flat."""
+        """Attention in the format of the call; the heads of the result are flat."""
         if exporting():
             return exported.attend(query, key, value, call)
         compiling = _is_compiling()
@@ -88,7 +88,7 @@ class CoreAttention(Part):
         if recorded and backend.differentiable and (compiling or transformed):
             return run_forward(backend, query, key, value, call, NO_BACKWARD)[0]
         if recorded and (compiling or (query is key is value and call.casts is None)):
-            # Compilers take no tensor twice. Gradients of one tensor are added up value first.
+            # A compiler takes no tensor twice. This adds gradients of a tensor value first.
             query, key, value = (x.view_as(x) for x in inputs)
         plan, parameters = self._plan(backend, coming, needs, call)
         step = None if call.casts is None else call.casts.step
@@ -105,12 +105,12 @@ def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Bac
 
 @torch.compiler.disable
 def _outside_of_graphs(core: CoreAttention, *inputs: Any) -> Any:
-    """Ranks that share a sequence meet in Python: a graph ends before, and another begins after."""
+    """Context parallel ranks compare their calls in Python, which breaks the graph."""
     return core(*inputs)
 
 
 def _needs(values: Incoming, call: Call) -> tuple[bool, ...]:
-    """`CallPlan.needs`: of the tensors of a call, biases and sinks may have gradients."""
+    """`CallPlan.needs`: query, key, value, bias and sink may need gradients, other tensors not."""
     if not values.records:
         return _NO_NEEDS
     bias, sink = call.bias.tensor, call.sink.offset
@@ -163,9 +163,9 @@ def _without_torch_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 class _RandomStates:
-    """States of torch's default generators, of the CPU and of a device, as they are now.
+    """The current states of torch's default generators, of the CPU and of a device.
 
-    Within a fork of a tracker they are the tracker's.
+    Inside a fork of a tracker these are the states of the tracker.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +175,7 @@ class _RandomStates:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, numbers are drawn again; they leave no trace."""
+        """Draw the same random numbers again, then restore the states that the generators had."""
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             torch.set_rng_state(self._of_cpu)
             if self._of_device is not None:

@@ -1,4 +1,4 @@
-"""What a call of attention says, whichever backend serves it."""
+"""`Call`: the settings and tensors of a call of attention, which any backend takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def checked(self, parameter: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`cu_seqlens` and the padded ones; ValueError and TypeError for what they cannot be."""
+        """`cu_seqlens` and `cu_seqlens_padded`, after checks that raise ValueError or TypeError."""
         cu_seqlens = formats.check_cu_seqlens(self.cu_seqlens, parameter)
         if self.cu_seqlens_padded is not None:
             formats.check_starts(self.cu_seqlens_padded, cu_seqlens, parameter)
@@ -57,7 +57,7 @@ _WHOLE = Sequences()
 def sequences_of(
     cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None, longest: int | None
 ) -> Sequences:
-    """`Sequences` of these; one object for all calls that say nothing."""
+    """`Sequences` of these arguments; the same object for all calls in which all are None."""
     if cu_seqlens is None and cu_seqlens_padded is None and longest is None:
         return _WHOLE
     return Sequences(cu_seqlens, cu_seqlens_padded, longest)
@@ -85,7 +85,7 @@ def check_bias_type(name: str) -> str:
 
 
 def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None) -> Bias:
-    """The bias of a call, checked but for its shape; `NO_BIAS` itself for all that have none."""
+    """The bias of a call, after checks of all but its shape; `NO_BIAS` if there is none."""
     if type == "no_bias" and tensor is None and slopes is None:
         return NO_BIAS
     check_bias_type(type)
@@ -105,7 +105,7 @@ def bias_of(type: str, tensor: torch.Tensor | None, slopes: torch.Tensor | None)
 
 
 def _with_four_dimensions(bias: torch.Tensor) -> torch.Tensor:
-    """A bias as backends see it; a mask of bool, of which 1 would be added, is a mistake."""
+    """The bias with four dimensions. Refuses bool masks: True would add 1 to the scores."""
     if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
         kind = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
         raise TypeError(
@@ -118,7 +118,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class Sink(NamedTuple):
-    """The kind of softmax, and the score of its sink: of one more key, that has no value.
+    """The kind of softmax, and the score of its sink: one more key, which has no value.
 
         vanilla       exp(s_j) / sum_k exp(s_k)
         off-by-one    exp(s_j) / (1 + sum_k exp(s_k))
@@ -165,7 +165,7 @@ NO_DROPOUT = Dropout()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallShape:
-    """What settings and shapes alone say of a call; equal calls share one object.
+    """Settings and shapes of a call; equal calls share one object.
 
     Attributes:
         qkv_format: format of all tensors.
@@ -254,10 +254,10 @@ _NO_TENSORS = CallTensors()
 
 
 class Call(NamedTuple):
-    """All that a call of attention says, overrides applied.
+    """Settings and tensors of a call of attention, overrides applied.
 
-    `training` is the module's mode: a checkpoint's first forward, which needs no gradient, must run
-    on the backend of its second.
+    `training` is the module's mode. The first forward of a checkpoint needs no gradients, but must
+    use the same backend as the recompute.
     """
 
     shape: CallShape
@@ -273,7 +273,7 @@ class Call(NamedTuple):
     training: bool = False
     casts: Casts | None = None  # of FP8 attention
     context: ContextGroup | None = None  # ranks that share the sequence
-    part: bool = False  # the softmax goes over more keys, see `backends.backend.Parts`
+    part: bool = False  # keys are a part of those of the softmax, see `Parts`
 
     @property
     def same_sequences(self) -> bool:
@@ -322,5 +322,5 @@ class Call(NamedTuple):
         )
 
     def settings(self) -> Call:
-        """The same call without tensors: nothing that is held for a backward."""
+        """The call without tensors, so that a backward can keep it."""
         return self.with_tensors(_NO_TENSORS) if self.has_tensors else self

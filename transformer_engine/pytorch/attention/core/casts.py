@@ -55,8 +55,8 @@ class Slot(NamedTuple):
 
     Attributes:
         scale: fp32 `[1]`.
-        amax: fp32 `[1]`, raised to `max |x|`; None leaves no trace.
-        format: value of `DType`; None records the amax and casts nothing (calibration).
+        amax: fp32 `[1]`, raised to `max |x|`; None if amaxes are not recorded.
+        format: value of `DType`; None for calibration, which records the amax without a cast.
     """
 
     scale: torch.Tensor
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
         return codes, scales
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values that `x` has in FP8, rounded once more to `dtype`."""
+        """Cast `x` to FP8 and back to `dtype`."""
         if self.format is None:
             if self.amax is not None:
                 torch.maximum(self.amax, amax_of(x.contiguous()), out=self.amax)
@@ -84,10 +84,18 @@ class Slot(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """All casts of one call, and whether its backward is the last of the step.
+    """All casts of one call of attention.
 
-    Without the slots of gradients the backward is in high precision. `columns` are those that the
-    slots of the forward were made of.
+    Attributes:
+        qkv: of query, key and value.
+        softmax: of the softmax result.
+        out: of the result.
+        grad_out: of the gradient of the result. None, like the next two, if the backward is in high
+            precision.
+        grad_product: of the gradient of the product query key^T.
+        grad_qkv: of the gradients of query, key and value.
+        step: the autocast step that ends with the backward of the call, or None.
+        columns: the columns of scaling state that the slots of the forward use.
     """
 
     qkv: Slot
@@ -101,23 +109,23 @@ class Casts(NamedTuple):
 
     @property
     def backward(self) -> tuple[Slot, Slot, Slot]:
-        """The slots of gradients, where there are any."""
+        """The slots of gradients, which must not be None."""
         assert self.grad_out is not None
         assert self.grad_product is not None and self.grad_qkv is not None
         return self.grad_out, self.grad_product, self.grad_qkv
 
     @property
     def calibrating(self) -> bool:
-        """Nothing is cast."""
+        """Whether amaxes are recorded without casts."""
         return self.qkv.format is None
 
     def with_copied_scales(self) -> Casts:
-        """The same, with copies of the scales: for a call whose forward is computed again."""
+        """Casts with copies of the scales, for a call that will be recomputed."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(scale=s.scale.clone()) for s in forward])
 
     def for_recompute(self) -> Casts:
-        """The same for the second forward, which records no amaxes."""
+        """Casts for the recompute, which records no amaxes."""
         forward = (self.qkv, self.softmax, self.out)
         return self._replace_forward([s._replace(amax=None) for s in forward])
 
@@ -129,7 +137,7 @@ class Casts(NamedTuple):
 def casts_of(
     module: ScaledModule, tensors: Sequence[torch.Tensor], checkpointed: bool
 ) -> Casts | None:
-    """The casts of a call of attention in the scope that is open; None where it asks for none.
+    """The casts of a call of attention in the open scope; None if attention is not in FP8.
 
     Raises:
         NotImplementedError: a recipe with `fp8_dpa` that is not delayed scaling.
@@ -170,7 +178,7 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 
 
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
-    """The casts of a call that may be the first or the second of a region, or neither."""
+    """The casts of a call that may be the first forward or the recompute of a region."""
     stack = autocast_stack()
     where = recompute_context(stack.recomputed, stack.regions)
     counts = recording or where.in_first_forward
@@ -245,7 +253,7 @@ def _backward_slots(
 
 
 def _announce_mha() -> None:
-    """Say once how the tensors of fp8_mha travel."""
+    """Warn once that with `fp8_mha` projections do not read or write FP8 themselves."""
     warn_once(
         "[attention] fp8_mha: tensors between projections and attention are cast to FP8 inside of"
         " attention, as with fp8_dpa; no projection reads or writes them in FP8 itself",

@@ -1,4 +1,4 @@
-"""The variables that steer attention, at the moment it is called."""
+"""Environment variables that choose the attention backend, read at each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine._env import (
 
 
 def environment() -> AttentionVariables:
-    """The variables that choose a backend, as they are now; torch.compile can trace it."""
+    """The current values of the variables; torch.compile can trace this."""
     compiling = torch.compiler.is_compiling()
     return parsed_attention_variables() if compiling else attention_variables()
 

@@ -116,7 +116,7 @@ class Maps(NamedTuple):
     back_absent: torch.Tensor
 
     def reversed(self) -> Maps:
-        """The way back."""
+        """The maps of the reverse move."""
         return Maps(*self[2:], *self[:2])
 
 
@@ -207,7 +207,7 @@ def _moved(
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.Tensor:
-    """A vector of int32 with one element more than there are sequences."""
+    """Check that `cu_seqlens` is an int32 vector."""
     if cu_seqlens is None:
         raise ValueError(f"[attention] expected {parameter} for qkv_format 'thd', got None")
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -225,7 +225,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, parameter: str) -> torch.T
 
 
 def check_starts(starts: torch.Tensor, cu_seqlens: torch.Tensor, parameter: str) -> None:
-    """`cu_seqlens_padded` has what `cu_seqlens` has, and as many elements."""
+    """Check `cu_seqlens_padded`: dtype and number of elements are those of `cu_seqlens`."""
     check_cu_seqlens(starts, f"{parameter}_padded")
     if starts.shape != cu_seqlens.shape:
         raise ValueError(
@@ -246,9 +246,9 @@ def check_ends(
     longest: int | None,
     parameter: str,
 ) -> None:
-    """Sequences begin at 0, have no negative length, and end within the tokens; none is too long.
+    """Check that sequences begin at 0, do not overlap, end within the tokens, and are not too long.
 
-    Looked at on the CPU alone: elsewhere the host would wait for the device.
+    Only CPU tensors are checked: for others the host would wait for the device.
     """
     if not _can_read(cu_seqlens):
         return
@@ -277,7 +277,7 @@ def check_ends(
 
 
 def check_lengths(sequence: int, cu_seqlens: torch.Tensor, parameter: str) -> None:
-    """Each length is one that a padded sequence can have; looked at as in `check_ends`."""
+    """Check that each length fits into a padded sequence. Only CPU tensors are checked."""
     if not _can_read(cu_seqlens):
         return
     lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
@@ -299,7 +299,7 @@ def _short(values: list[int]) -> list[Any]:
 
 
 def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> None:
-    """Both have an end for each sequence of the batch."""
+    """Check that both have an entry for each sequence of the batch."""
     expected = (batch + 1,)
     if cu_seqlens_q.shape != expected or cu_seqlens_kv.shape != expected:
         raise ValueError(
@@ -309,7 +309,7 @@ def check_batch(batch: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Ten
 
 
 def check_equal_batch(queries: int, keys: int) -> None:
-    """Queries and keys have as many sequences."""
+    """Check that queries and keys have the same number of sequences."""
     if queries != keys:
         raise ValueError(
             "[attention] expected cu_seqlens_q and cu_seqlens_kv of equal shape, got batches of"

@@ -1,10 +1,10 @@
-"""How the output of a fused projection holds queries, keys and values: everything here is a view.
+"""Takes the output of a fused projection apart into queries, keys and values, as views.
 
     interleaved       [groups, queries per group + 2, size]    each group: its queries, key, value
     not interleaved   [heads, size], [groups, size], [groups, size]
 
-Going back, gradients that are such views themselves (cuDNN writes them so) are one tensor already;
-others are concatenated once.
+In the backward, gradients that are such views of one tensor (cuDNN writes them so) are joined
+without a copy; others are concatenated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 class HeadLayout(NamedTuple):
-    """Heads of a projection, and whether each group's are together."""
+    """The heads of a projection, and whether queries, key and value of a group are neighbours."""
 
     heads: int
     groups: int
@@ -34,7 +34,7 @@ class HeadLayout(NamedTuple):
     interleaved: bool
 
     def shared(self, ranks: TensorParallel) -> HeadLayout:
-        """The heads of a rank. ValueError where they cannot be shared."""
+        """The heads of one rank. Raises ValueError if the ranks cannot share them equally."""
         heads = ranks.share("num_attention_heads", self.heads)
         return self._replace(heads=heads, groups=ranks.share("num_gqa_groups", self.groups))
 
@@ -52,7 +52,7 @@ class HeadLayout(NamedTuple):
 
     @property
     def all_views(self) -> bool:
-        """Whether queries, too, are a view: interleaved ones of several groups have no stride."""
+        """Whether queries are a view, too; interleaved ones of several groups have no stride."""
         return self.heads == self.groups or not self.interleaved
 
     @property
@@ -114,7 +114,7 @@ def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tens
     " -> (Tensor(a), Tensor(a), Tensor(a))"
 )
 def _split_in_graph(x: torch.Tensor, *layout: Any) -> tuple[torch.Tensor, ...]:
-    """In an operator, so that `_Split` is not traced but called, and sees whose parts come back."""
+    """`_Split` as an operator: it is called, not traced, so it can see views of one tensor."""
     parts: tuple[torch.Tensor, ...] = _apply(x, HeadLayout(*layout))
     return parts
 
@@ -149,7 +149,7 @@ def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
 
 
 def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> HeadLayout | None:
-    """The layout in which these would be parts of one tensor, by their strides; None of others."""
+    """The layout in which these tensors are parts of one tensor, by their strides; else None."""
     heads, size = query.shape[-2:]
     groups = key.shape[-2]
     if key.shape != value.shape or key.shape[-1] != size:
@@ -173,7 +173,7 @@ class SplitHeads(Stage):
     """Takes a projection `[..., features]` apart into heads `[..., heads, size]`.
 
     Args:
-        results: what it holds: query, key and value, key and value, or queries alone.
+        results: names of the parts: query, key, value; or key, value; or query alone.
         layout: heads.
     """
 

@@ -36,9 +36,9 @@ def head_norms(
     device: torch.device | str | None,
     layer: str,
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """Norms of queries and of keys over the `size` elements of each head; None for no kind.
+    """The norms of queries and of keys, over the `size` elements of each head; None for no kind.
 
-    They are one module where it has no parameters.
+    Both are the same module if it has no parameters.
     """
     if kind is None:
         return None, None

@@ -31,7 +31,7 @@ CAUSAL_WINDOW: Window = (-1, 0)
 
 
 class MaskType(NamedTuple):
-    """What a mask type's name says."""
+    """The properties of a mask type."""
 
     padding: bool = False
     causal: bool = False
@@ -171,7 +171,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a backend needs to know: a band of keys, less what `hidden` hides.
+    """A mask as backends take it: a band of keys, without those that `hidden` hides.
 
     Attributes:
         hidden: bool, broadcastable to `[batch, heads, queries, keys]`; None hides nothing.
@@ -197,7 +197,7 @@ class Mask:
         return self.hidden is None and band == (-1, 0, 0)
 
     def may_blind(self, queries: int, keys: int) -> bool:
-        """A query may be left without any key; what `hidden` does is not looked at."""
+        """Whether the band may leave a query without any key; `hidden` is not considered."""
         first_sees_none = self.right >= 0 and self.diagonal + self.right < 0
         last_sees_none = self.left >= 0 and queries - 1 + self.diagonal - self.left > keys - 1
         return self.hidden is not None or first_sees_none or last_sees_none

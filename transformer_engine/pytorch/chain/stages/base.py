@@ -1,9 +1,9 @@
-"""Stages are what modules are made of: forward, data gradient, parameter gradients.
+"""`Stage`, the base of what modules consist of: forward, data gradient, parameter gradients.
 
-A stage reads values, and tensors that belong to the call (parameters, masks, angles), and makes
-values. It holds no tensors of its own: what its backward needs goes out as `Saved`. Fusion is
-negotiation: a stage is told what the next one requests (walking back: what the previous one
-requests of its gradient), and may return `Operands` instead of a tensor.
+A stage reads values and parameters (tensors of the call: weights, masks, angles), and makes values.
+It holds no tensors: `forward` returns what the backward needs as `Saved`. Fusion is negotiated: a
+stage gets the `OperandRequest` of the next stage (in the backward: of the previous stage, for its
+gradient), and may return `Operands` instead of a tensor.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
-
-
-Values: TypeAlias = Sequence[Any]  # of a stage, in order; None is no gradient
+Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its results (or None)
 Results: TypeAlias = tuple[Any, ...]
 
 
 class Saved(NamedTuple):
-    """What a stage leaves for its backward: tensors for autograd to save, and plain facts.
+    """What a stage saves for its backward.
 
-    `target` says where a weight gradient goes; it belongs to the call. `restored` is what the
-    producer of its input has made again, see `Stage.restore`.
+    Attributes:
+        tensors: saved by autograd.
+        facts: anything that is no tensor.
+        target: where the weight gradient goes, a `WgradTarget`; set for the backward.
+        regathered: the input, gathered again for the backward; see `Stage.regather`.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
     target: Any = None
-    restored: Any = None
+    regathered: Any = None
 
 
 class Stage:
     """Base of all stages.
 
-    `prepare` makes a plan: what the stage can decide once for all calls that share a
-    `CallPlan`. Methods get that of their stage back.
+    `prepare` makes the stage's own plan: what it decides once for all calls that share a
+    `CallPlan`. The other methods get this plan as `plan`.
 
     Attributes:
-        label: what the printed data flow calls it.
+        label: name in the printed data flow.
         results: names of the values that it makes.
         parameter_count: how many tensors it reads beside values.
-        draws: the last of those is a seed: None where the stage shall draw it itself.
-        takes_pending: values that it reads, and gradients of its results, may be `Pending`.
-        takes_strides: it reads values, and gradients of its results, of any strides; others get
-            contiguous ones.
+        draws: its last parameter is a seed, which is drawn for each call that passes None.
+        takes_pending: its inputs, and gradients of its results, may be `Pending`.
+        takes_strides: its inputs, and gradients of its results, may have any strides; other stages
+            get contiguous tensors.
         not_settings: attributes that may differ between stages that compute the same.
-        records_with_readers: it is recorded only where all who read its results are.
-        communicates: ranks run it together. It is a segment by itself. Its results and gradients
-            may be `Pending`, and the parameters' gradients of its consumer are computed meanwhile.
-        restores: it can make its first result again, see `restore`.
-        passes_requests: its result is its input, so what its consumer requests is for its producer.
-        delayed: where the gradients of its parameters wait for somebody to compute them; None where
-            the backward does.
+        records_with_readers: it is recorded only together with all stages that read its results.
+        communicates: it is a collective, and a segment by itself. Its results and gradients may be
+            `Pending`; while its backward runs, the parameter gradients of its consumer are
+            computed.
+        regathers: see `regather`.
+        passes_requests: its result is its input, so it hands the request of its consumer on.
+        delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
 
     label = "stage"
@@ -70,19 +71,19 @@ class Stage:
     not_settings: tuple[str, ...] = ()
     records_with_readers = False
     communicates = False
-    restores = False
+    regathers = False
     passes_requests = False
     delayed: Any = None
 
     def rename(self, layer: str) -> None:
-        """The module that this stage is part of has another name now."""
+        """Take the new name of the module that the stage is part of."""
 
     def settings(self) -> list[tuple[str, Any]]:
-        """What tells it from other stages of its class, but for its name."""
+        """The attributes that decide what it computes, by name."""
         return sorted((k, v) for k, v in vars(self).items() if k not in self.not_settings)
 
     def prepare(self, call: CallPlan, first: int) -> Any:
-        """The plan of the stage; its first parameter is number `first` of the call's inputs."""
+        """Make the plan; the stage's first parameter is number `first` of the call's inputs."""
         return call
 
     def recordable(self, plan: Any) -> bool:
@@ -90,7 +91,7 @@ class Stage:
         return False
 
     def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
-        """What such calls read or write beside values and parameters."""
+        """The tensors that recordable calls read or write beside values and parameters."""
         return ()
 
     def caches(self, plan: Any) -> bool:
@@ -98,30 +99,30 @@ class Stage:
         return False
 
     def cached(self, plan: Any) -> tuple[torch.Tensor | None, ...] | None:
-        """Those tensors; None where they do not exist yet."""
+        """The cached tensors; None if they do not exist yet."""
         return None
 
     def detach_cache(self) -> None:
-        """Take those tensors out of autograd's graph, which compiled code makes them part of."""
+        """Detach cached tensors from autograd's graph, which compiled code makes them part of."""
 
     def draw(self, plan: Any, device: torch.device) -> torch.Tensor | None:
-        """A new seed; None where the plan has no use for one."""
+        """A new seed; None if the plan needs none."""
         return None
 
     def accumulates(self, plan: Any) -> bool:
-        """Whether `wgrad_target` may say something."""
+        """Whether `wgrad_target` may return a target."""
         return False
 
     def wgrad_target(self, plan: Any, parameters: Parameters) -> Any:
-        """Where the weight gradient of this call goes; None for a fresh tensor."""
+        """Where the weight gradient of this call goes; None for a new tensor."""
         return None
 
     def request(self, plan: Any, x: torch.Tensor) -> OperandRequest | None:
-        """What this stage wants its input to become; `x` is a tensor with as many tokens."""
+        """The request for the first input; `x` is a tensor with as many tokens as the input."""
         return None
 
     def grad_request(self, plan: Any, grad: torch.Tensor) -> OperandRequest | None:
-        """What this stage wants the gradient of its result to become."""
+        """The request for the gradient of the first result."""
         return None
 
     def forward(
@@ -132,39 +133,39 @@ class Stage:
         Args:
             inputs: the values that it reads.
             parameters: tensors of the call.
-            plan: what `prepare` has returned.
-            request: of the stage that reads the first result, if that is the only one.
+            plan: returned by `prepare`.
+            request: of the only stage that reads the first result; None if there are more.
         """
         raise NotImplementedError
 
     def exported(self, inputs: Values, parameters: Parameters, plan: Any) -> Results:
-        """The forward in torch's operators and those of `export`, for a graph of ONNX.
+        """The forward in operators of torch and of `export`, for an ONNX graph.
 
-        Values may be in fp32 where they would only be rounded before a cast to FP8.
+        Values may stay in fp32 if their only use is a cast to FP8.
         """
         raise NotImplementedError
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: Any, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradients of the values that it read, and what `backward_params` carries on with.
+        """The gradients of its inputs, and whatever `backward_params` needs from here (`carry`).
 
         Args:
-            grads: of its results; some may be None, not all.
-            saved: what forward returned.
-            plan: what `prepare` has returned.
-            request: of the stage that made the first input, if no other stage reads that.
+            grads: gradients of its results; some may be None, not all.
+            saved: returned by `forward`.
+            plan: returned by `prepare`.
+            request: of the stage that made the first input; None if other stages read that, too.
         """
         raise NotImplementedError
 
-    def restore(self, saved: Saved, plan: Any) -> Any:
-        """The first result as its consumer's `backward_params` reads it (`Saved.restored`).
+    def regather(self, saved: Saved, plan: Any) -> Any:
+        """Gather the first result again, for `backward_params` of its consumer.
 
-        It may be pending; None where the consumer has kept what it needs.
+        The result may be pending; None if the consumer has saved what it needs.
         """
 
     def delays(self, plan: Any) -> bool:
-        """Whether `backward_params` is left for later, with what `delayed` holds."""
+        """Whether `backward_params` waits in `delayed` for `backward_dw`."""
         return False
 
     def backward_params(self, carry: Any, saved: Saved, plan: Any) -> Parameters:

@@ -6,9 +6,10 @@
     Reduce          all-reduce, bias                -
     ReduceScatter   reduce-scatter, bias            all-gather
 
-The first two stand before a Matmul whose columns ranks share, the others behind one whose rows they
-share: that one's bias is theirs, because it is added once, to the sum. Without sequence parallelism
-all ranks have all tokens; with it each has a run of them, along the first axis, outside the region.
+The first two come before a column-parallel Matmul, the others after a row-parallel one. Those add
+the bias of the Matmul, because it must be added once, to the sum over the ranks. With sequence
+parallelism each rank has a part of the tokens, along the first axis, outside the parallel region;
+without it all ranks have all tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from transformer_engine.pytorch.kernels.dropout_add import (
 )
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import (
+    LazyProduct,
     Pending,
-    Product,
     all_gather,
     all_reduce,
     reduce_scatter,
@@ -46,12 +47,12 @@ from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 
 def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
-    """What stands before a Matmul whose columns ranks share; nothing on one rank.
+    """The stage before a column-parallel Matmul; none on one rank.
 
     Args:
-        ranks: that share it.
-        index: which of the chain's Matmuls it is.
-        gathered_tap: the chain returns the gathered input, too.
+        ranks: that share the Matmul.
+        index: number of the Matmul in its chain.
+        gathered_tap: the chain also returns the gathered input.
     """
     if ranks.size == 1:
         return []
@@ -59,17 +60,17 @@ def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False
 
 
 def behind_rows(ranks: TensorParallel) -> list[Stage]:
-    """What stands behind a Matmul whose rows ranks share; nothing on one rank."""
+    """The stage after a row-parallel Matmul; none on one rank."""
     if ranks.size == 1:
         return []
     return [ReduceScatter(ranks) if ranks.sequence else Reduce(ranks)]
 
 
 class Collective(Stage):
-    """Base: a stage that ranks run together. It is a segment by itself, which is not recorded.
+    """Base of the collectives: a segment by itself, which is not recorded.
 
     Args:
-        ranks: that run it.
+        ranks: that take part.
     """
 
     communicates = True
@@ -89,7 +90,7 @@ class Collective(Stage):
         count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)
 
     def exported(self, inputs: Values, parameters: Parameters, plan: Any) -> Results:
-        """A graph of ONNX is of one process."""
+        """Raise NotImplementedError: an ONNX graph runs in one process."""
         refuse("tensor parallelism", "load the whole weights in one process", self.ranks.layer)
 
 
@@ -117,23 +118,23 @@ class Replicated(Collective):
 
 class _GatherPlan(NamedTuple):
     dtype: torch.dtype
-    saves: bool  # the backward gathers again
-    quantizer: Quantizer | None  # of shards, where FP8 may move
+    saves: bool  # saves this rank's tokens, to gather them again in the backward
+    quantizer: Quantizer | None  # casts shards, if FP8 may be sent
 
 
 class Gather(Collective):
-    """Every rank gets the tokens of all; only its own are saved for the backward.
+    """Every rank gets the tokens of all ranks, and saves its own for the backward.
 
-    What moves is what the Matmul takes: FP8 where shards can be cast as the whole tensor would be.
+    FP8 codes are sent if the Matmul takes FP8 and casts of shards equal those of the whole tensor.
 
     Args:
         ranks: see `Collective`.
-        index: which of the chain's Matmuls reads the result.
-        tap: what is gathered is a second result of the chain, in high precision.
+        index: number of the Matmul in its chain that reads the result.
+        tap: the chain also returns the gathered tensor, in high precision.
     """
 
     label = "gather"
-    restores = True
+    regathers = True
 
     def __init__(self, ranks: TensorParallel, index: int, tap: bool = False) -> None:
         super().__init__(ranks)
@@ -142,7 +143,7 @@ class Gather(Collective):
         self.results = ("gathered", "normalized") if tap else ("gathered",)
 
     def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
-        """What moves, and whether it moves again for the Matmul, whose parameters come next."""
+        """Choose what is sent, and whether to save it; parameter `first` is the Matmul's weight."""
         quantizer = call.quantizers[self.index].input
         saves = call.requires_grad and call.needs[first]
         if self.tap:
@@ -153,12 +154,12 @@ class Gather(Collective):
         return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards)
 
     def request(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
-        """What this rank casts, unless that takes an amax of all ranks: this stage asks for it."""
+        """The cast of this rank's tokens; None if `forward` casts, with an amax of all ranks."""
         request = self._cast_of(plan, x)
         return None if request is None or not request.quantizer.native else request
 
     def _cast_of(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
-        """Rows in FP8; for the backward, too, their columns where blocks have no transpose."""
+        """Row-wise FP8; also column-wise, if the backward needs it and blocks have no transpose."""
         quantizer = plan.quantizer
         if quantizer is None or rows_of(x) % quantizer.shard_rows:
             return None
@@ -191,8 +192,8 @@ class Gather(Collective):
             return (gathered,), Saved(())
         return (gathered.then(_row_wise, _row_wise),), Saved((x,), -1)
 
-    def restore(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
-        """Gather again, as wgrad takes it."""
+    def regather(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
+        """Gather the column-wise side, which wgrad takes, in the backward."""
         if not saved.tensors:
             return None
         tensors: Any = saved.tensors
@@ -208,7 +209,7 @@ class Gather(Collective):
     def backward_data(
         self, grads: Values, saved: Saved, plan: _GatherPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """This rank's part of the sum."""
+        """This rank's tokens of the gradient, summed over the ranks."""
         grad = grads[0]
         if self.tap and grads[1] is not None:
             grad = grads[1] if grad is None else grad + grads[1]
@@ -224,7 +225,7 @@ class _ReducePlan(NamedTuple):
 
 
 class Reduce(Collective):
-    """The sum over the ranks. One parameter: bias `[features]` (or None), added to it."""
+    """The sum over the ranks, plus the bias. One parameter: bias `[features]` or None."""
 
     label = "reduce"
     results = ("reduced",)
@@ -237,7 +238,7 @@ class Reduce(Collective):
     def forward(
         self, inputs: Values, parameters: Parameters, plan: _ReducePlan, request: Any
     ) -> tuple[Results, Saved]:
-        """The sum, and the bias."""
+        """The sum over the ranks, plus the bias."""
         return (self._start(inputs[0], parameters[0], self.ranks.check()),), Saved(())
 
     def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
@@ -259,7 +260,7 @@ class Reduce(Collective):
 
 
 class ReduceScatter(Reduce):
-    """This rank's tokens of the sum over the ranks, and the bias."""
+    """This rank's tokens of the sum over the ranks, plus the bias."""
 
     label = "reduce_scatter"
     takes_pending = True
@@ -273,13 +274,13 @@ class ReduceScatter(Reduce):
                 f"{self.ranks.layer})"
             )
         in_parts = self.ranks.overlap.scatter
-        self._count("reduce-scatter", x, overlapped=in_parts and isinstance(x, Product))
+        self._count("reduce-scatter", x, overlapped=in_parts and isinstance(x, LazyProduct))
         return reduce_scatter(x, group, None if bias is None else _sum(bias), in_parts)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradients of all tokens, in FP8 where the Matmul takes that."""
+        """The gradients of all tokens, gathered in FP8 if the Matmul takes FP8."""
         grad, group = grads[0], self.ranks.check()
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
@@ -288,13 +289,13 @@ class ReduceScatter(Reduce):
             if request is not None and request.quantizer is IDENTITY:
                 gathered = gathered.then(_plain_sides, _plain_sides)
             return (gathered,), grad
-        apart = request.columnwise and not quantizer.layout.transposes
-        own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, apart))
+        sends_columns = request.columnwise and not quantizer.layout.transposes
+        own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, sends_columns))
         rows = gather_rows(own.rowwise, group, in_parts=self.ranks.overlap.grad_gather)
         self._count("all-gather", own.rowwise.codes, True, self.ranks.overlap.grad_gather)
-        if not apart:
-            whole = _both_sides if request.columnwise else _row_wise
-            return (rows.then(whole, _row_wise),), grad
+        if not sends_columns:
+            to_operands = _both_sides if request.columnwise else _row_wise
+            return (rows.then(to_operands, _row_wise),), grad
         columns = gather_columns(own.columnwise, group)
         self._count("all-gather", own.columnwise.codes, backward=True)
         return (rows.then(lambda row: Operands(row, columns.wait())),), grad

@@ -1,7 +1,7 @@
-"""What moves of FP8 matrices: codes and scales of blocks, row-wise, transposed where they arrive.
+"""All-gather of FP8 matrices: row-wise codes and scales, transposed after they are received.
 
-One scale is the same on all ranks, because their amaxes were reduced. Blocks of 1 x 128 values have
-no transpose: their column-wise side is gathered as such.
+A single scale is not sent: it is equal on all ranks, because their amaxes were reduced. Blocks of
+1 x 128 values have no transpose, so their column-wise codes are gathered, too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
-_PRODUCT_ROWS = 16  # of parts that are multiplied one by one: a multiple of it
+_PRODUCT_ROWS = 16  # parts can be multiplied one by one if their rows are a multiple of this
 
 
 def gather_rows(
     matrix: Fp8Matrix, group: Any, as_columns: bool = False, in_parts: bool = False
 ) -> Pending:
-    """The rows of all ranks, as an `Fp8Matrix`, or its transpose `as_columns`.
+    """Gather the rows of all ranks into an `Fp8Matrix`.
 
     Args:
         matrix: codes `[..., k]`; blocks do not reach from one rank's rows into another's.
         group: process group.
-        as_columns: of a layout that has transposes.
+        as_columns: return the transpose; the layout must have one.
         in_parts: see `all_gather`.
     """
     codes = all_gather(matrix.codes, group, in_parts)
@@ -36,21 +36,19 @@ def gather_rows(
         found = Fp8Matrix(rows, scales.wait(), matrix.format)
         return transposed(found) if as_columns else found
 
-    as_they_come = not (
-        as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS
-    )
-    return codes.then(finish, finish if as_they_come else None)
+    has_parts = not (as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
+    return codes.then(finish, finish if has_parts else None)
 
 
 def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:
-    """The columns of all ranks, as an `Fp8Matrix` `[k, rows of all ranks]`.
+    """Gather column-wise codes of all ranks into an `Fp8Matrix` `[k, rows of all ranks]`.
 
     Args:
         matrix: codes `[k, rows]` of the transpose, in blocks along the rows.
         group: process group.
     """
     codes = all_gather(matrix.codes, group)
-    # The scales of runs along the rows are stored by runs: those of a rank follow the others'.
+    # These scales are stored block by block along the rows, so ranks follow one another in memory.
     scales = all_gather(matrix.scales, group)
 
     def finish(rows: torch.Tensor) -> Fp8Matrix:
@@ -71,5 +69,5 @@ def _gather_scales(matrix: Fp8Matrix, group: Any) -> Pending:
 
 
 def _side_by_side(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`[rows, ranks * columns]` of what was gathered as `[ranks * rows, columns]`."""
+    """Turn gathered `[ranks * rows, columns]` into `[rows, ranks * columns]`."""
     return x.view(-1, rows, x.shape[-1]).transpose(0, 1).reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""Matmul: `y = x . w^T + b`, the stage that owns the GEMMs and asks for quantised operands."""
+"""`Matmul`: `y = x . w^T + b`, the stage that runs the GEMMs and requests quantised operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.chain.delayed import Delayed
+from transformer_engine.pytorch.chain.delayed import DelayedTasks
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
@@ -38,20 +38,20 @@ from transformer_engine.pytorch.parallel.collectives import Pending, waited
 # FP8 GEMMs multiply along tokens in wgrad, so the token count is padded to this with zero rows.
 TOKEN_ALIGNMENT = 16
 
-# A GEMM that also sums the columns of its operand takes 1.12x its time at 16384 x 16384 x 4096 on
-# an H200 (bench_gemm): from this many elements on, a kernel of its own is cheaper.
-_SEPARATE_SUM = 1 << 25
+# A GEMM that also computes the bias gradient takes 1.12x its time at 16384 x 16384 x 4096 on an
+# H200 (bench_gemm). For gradients with this many elements or more a separate kernel is cheaper.
+_SEPARATE_BIAS_GRAD = 1 << 25
 
 
 class _Facts(NamedTuple):
-    """What backward must know beside the tensors."""
+    """What the backward needs beside tensors."""
 
     x_format: int
     weight_format: int
     weight_dtype: torch.dtype
     padding: int
     saves_fp8_weight: bool  # the parameter itself, row-wise
-    input_restored: bool  # by its producer, see `Stage.restore`
+    input_regathered: bool  # the backward reads `Saved.regathered` instead of a saved input
 
 
 _NOTHING = Saved(())
@@ -61,13 +61,13 @@ class Matmul(Stage):
     """Two parameters: weight `[out, in]` and bias `[out]` (or None); one without `biased`.
 
     Args:
-        index: which of the chain's Matmuls this is (the quantizers of a plan are in that order).
+        index: number of this Matmul in its chain, and of its quantizers in a plan.
         layer: name of the module, for errors and reports.
         fuse_wgrad: accumulate the weight gradient into `weight.main_grad`.
-        part: which part of the module this is; the stage's name is `<layer>[.<part>]`.
-        biased: it adds the bias; else the next stage does.
-        delays: the backward leaves its parameters' gradients in `delayed`.
-        by_rows: the next stage asks for the rows of each rank.
+        part: part of the module that this is; the stage's name is `<layer>[.<part>]`.
+        biased: this stage adds the bias; else the next stage does.
+        delays: `backward_dw` computes the gradients of the parameters, not the backward.
+        by_rows: the next stage reads the rows for each rank separately (`LazyProduct`).
     """
 
     label = "matmul"
@@ -90,8 +90,8 @@ class Matmul(Stage):
         self.part = part
         self.results = (part or "product",)
         self.fuse_wgrad = fuse_wgrad
-        self.delayed: Delayed | None = Delayed() if delays else None
-        self.save_original_input = False  # save it for backward unquantised
+        self.delayed: DelayedTasks | None = DelayedTasks() if delays else None
+        self.save_original_input = False  # save the input for backward in high precision
         self.cached_weight: tuple[Hashable, Operands] | None = None
         self._cached_tensors: tuple[torch.Tensor | None, ...] = ()
         self.rename(layer)
@@ -101,7 +101,7 @@ class Matmul(Stage):
         self.name = f"{layer}.{self.part}" if self.part else layer
 
     def prepare(self, call: CallPlan, first: int) -> MatmulPlan:
-        """Which operands are wanted, and of which quantizers."""
+        """Choose operands and quantizers."""
         plan = MatmulPlan(call, call.quantizers[self.index], first, self.parameter_count == 2)
         if self.save_original_input and plan.fp8 and plan.needs_weight and not plan.wrapped:
             quantizer = plan.quantizers.input
@@ -115,10 +115,10 @@ class Matmul(Stage):
         return plan
 
     def recordable(self, plan: MatmulPlan) -> bool:
-        """Where no quantizer looks at tensors in torch, and no state outlives the call."""
+        """True if quantizers call nothing but `_C`, and the call caches nothing."""
         makes_cache = plan.fp8 and plan.first_microbatch is True and not plan.fp8_weight
-        later = plan.input_in_backward is not None
-        return plan.quantizers.native and not (makes_cache or later)
+        recasts_input = plan.input_in_backward is not None
+        return plan.quantizers.native and not (makes_cache or recasts_input)
 
     def persistent_tensors(self, plan: MatmulPlan) -> Sequence[torch.Tensor]:
         """Scales and amaxes."""
@@ -178,22 +178,22 @@ class Matmul(Stage):
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        restored = operands.columnwise is None and not isinstance(x, torch.Tensor)
+        regathered = operands.columnwise is None and not isinstance(x, torch.Tensor)
         column = operands.columnwise
-        if plan.input_in_backward is not None and not restored:
+        if plan.input_in_backward is not None and not regathered:
             column = x
         x_data, x_scales, x_format = flatten(column if plan.needs_weight else None)
         saves_fp8_weight = plan.fp8_weight and w.columnwise is None
         column = own if saves_fp8_weight else w.columnwise
         w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
         if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
-            # For `offload`: the parameter itself stays, what was made of it is a weight.
+            # Tell `offload` that this is a parameter, which stays, or a copy of a weight.
             setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
-        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, restored)
+        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, regathered)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
-        """The input as the product takes it, and with how many rows of zeros."""
+        """The operands of the input, and how many rows of zeros pad them."""
         padding = -math.prod(shape_of(x)[:-1]) % TOKEN_ALIGNMENT if plan.fp8 else 0
         if isinstance(x, Operands):
             return pad_operands(x, padding), padding
@@ -216,7 +216,7 @@ class Matmul(Stage):
         return (linear(x, weight, bias).to(plan.dtype),)
 
     def detach_cache(self) -> None:
-        """Free what the first micro-batch saved: a cached weight would keep its graph alive."""
+        """Detach the cached weight, which would keep the graph of the first micro-batch alive."""
         if self.cached_weight is not None:
             key, cached = self.cached_weight
             self._cache(key, Operands(detached(cached.rowwise), detached(cached.columnwise)))
@@ -238,14 +238,14 @@ class Matmul(Stage):
         return cached
 
     def renew(self, weight: torch.Tensor, plan: MatmulPlan) -> Operands:
-        """Cast the weight and keep it."""
+        """Cast the weight and cache it."""
         quantizer = plan.quantizers.weight
         cast = quantizer.refreshed(weight, plan.weight_request, self._cached_operands(plan))
         self._cache(quantizer.cache_key, cast)
         return cast
 
     def _cached_operands(self, plan: MatmulPlan) -> Operands | None:
-        """The cached weight, where it serves this plan."""
+        """The cached weight, if it has what this plan needs."""
         if self.cached_weight is None:
             return None
         key, operands = self.cached_weight
@@ -253,11 +253,11 @@ class Matmul(Stage):
         return operands if complete and key == plan.quantizers.weight.cache_key else None
 
     def delays(self, plan: MatmulPlan) -> bool:
-        """Where the weight is trained."""
+        """True with the argument `delays` if the weight needs a gradient."""
         return self.delayed is not None and plan.needs_weight
 
     def accumulates(self, plan: MatmulPlan) -> bool:
-        """With `fuse_wgrad`."""
+        """True with `fuse_wgrad` if the weight needs a gradient."""
         return self.fuse_wgrad and plan.needs_weight
 
     def wgrad_target(self, plan: MatmulPlan, parameters: Parameters) -> gemm.WgradTarget | None:
@@ -267,8 +267,8 @@ class Matmul(Stage):
         weight = parameters[0]
         assert weight is not None
         target = gemm.main_grad_target(weight, plan.first_microbatch is True, self.name)
-        # With a delayed product autograd has no gradient yet.
-        return target if self.delayed is None else target._replace(announced=False)
+        # `backward_dw` computes a delayed gradient: autograd gets none, not even a placeholder.
+        return target if self.delayed is None else target._replace(has_placeholder=False)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: MatmulPlan, request: OperandRequest | None
@@ -317,60 +317,60 @@ class Matmul(Stage):
         bias_grad = grad.bias_grad
         missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
         dense = grad.columnwise if plan.needs_weight else grad.rowwise
-        if missing_bias and isinstance(dense, torch.Tensor) and _sums_apart(dense, plan):
+        if missing_bias and isinstance(dense, torch.Tensor) and _separate_bias_grad(dense, plan):
             bias_grad = dropout_add_backward(dense, None, 0.0, None, missing_bias)[1]
             missing_bias = None
         if not plan.needs_weight:
             return (None, bias_grad)[: self.parameter_count]
         facts = saved.facts
         x = restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-        if facts.input_restored:
-            x = pad_side(saved.restored, facts.padding, True)
+        if facts.input_regathered:
+            x = pad_side(saved.regathered, facts.padding, True)
         elif plan.input_in_backward is not None:
-            later = plan.input_in_backward
-            x = plan.quantizers.input.padded(x, facts.padding, later).columnwise  # type: ignore[arg-type]
-        wanted: gemm.WgradTarget = saved.target or gemm.WgradTarget(facts.weight_dtype)
-        target, fast = wanted, plan.fast_accumulation[2]
-        quantizer = plan.quantizers.wgrad
-        apart = quantizer is not IDENTITY and wanted.main_grad is not None
-        if apart:  # to be seen before it is added
-            assert wanted.main_grad is not None
-            target = gemm.WgradTarget(wanted.main_grad.dtype)
-        dw, summed = gemm.wgrad(grad.columnwise, x, target, fast, missing_bias, self.name)
+            request = plan.input_in_backward
+            x = plan.quantizers.input.padded(x, facts.padding, request).columnwise  # type: ignore[arg-type]
+        target: gemm.WgradTarget = saved.target or gemm.WgradTarget(facts.weight_dtype)
+        fast, quantizer = plan.fast_accumulation[2], plan.quantizers.wgrad
+        first_target = target
+        if quantizer is not IDENTITY and target.main_grad is not None:
+            # The debugger sees the gradient of this call before it is added to `main_grad`.
+            first_target = gemm.WgradTarget(target.main_grad.dtype)
+        dw, summed = gemm.wgrad(grad.columnwise, x, first_target, fast, missing_bias, self.name)
         if quantizer is not IDENTITY:
             assert dw is not None
             dw = quantizer.process_gemm_output(dw)
-        if apart and quantizer.replaces:
-            dw = _delivered(dw, wanted)
-        elif apart:  # adding within the GEMM may round otherwise: repeat it as without inspection
-            dw, _ = gemm.wgrad(grad.columnwise, x, wanted, fast, None, self.name)
+        if first_target is not target:
+            if quantizer.replaces:
+                _into_main_grad(dw, target)
+                dw = None
+            else:  # accumulation in the GEMM rounds otherwise: repeat it as without inspection
+                dw, _ = gemm.wgrad(grad.columnwise, x, target, fast, None, self.name)
         return (dw, summed if bias_grad is None else bias_grad)[: self.parameter_count]
 
 
 def _without_padding(y: torch.Tensor, x: Any, padding: int, plan: MatmulPlan) -> torch.Tensor:
     y = y[: y.shape[0] - padding].view(*shape_of(x)[:-1], y.shape[-1])
-    # Functions in graphs save no views.
+    # In compiled code autograd functions cannot save views.
     return y.clone() if plan.compiling and plan.requires_grad else y
 
 
 def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) -> bool:
-    """Whether a producer of `x` may serve the request where tokens must be padded, too.
+    """Whether the producer of `x` may make the operands of a request itself.
 
-    A cast that rounds twice anyway is cheaper with the padding.
+    Not if tokens must be padded and the cast rounds twice: then a cast that pads is cheaper.
     """
     if request is None or not plan.fp8 or rows_of(x) % TOKEN_ALIGNMENT == 0:
         return True
     return request.quantizer.rounds_once
 
 
-def _sums_apart(grad: torch.Tensor, plan: MatmulPlan) -> bool:
-    return not plan.needs_weight or grad.numel() >= _SEPARATE_SUM
+def _separate_bias_grad(grad: torch.Tensor, plan: MatmulPlan) -> bool:
+    return not plan.needs_weight or grad.numel() >= _SEPARATE_BIAS_GRAD
 
 
-def _delivered(dw: torch.Tensor | None, target: gemm.WgradTarget) -> torch.Tensor | None:
+def _into_main_grad(dw: torch.Tensor | None, target: gemm.WgradTarget) -> None:
     assert dw is not None and target.main_grad is not None
     if target.accumulate:
         target.main_grad.add_(dw)
     else:
         target.main_grad.copy_(dw)
-    return None

@@ -1,4 +1,4 @@
-"""What a Matmul decides once for all calls of a plan."""
+"""`MatmulPlan`: what a Matmul decides once for all calls of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 
 
 class MatmulPlan:
-    """See the top of this file."""
+    """The plan of a `Matmul`: facts of the call, and the requests for its operands."""
 
     __slots__ = (
         "compiling",
@@ -45,15 +45,15 @@ class MatmulPlan:
         self.fp8 = quantizers.fp8
         self.wrapped = quantizers.wrapped
         self.fast_accumulation = quantizers.fast_accumulation
-        self.fp8_weight = first in call.fp8_weights  # the weight exists in FP8 alone
+        self.fp8_weight = first in call.fp8_weights  # the weight is kept in FP8
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
-        self.input_in_backward: OperandRequest | None = None  # casts the columns of the input
+        self.input_in_backward: OperandRequest | None = None  # of `save_original_input`
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
-        self.request.active = self.weight_request.active = call.apart
+        self.request.active = self.weight_request.active = call.cse_barrier
         bias_grad = call.dtype if self.needs_bias else None
-        self.grad_request: OperandRequest | None = None  # only the bias is trained
+        self.grad_request: OperandRequest | None = None  # None: no gradient but that of the bias
         if self.needs_input or self.needs_weight:
             self.grad_request = OperandRequest(
                 quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad

@@ -55,8 +55,8 @@ class Norm(Stage):
         kind: `"LayerNorm"` or `"RMSNorm"`.
         epsilon: added to the variance (or mean square).
         zero_centered: use `1 + gamma`.
-        tap: a second result of the chain: the plain "output" of the norm, or its "input". What
-            comes back on the latter is added by the kernel that makes the input's gradient.
+        tap: a second result of the chain: the plain "output" of the norm, or its "input". The
+            backward kernel adds the gradient of the latter to the gradient of the input.
     """
 
     label = "norm"
@@ -74,7 +74,7 @@ class Norm(Stage):
         self.results = ("normalized",) if tap is None else ("normalized", "residual")
 
     def prepare(self, call: CallPlan, first: int) -> _Plan:
-        """What a call reads; torch.compile wants numbers to be read before autograd is entered."""
+        """The numbers of a call; torch.compile must read them before autograd is entered."""
         epsilon = float(self._constant_epsilon) if call.compiling else self.epsilon
         return _Plan(call.dtype, call.requires_grad, epsilon)
 
@@ -91,19 +91,19 @@ class Norm(Stage):
         assert gamma is not None
         quantizer = quantizer_of(request)
         fused = quantizer.fused_arguments(request)
-        apart = None
+        separate = None
         if self.tap != "output" and fused.plain and fused.rowwise and not fused.columnwise:
-            # A kernel of its own makes row-wise FP8 alone, and sums in its own order: it stays in
-            # place for statistics.
-            apart = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
+            # The kernel for row-wise FP8 alone sums in another order. It must also run while the
+            # debugger looks; a second call of the norm makes the plain tensor and the moments.
+            separate = FusedArguments(True, epsilon=0.0, moments=fused.moments, active=fused.active)
             fused = fused._replace(plain=False, moments=None, active=None)
         plain = plan.dtype if fused.plain or self.tap == "output" else None
         y, codes, transposed, scales, mean, rstd = self._call(x, gamma, beta, plan, plain, fused)
-        if apart is not None:
-            y = self._call(x, gamma, beta, plan, plan.dtype, apart)[0]
+        if separate is not None:
+            y = self._call(x, gamma, beta, plan, plan.dtype, separate)[0]
         value = quantizer.fused_result(request, FusedOutputs(y, codes, transposed, scales))
         saved = Saved((x, gamma, mean, rstd) if plan.requires_grad else ())
-        if self.tap is None:  # nothing holds the plain result once it is cast
+        if self.tap is None:  # then nothing keeps the plain result alive after the cast
             return (value,), saved
         return (value, x if self.tap == "input" else y), saved
 

@@ -1,4 +1,4 @@
-"""Products of which ranks have, or are sent, some rows each."""
+"""GEMMs that run rank by rank over rows, so that they overlap with a collective."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
-from transformer_engine.pytorch.parallel.collectives import Parts, Product
+from transformer_engine.pytorch.parallel.collectives import LazyProduct, RankParts
 
 Multiply = Callable[[Side, "torch.Tensor | None"], torch.Tensor]
 
 
 def product_of_parts(
-    parts: Parts, columns: int, dtype: torch.dtype, multiply: Multiply
+    parts: RankParts, columns: int, dtype: torch.dtype, multiply: Multiply
 ) -> torch.Tensor:
-    """The product of rows that come rank by rank: each part is multiplied as soon as it is there.
+    """Multiply rows that arrive rank by rank, each part as soon as it is there.
 
     Args:
         parts: `Operands` of one rank after the other.
         columns: of the product.
         dtype: of the product.
-        multiply: puts the product of these rows into a given tensor.
+        multiply: writes the product of some rows into a given tensor.
     """
     out: Any = None
     for rank, part in parts.each:
@@ -37,8 +37,8 @@ def product_of_parts(
 
 def product_by_rows(
     side: Side, columns: int, dtype: torch.dtype, multiply: Multiply
-) -> Product | torch.Tensor:
-    """A product that is computed as its reader asks for rows; with scales of blocks at once."""
+) -> LazyProduct | torch.Tensor:
+    """A product that computes rows when they are read. With block scales it is computed at once."""
     if isinstance(side, Fp8Matrix) and side.layout.in_blocks:
         return multiply(side, None)
     values = _values(side)
@@ -52,7 +52,7 @@ def product_by_rows(
         else:
             multiply(side[where], out[where])
 
-    return Product(out, compute)
+    return LazyProduct(out, compute)
 
 
 def _values(side: Side) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sides of operands as tensors that autograd saves, and back."""
+"""Helpers for the sides of `Operands`: to tensors that autograd can save, and back."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int)
 
 
 def shape_of(value: Value) -> torch.Size:
-    """Of a tensor, or of the one that operands with a row-wise side were made of."""
+    """The shape of a tensor, or of the tensor that `Operands` (row-wise at least) stand for."""
     side = value.rowwise if isinstance(value, Operands) else value
     assert side is not None
     return side.codes.shape if isinstance(side, Fp8Matrix) else side.shape
 
 
 def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
-    """The codes of a weight that exists in FP8 alone."""
+    """The row-wise codes and scales of a weight kept in FP8."""
     assert isinstance(weight, QuantizedTensor)
     matrix = rowwise_of(weight)
     assert matrix is not None  # see `fp8_weights.validate`
@@ -40,7 +40,10 @@ def own_matrix(weight: torch.Tensor) -> Fp8Matrix:
 
 
 def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -> Side:
-    """What dgrad takes of a weight kept in FP8, for the time of that GEMM."""
+    """The side of a weight kept in FP8 that dgrad takes, made for this GEMM alone.
+
+    Transposed codes if the other operand is FP8, else values in `dtype`.
+    """
     assert isinstance(weight, Fp8Matrix)
     if isinstance(other, Fp8Matrix):
         return transposed(weight)
@@ -48,14 +51,14 @@ def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -
 
 
 def detached(side: Side | None) -> Side | None:
-    """The same outside of autograd's graph."""
+    """The side with its tensors detached from autograd's graph."""
     if isinstance(side, Fp8Matrix):
         return Fp8Matrix(side.codes.detach(), side.scales.detach(), side.format)
     return None if side is None else side.detach()
 
 
 def tensors_of(operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of both sides, each once."""
+    """Data and scales of both sides; scales that both share are listed once."""
     row, row_scales, _ = flatten(operands.rowwise)
     column, column_scales, _ = flatten(operands.columnwise)
     return row, column, row_scales, None if column_scales is row_scales else column_scales

@@ -5,18 +5,18 @@ from itertools import product
 import pytest
 from attention_reference import sees
 
-from transformer_engine.pytorch.attention.context.spans import (
-    Side,
-    pieces,
-    side_of_rank,
-    whole_side,
+from transformer_engine.pytorch.attention.context.score_blocks import (
+    Chunks,
+    chunks_of_all,
+    chunks_of_rank,
+    score_blocks,
 )
 
 BANDS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (7, 0), (2, 5), (-1, 4), (5, -1), (0, 12)]
 
 
-def places(side: Side) -> list[int]:
-    return [chunk * side.length + i for chunk in side.chunks for i in range(side.length)]
+def places(chunks: Chunks) -> list[int]:
+    return [chunk * chunks.length + i for chunk in chunks.numbers for i in range(chunks.length)]
 
 
 def pairs(found) -> list[tuple[int, int]]:
@@ -37,10 +37,10 @@ def pairs(found) -> list[tuple[int, int]]:
 def test_each_pair_that_sees_is_in_one_part(band, ranks, lengths):
     left, right = band
     for shift, rank in product((0, 2 * ranks * (lengths[1] - lengths[0])), range(ranks)):
-        queries = side_of_rank(rank, ranks, lengths[0])
-        others = [side_of_rank(other, ranks, lengths[1]) for other in range(ranks)]
-        for keys in (*others, whole_side(ranks, lengths[1])):
-            found = pieces(left, right, shift, queries, keys)
+        queries = chunks_of_rank(rank, ranks, lengths[0])
+        others = [chunks_of_rank(other, ranks, lengths[1]) for other in range(ranks)]
+        for keys in (*others, chunks_of_all(ranks, lengths[1])):
+            found = score_blocks(left, right, shift, queries, keys)
             of_keys = places(keys)
             expected = [
                 (i, j)
@@ -50,18 +50,18 @@ def test_each_pair_that_sees_is_in_one_part(band, ranks, lengths):
                 and (right < 0 or key <= query + shift + right)
             ]
             assert sorted(pairs(found)) == expected
-            assert all(piece.left >= -1 and piece.right >= -1 for piece in found)
+            assert all(block.left >= -1 and block.right >= -1 for block in found)
 
 
 def test_causal_masks_leave_one_part_to_each_meeting():
     for rank, other in product(range(4), range(4)):
-        (piece,) = pieces(-1, 0, 0, side_of_rank(rank, 4, 8), side_of_rank(other, 4, 8))
+        (block,) = score_blocks(-1, 0, 0, chunks_of_rank(rank, 4, 8), chunks_of_rank(other, 4, 8))
         if rank == other:
-            assert piece == ((0, 16), (0, 16), -1, 0)
+            assert block == ((0, 16), (0, 16), -1, 0)
         elif other < rank:
-            assert piece == ((0, 16), (0, 8), -1, -1)
+            assert block == ((0, 16), (0, 8), -1, -1)
         else:
-            assert piece == ((8, 16), (0, 16), -1, -1)
+            assert block == ((8, 16), (0, 16), -1, -1)
 
 
 def test_the_definition_is_that_of_masks():

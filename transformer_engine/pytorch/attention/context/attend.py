@@ -1,0 +1,177 @@
+"""Attention of a rank's queries with keys that arrive in steps, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import Backend, Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.context.merging import (
+    GradSum,
+    OutputMerger,
+    add_bias_gradient,
+    sink_gradient,
+)
+from transformer_engine.pytorch.attention.context.parts import (
+    AttentionPart,
+    RankCall,
+    SavedPart,
+    part_backward,
+    part_forward,
+)
+from transformer_engine.pytorch.attention.context.score_blocks import Chunks
+from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+
+
+class KeyValues(NamedTuple):
+    """The keys and values that a rank has in one step.
+
+    Attributes:
+        step: number of the step in the forward. The backward may run the steps in another order.
+        chunks: of the sequence.
+        key: in the format of the call.
+        value: in the format of the call.
+    """
+
+    step: int
+    chunks: Chunks
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class _PartRecord(NamedTuple):
+    """A part that ran in the forward; `tensors` are its own among all saved tensors of parts."""
+
+    step: int
+    backend: Backend
+    facts: Any
+    tensors: slice
+
+
+def attend(
+    rank_call: RankCall, steps: Iterable[KeyValues], inputs: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, Saved | None]:
+    """The forward of a backend, see `backends/__init__.py`.
+
+    Args:
+        rank_call: the call.
+        steps: the keys and values of each step.
+        inputs: query, key and value of this rank.
+        needs: which gradients a backward will be asked for.
+    """
+    query, key, value = inputs
+    call, merger = rank_call.call, OutputMerger(rank_call, query)
+    stream = None if call.context is None else call.context.stream
+    tensors: list[Any] = []
+    records: list[_PartRecord] = []
+    for step in steps:
+        for part in rank_call.parts(step.chunks):
+            part_inputs = _inputs(rank_call, part, query, step)
+            out, log_sum_exp, (backend, saved) = part_forward(part_inputs, part, needs)
+            with _on_stream(stream, out, log_sum_exp):
+                merger.add(part, out, log_sum_exp)
+            if any(needs):
+                own = slice(len(tensors), len(tensors) + len(saved.tensors))
+                records.append(_PartRecord(step.step, backend, saved.facts, own))
+                tensors += saved.tensors
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+        merger.record_stream(torch.cuda.current_stream())
+    out, log_sum_exp = merger.result(call.sink.offset)
+    if not any(needs):
+        return out, None
+    return out, Saved(log_sum_exp, (query, key, value, out, *call.tensors, *tensors), records)
+
+
+@contextmanager
+def _on_stream(stream: Any, *tensors: torch.Tensor) -> Iterator[None]:
+    """Run on a stream after the work of the current one, and keep these tensors until it is done.
+
+    Without a stream, run on the current one.
+    """
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    for x in tensors:
+        x.record_stream(stream)
+
+
+def _inputs(
+    rank_call: RankCall, part: AttentionPart, query: torch.Tensor, step: KeyValues
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    queries, keys = part.block.queries, part.block.keys
+    return (
+        rank_call.narrow(query, queries),
+        rank_call.narrow(step.key, keys),
+        rank_call.narrow(step.value, keys),
+    )
+
+
+def with_saved_tensors(call: Call, saved: Saved) -> Call:
+    """The settings of a call, with the tensors of the call that `attend` saved."""
+    return call.with_tensors(CallTensors(*saved.tensors[4 : 4 + TENSORS]))
+
+
+class Backward:
+    """The backward of `attend`, step by step.
+
+    Args:
+        rank_call: as in the forward.
+        grad: of the result.
+        saved: by the forward.
+        needs: which gradients are wanted.
+    """
+
+    def __init__(self, rank_call: RankCall, grad: torch.Tensor, saved: Saved, needs: Needs) -> None:
+        self.rank_call, self.grad, self.needs = rank_call, grad, needs
+        self.query, _, _, self.out = saved.tensors[:4]
+        assert saved.log_sum_exp is not None
+        self._saved_lse = saved.log_sum_exp
+        self._lse = saved.log_sum_exp.masked_fill(saved.log_sum_exp == -torch.inf, torch.inf)
+        self._tensors, self._records = saved.tensors[4 + TENSORS :], saved.facts
+        self._query_grad = GradSum(self.query)
+        bias = rank_call.call.bias.tensor
+        self._bias_grad = None
+        if needs.bias and bias is not None:
+            self._bias_grad = torch.zeros_like(bias, dtype=torch.float32)
+
+    def run(self, step: KeyValues) -> tuple[GradSum, GradSum]:
+        """The gradients of the keys and values of a step."""
+        call, key_grad, value_grad = self.rank_call, GradSum(step.key), GradSum(step.value)
+        records = [record for record in self._records if record.step == step.step]
+        for part, record in zip(call.parts(step.chunks), records, strict=True):
+            queries, keys = part.block.queries, part.block.keys
+            saved = Saved(None, self._tensors[record.tensors], record.facts)
+            grad, out, lse = (call.narrow(x, queries) for x in (self.grad, self.out, self._lse))
+            tensors = (*_inputs(call, part, self.query, step), out)
+            saved_part = SavedPart(record.backend, saved)
+            found = part_backward(grad, tensors, lse, part, saved_part, self.needs)
+            self._query_grad.add(call, queries, found.query)
+            key_grad.add(call, keys, found.key)
+            value_grad.add(call, keys, found.value)
+            if self._bias_grad is not None:
+                add_bias_gradient(self._bias_grad, found.bias, part)
+        return key_grad, value_grad
+
+    def gradients(self, key: torch.Tensor, value: torch.Tensor) -> Gradients:
+        """All gradients, after the last step.
+
+        Args:
+            key: gradient of this rank's keys.
+            value: gradient of this rank's values.
+        """
+        call, needs = self.rank_call.call, self.needs
+        sink = None
+        if needs.sink and call.sink.offset is not None:
+            size = call.shape.value_size
+            sink = sink_gradient(call.sink.offset, self._saved_lse, self.grad, self.out, size)
+        bias = self._bias_grad
+        if bias is not None and call.bias.tensor is not None:
+            bias = bias.to(call.bias.tensor.dtype)
+        return needs.pick(self._query_grad.result(), key, value, bias, sink)

@@ -1,0 +1,159 @@
+"""Sums over parts: the merged result of attention, and the gradients of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
+from transformer_engine.pytorch.attention.context.score_blocks import Range
+
+
+class OutputMerger:
+    """Merges the results of parts in fp32, each weighted by its share of the softmax.
+
+    Args:
+        rank_call: the call.
+        query: `[..., heads, size]`.
+    """
+
+    def __init__(self, rank_call: RankCall, query: torch.Tensor) -> None:
+        self.rank_call = rank_call
+        self.size = rank_call.call.shape.value_size
+        self._query = query
+        self.out: torch.Tensor | None = None
+        self.log_sum_exp: torch.Tensor | None = None
+
+    def add(self, part: AttentionPart, out: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
+        """Add the result of a part."""
+        out = out.unflatten(-1, (-1, self.size))
+        queries = part.block.queries
+        if self.out is None or self.log_sum_exp is None:
+            if queries == (0, self.rank_call.queries.tokens):
+                self.out, self.log_sum_exp = out.float(), log_sum_exp.contiguous()
+                return
+            self._begin()
+        assert self.out is not None and self.log_sum_exp is not None
+        self.out = self.out.contiguous()
+        merged = self.rank_call.narrow(self.out, queries)
+        merged_lse = self.rank_call.narrow(self.log_sum_exp, queries)
+        share = torch.sigmoid(log_sum_exp - merged_lse)
+        share = share.masked_fill_(log_sum_exp == -torch.inf, 0.0)
+        merged.lerp_(out.float(), share.unsqueeze(-1))
+        merged_lse.copy_(torch.logaddexp(merged_lse, log_sum_exp))
+
+    def _begin(self) -> None:
+        lead = self._query.shape[:-1]
+        self.out = self._query.new_zeros((*lead, self.size), dtype=torch.float32)
+        self.log_sum_exp = self.out.new_full(lead, -torch.inf)
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell the allocator that another stream than that of `add` reads the result."""
+        for x in (self.out, self.log_sum_exp):
+            if x is not None:
+                x.record_stream(stream)
+
+    def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result with flat heads, and its log-sum-exp.
+
+        Args:
+            sink: scores `[heads]` of one more key, which has no value; or None.
+        """
+        if self.out is None or self.log_sum_exp is None:
+            self._begin()
+        assert self.out is not None and self.log_sum_exp is not None
+        out, log_sum_exp = self.out, self.log_sum_exp
+        if sink is not None:
+            log_sum_exp = torch.logaddexp(log_sum_exp, sink.float())
+            out = out * torch.exp(self.log_sum_exp - log_sum_exp).unsqueeze(-1)
+        return out.flatten(-2).to(self._query.dtype), log_sum_exp
+
+
+class _Summand(NamedTuple):
+    """A gradient of some tokens.
+
+    `narrow` takes these tokens out of a gradient of all tokens. `in_place`: the gradient is of all
+    tokens, and others may be added to it in place.
+    """
+
+    grad: torch.Tensor
+    narrow: Callable[[torch.Tensor], torch.Tensor]
+    in_place: bool
+
+
+class GradSum:
+    """The sum of the gradients of parts. Up to two are added in their dtype, more in fp32.
+
+    Args:
+        like: the tensor whose gradient this is.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self._total: torch.Tensor | None = None  # fp32
+        self._summands: list[_Summand] = []  # that are not in the total
+
+    def add(self, rank_call: RankCall, range: Range, grad: torch.Tensor | None) -> None:
+        """Add the gradient of a range of tokens. It may be written to."""
+        if grad is not None:
+            in_place = grad.shape == self.like.shape
+            summand = _Summand(grad, lambda total: rank_call.narrow(total, range), in_place)
+            self._summands.append(summand)
+            if self._total is not None or len(self._summands) > 2:
+                self.in_fp32()
+
+    def add_all(self, grad: torch.Tensor) -> None:
+        """Add a gradient of all tokens. It is not written to."""
+        self._summands.append(_Summand(grad, lambda total: total, False))
+
+    def in_fp32(self) -> torch.Tensor:
+        """The sum in fp32."""
+        for grad, narrow, _ in self._summands:
+            if self._total is None and grad.shape == self.like.shape:
+                self._total = grad.to(torch.float32, copy=True)
+                continue
+            if self._total is None:
+                self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
+            narrow(self._total).add_(grad)
+        self._summands = []
+        if self._total is None:
+            self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
+        return self._total
+
+    def result(self) -> torch.Tensor:
+        """The sum in the dtype of `like`."""
+        dtype = self.like.dtype
+        if self._total is None and 0 < len(self._summands) < 3:
+            first, *others = sorted(self._summands, key=lambda summand: not summand.in_place)
+            if first.in_place and all([x.grad.dtype is dtype for x in self._summands]):
+                for grad, narrow, _ in others:
+                    narrow(first.grad).add_(grad)
+                return first.grad
+        return self.in_fp32().to(dtype)
+
+
+def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: AttentionPart) -> None:
+    """Add the gradient of a part's block of the bias to the gradient of the whole bias."""
+    if grad is None:
+        return
+    queries = part.block.queries
+    if total.shape[-2] > 1:
+        total = total.narrow(-2, queries[0], queries[1] - queries[0])
+    if total.shape[-1] == 1:
+        total.add_(grad)
+        return
+    place = 0
+    for first, count in part.key_runs:
+        total.narrow(-1, first, count).add_(grad.narrow(-1, place, count))
+        place += count
+
+
+def sink_gradient(
+    sink: torch.Tensor, log_sum_exp: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, size: int
+) -> torch.Tensor:
+    """The gradient of the sink's scores, from the tokens of this rank."""
+    mean = (grad.float() * out.float()).unflatten(-1, (-1, size)).sum(-1)
+    weight = torch.exp(sink.float() - log_sum_exp)
+    return -(weight * mean).flatten(0, -2).sum(0).to(sink.dtype)
