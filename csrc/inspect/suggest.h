@@ -19,8 +19,8 @@ int edit_distance(std::string_view a, std::string_view b);
 std::optional<std::string> nearest(std::string_view word,
                                    const std::vector<std::string>& candidates);
 
-// "expected one of a, b, c, got 'd'; did you mean 'a'?" Lists the first of many candidates. Those of
-// `unlisted` are only suggested.
+// "expected one of a, b, c, got 'd'; did you mean 'a'?" Lists the first of many candidates. Those
+// of `unlisted` are only suggested.
 std::string expected_one_of(const std::vector<std::string>& candidates, std::string_view word,
                             const std::vector<std::string>& unlisted = {});
 

@@ -22,7 +22,7 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Counters(threading.local):
-    own: dict[tuple[str, str, str], int] | None = None  # of `counting_apart`; None outside of it
+    own: dict[tuple[str, str, str], int] | None = None  # of `CountingApart`; None outside of it
 
 
 _counters = _Counters()
@@ -66,7 +66,7 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> None:
 
 
 def count_group(group: GemmGroup) -> None:
-    """Count the GEMMs of a recording, unless this thread is inside `counting_apart`."""
+    """Count the GEMMs of a recording, unless this thread is inside `CountingApart`."""
     if _counters.own is not None:
         return
     groups = process_state().gemm_groups
