@@ -116,8 +116,8 @@ struct RectifiedUnit {
   }
 };
 
-// g sigmoid(alpha g), g = min(x, limit). The gradient is zero where x was cut off, as that of
-// torch.clamp is. Below `lowest` the sigmoid is 0.
+// g sigmoid(alpha g), g = min(x, limit). The gradient is zero where x is cut off; at the
+// limit itself it is not. Below `lowest` the sigmoid is 0.
 struct ClampedUnit {
   float alpha, lowest, limit;
 

@@ -70,7 +70,6 @@ PARTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 @pytest.mark.parametrize("kind", QUANTIZERS)
 @pytest.mark.parametrize("damage", PARTS)
 def test_damaged_parts_are_refused(kind: str, damage: str) -> None:

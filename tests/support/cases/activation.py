@@ -30,9 +30,13 @@ BENCHMARK_SHAPES = [
 
 
 def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
-    """The clamped SwiGLU of gpt-oss, in the dtype of `x`."""
+    """The clamped SwiGLU of gpt-oss, in the dtype of `x`.
+
+    A value at the limit passes its gradient: releases of torch differ in that of `clamp`.
+    """
     gate, linear = x.chunk(2, dim=-1)
-    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    gate, linear = (torch.where(half > limit, limit, half) for half in (gate, linear))
+    linear = torch.where(linear < -limit, -limit, linear)
     return gate * torch.sigmoid(alpha * gate) * (linear + offset)
 
 
