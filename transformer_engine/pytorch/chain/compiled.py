@@ -142,8 +142,6 @@ class ChainOperator:
 
     def sizes(self, inputs: Tensors) -> tuple[int, ...]:
         """The sizes of all values that come in."""
-        if self.chain.inputs == 1:
-            return tuple(inputs[0].shape)  # type: ignore[union-attr]
         return tuple([n for x in inputs[: self.chain.inputs] for n in x.shape])  # type: ignore[union-attr]
 
     def staged(self, inputs: Tensors) -> bool:
@@ -321,11 +319,8 @@ def chain_backward(
     Returns:
         Gradients, see `ChainOperator.backward`.
     """
-    operator = _OPERATORS[key]
-    if launch:
-        return operator.backward(sizes, grads, saved, state, True)
-    with compiling():
-        return operator.backward(sizes, grads, saved, state, False)
+    with nullcontext() if launch else compiling():
+        return _OPERATORS[key].backward(sizes, grads, saved, state, launch)
 
 
 class _CompiledNode(torch.autograd.Function):

@@ -26,6 +26,7 @@ class _Counters(threading.local):
 
 
 _counters = _Counters()
+_TRACED = "of a compiled graph"  # instead of a layer's name
 
 
 class CountingApart:
@@ -43,11 +44,11 @@ class CountingApart:
         _counters.own = self._outer
 
 
-def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> None:
-    """Check that the operands are of one kind, and count the GEMM, in eager mode.
+def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
+    """Check that the operands are of one kind, count the GEMM, and say whether it is FP8.
 
-    Traced code must not call it: torch 2.11 makes a guard of each layer's name that is passed on,
-    so that layers of one shape would not share a graph.
+    Traced code passes `_TRACED` as the layer and counts nothing: torch 2.11 makes a guard of each
+    name that it passes on, so that layers of one shape would not share a graph.
     """
     fp8 = type(a) is Fp8Matrix
     if fp8 is not (type(b) is Fp8Matrix) or a is None:
@@ -60,9 +61,11 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> None:
             f"[{gemm}] expected scales of blocks in both operands or in neither, got "
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
-    counts = process_state().gemm_counts if _counters.own is None else _counters.own
-    key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
-    counts[key] = counts.get(key, 0) + 1
+    if not torch.compiler.is_compiling():
+        counts = process_state().gemm_counts if _counters.own is None else _counters.own
+        key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
+        counts[key] = counts.get(key, 0) + 1
+    return fp8
 
 
 def count_group(group: GemmGroup) -> None:
@@ -95,8 +98,8 @@ def fprop(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`y[M, N] = x[M, K] . weight[N, K]^T + bias[N]`, in `dtype`, or in `out`."""
-    if not torch.compiler.is_compiling():
-        _count(layer, "fprop", x, weight)
+    name = _TRACED if torch.compiler.is_compiling() else layer
+    _count(name, "fprop", x, weight)
     return _product(x, weight, dtype, False, fast_accumulation, bias, out)
 
 
@@ -109,10 +112,9 @@ def dgrad(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`dx[M, K] = dy[M, N] . weight[N, K]`, see `fprop`; an FP8 weight is given transposed."""
-    if not torch.compiler.is_compiling():
-        _count(layer, "dgrad", grad_output, weight)
-    plain = type(grad_output) is not Fp8Matrix
-    return _product(grad_output, weight, dtype, plain, fast_accumulation, None, out)
+    name = _TRACED if torch.compiler.is_compiling() else layer
+    fp8 = _count(name, "dgrad", grad_output, weight)
+    return _product(grad_output, weight, dtype, not fp8, fast_accumulation, None, out)
 
 
 def _product(
@@ -223,9 +225,8 @@ def wgrad(
         `(dw, bias gradient)`: `dw` is None where it went into `main_grad`; the bias gradient is
         None where `bias_grad` is (it is the column sums of a plain `dy`).
     """
-    if not torch.compiler.is_compiling():
-        _count(layer, "wgrad", grad_output, x)
-    plain = type(grad_output) is not Fp8Matrix
+    name = _TRACED if torch.compiler.is_compiling() else layer
+    fp8 = _count(name, "wgrad", grad_output, x)
     a, a_scales, a_format = _unpack(grad_output)
     b, b_scales, b_format = _unpack(x)
     if target.main_grad is not None:
@@ -238,8 +239,8 @@ def wgrad(
             b_scales,
             a_format,
             b_format,
-            a_transposed=plain,
-            b_transposed=plain,
+            a_transposed=not fp8,
+            b_transposed=not fp8,
             accumulate=target.accumulate,
             fast_accumulation=fast_accumulation,
             bias_grad=grad,
@@ -253,8 +254,8 @@ def wgrad(
         b_scales,
         a_format,
         b_format,
-        plain,
-        plain,
+        not fp8,
+        not fp8,
         fast_accumulation,
         None,
         *_NO_EPILOGUE,
