@@ -10,6 +10,7 @@ from cases.attention import qkv as make_qkv
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch import rng as rng_module
 
 
 @pytest.fixture
@@ -372,3 +373,21 @@ def test_deepcopy_of_a_cpu_tracker():
         one = torch.rand(3)
     with other.fork("a"):
         assert torch.equal(torch.rand(3), one)
+
+
+def test_states_of_all_trackers(device, tracker):
+    other = te.CudaRNGStatesTracker(device=device)
+    other.add("of another tracker", 12)
+    states = distributed.get_all_rng_states()
+    assert {"model-parallel-rng", "of another tracker"} <= set(states)
+    before = rng_module.snapshot(states)
+    with other.fork("of another tracker"):
+        first = torch.rand(3, device=device)
+    with tracker.fork():
+        torch.rand(3, device=device)
+    distributed.set_all_rng_states(before)
+    assert plain(tracker.get_states()).keys() == {"model-parallel-rng"}
+    with other.fork("of another tracker"):
+        assert torch.equal(torch.rand(3, device=device), first)
+    with tracker.fork():
+        assert torch.equal(torch.rand(3, device=device), expected(device, 11, 1)[0])

@@ -17,6 +17,7 @@ import checkpoint_ranks
 import cross_entropy_ranks
 import debug_rank_cases
 import debug_shared_layers
+import first_dimension_ranks
 import statistics_ranks
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ SCENARIOS = (
     cross_entropy_ranks.losses_and_gradients,
     cross_entropy_ranks.compiled_losses_and_gradients,
     cross_entropy_ranks.linear_losses_and_gradients,
+    first_dimension_ranks.along_the_first_dimension,
     *statistics_ranks.SCENARIOS,
 )
 SESSIONS = (

@@ -55,6 +55,10 @@ from transformer_engine.pytorch.fp8.availability import (
 from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_model_init
 from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
+from transformer_engine.pytorch.module.glu_rows import (
+    deinterleave_glu_tensor,
+    interleave_glu_tensor,
+)
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -82,6 +86,9 @@ from transformer_engine.pytorch.tensor import (
     Float8Tensor,
     QuantizedTensor,
     Quantizer,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
 )
 
 _compat.install()
@@ -121,6 +128,7 @@ __all__ = [
     "constants",
     "convert",
     "cpp_extensions",
+    "deinterleave_glu_tensor",
     "destroy_ub",
     "distributed",
     "fp8",
@@ -132,6 +140,7 @@ __all__ = [
     "get_default_recipe",
     "get_device_compute_capability",
     "initialize_ub",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -152,7 +161,10 @@ __all__ = [
     "parallel_cross_entropy",
     "parallel_report",
     "parallelize",
+    "prepare_for_saving",
     "quantized_model_init",
+    "restore_from_func_ctx",
+    "restore_from_saved",
 ]
 
 

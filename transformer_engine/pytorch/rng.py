@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.fp8.process_state import process_state
+
 DEFAULT_NAME = "model-parallel-rng"
 
 State = torch.Tensor | torch.Generator
@@ -19,6 +21,32 @@ def graph_safe_rng_available() -> bool:
     return hasattr(torch.cuda.CUDAGraph, "register_generator_state") and hasattr(
         torch.Generator, "graphsafe_set_state"
     )
+
+
+def get_all_rng_states() -> dict[str, State]:
+    """The states of all trackers of the process, by name; on CUDA a graph can register them.
+
+    >>> tracker = CudaRNGStatesTracker(device="cpu")
+    >>> tracker.add("experts", 7)
+    >>> "experts" in get_all_rng_states()
+    True
+    """
+    return {
+        name: state
+        for tracker in process_state().rng_trackers
+        for name, state in tracker.get_states().items()
+    }
+
+
+def set_all_rng_states(states: Mapping[str, State]) -> None:
+    """Set the states of all trackers that have one of these names.
+
+    Args:
+        states: as `get_all_rng_states` gives them.
+    """
+    for tracker in list(process_state().rng_trackers):
+        own = {name: states.get(name, state) for name, state in tracker.get_states().items()}
+        tracker.set_states(own)
 
 
 def snapshot(states: Any) -> Any:
@@ -93,6 +121,7 @@ class CudaRNGStatesTracker:
                 f"{type(states).__name__}"
             )
         self.states_ = {name: self._adopted(name, state) for name, state in states.items()}
+        process_state().rng_trackers.add(self)
 
     def add(self, name: str, seed: int) -> None:
         """Make a state; torch's own generators are left alone.
@@ -112,6 +141,7 @@ class CudaRNGStatesTracker:
         generator = torch.Generator(device).manual_seed(seed)
         self.states_[name] = generator if device.type == "cuda" else generator.get_state()
         self.seeds_.add(seed)
+        process_state().rng_trackers.add(self)
 
     @contextmanager
     def fork(self, name: str = DEFAULT_NAME) -> Iterator[None]:

@@ -21,9 +21,26 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "mark_not_offload": "offload.context",
     },
     "float8_tensor": {"Float8Tensor": "tensor.float8_tensor"},
-    "graph": {"make_graphed_callables": "cuda_graphs.callables"},
+    "graph": {
+        "make_graphed_callables": "cuda_graphs.callables",
+        **dict.fromkeys(
+            (
+                "is_graph_capturing",
+                "restore_fp8_tensors",
+                "save_fp8_tensors",
+                "set_capture_end",
+                "set_capture_start",
+            ),
+            "cuda_graphs.saved_scaling",
+        ),
+    },
+    "jit": dict.fromkeys(("jit_fuser", "no_torch_dynamo"), "utils"),
+    "module": {
+        **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), "module.fp8_padding"),
+        **dict.fromkeys(("destroy_ub", "initialize_ub"), "chain.user_buffers"),
+    },
     "module.base": {
-        "get_workspace": "cpp_extensions.gemm",
+        **dict.fromkeys(("get_dummy_wgrad", "get_workspace"), "cpp_extensions.gemm"),
         **dict.fromkeys(
             ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub"), "chain.user_buffers"
         ),
@@ -40,14 +57,30 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         ),
         "moe.permutation",
     ),
-    "quantization": {
-        "FP8GlobalStateManager": "fp8.state_manager",
-        "autocast": "fp8.autocast",
-        "quantized_model_init": "fp8.model_init",
-    },
+    "quantization": dict.fromkeys(
+        (
+            "FP8GlobalStateManager",
+            "autocast",
+            "check_fp8_block_scaling_support",
+            "check_fp8_support",
+            "check_mxfp8_support",
+            "check_nvfp4_support",
+            "fp8_autocast",
+            "get_default_fp8_recipe",
+            "get_default_recipe",
+            "is_fp8_available",
+            "is_fp8_block_scaling_available",
+            "is_mxfp8_available",
+            "is_nvfp4_available",
+            "quantized_model_init",
+        ),
+        "fp8",
+    ),
     "quantized_tensor": {
         "QuantizedTensor": "tensor.quantized_tensor",
         "Quantizer": "fp8.quantizers",
+        "prepare_for_saving": "tensor.saving",
+        "restore_from_saved": "tensor.saving",
     },
     "router": dict.fromkeys(
         (

@@ -7,10 +7,27 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.kernels import gemm as kernel
+from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.scale_layout import layout_of
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["general_gemm"]
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """A gradient for autograd in place of one that went into `main_grad`.
+
+    Args:
+        shape: of the weight.
+        dtype: of the weight.
+        zero: filled with zeros, else undefined.
+
+    >>> get_dummy_wgrad([2, 3], torch.bfloat16).shape
+    torch.Size([2, 3])
+    """
+    make = torch.zeros if zero else torch.empty
+    return make(shape, dtype=dtype, device=default_device(None))
+
 
 _LAYOUTS = ("TN", "NN", "NT")
 # Other arguments, and the values of theirs that change nothing.

@@ -16,6 +16,7 @@ from transformer_engine.pytorch._torch_private import (
     tree_unflatten,
 )
 from transformer_engine.pytorch.attention.inference import InferenceParams
+from transformer_engine.pytorch.cuda_graphs.saved_scaling import restore_scaling, save_scaling
 from transformer_engine.pytorch.cuda_graphs.subject import Subject
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
@@ -367,22 +368,15 @@ def _described(leaf: Any) -> str:
 
 @contextmanager
 def state_restored(subjects: Iterable[Subject]) -> Iterator[None]:
-    """Restore amaxes and `main_grad` afterwards, so that warm-up and capture change neither."""
+    """Restore scaling state and `main_grad`, so that warm-up and capture change neither."""
     subjects = list(subjects)
-    modules = dict.fromkeys(module for subject in subjects for module in subject.scaled)
-    before = {
-        state: state.amax_history[0].clone()
-        for module in modules
-        for state in module.scaling.values()
-    }
+    modules = list(dict.fromkeys(module for subject in subjects for module in subject.scaled))
+    saved = save_scaling(modules)
     parameters = dict.fromkeys(p for subject in subjects for p in subject.parameters)
     grads = [(p.main_grad, p.main_grad.clone()) for p in parameters if hasattr(p, "main_grad")]
     try:
         yield
     finally:
-        for module in modules:
-            for state in module.scaling.values():
-                newest = state.amax_history[0]
-                newest.copy_(before.get(state, torch.zeros_like(newest)))
+        restore_scaling(modules, saved)
         for grad, old in grads:
             grad.copy_(old)

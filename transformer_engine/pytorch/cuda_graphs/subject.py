@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.cuda_graphs.hooks import CaptureTimeHooks
+from transformer_engine.pytorch.cuda_graphs.saved_scaling import scaled_modules
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -29,11 +30,8 @@ class Subject:
         self.hooks = hooks or CaptureTimeHooks(None, where)
         self.graphs = 0  # that are captured and were not reset
         self.module = function if isinstance(function, nn.Module) else None
-        modules = () if self.module is None else tuple(self.module.modules())
-        ours = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
-        self.ours = tuple(part for module in ours for part in module.parts())
-        others = [m for m in modules if isinstance(m, ScaledModule) and m not in ours]
-        self.scaled: tuple[ScaledModule, ...] = (*self.ours, *others)
+        self.scaled = scaled_modules(() if self.module is None else (self.module,))
+        self.ours = [m for m in self.scaled if isinstance(m, TransformerEngineBaseModule)]
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
         self.takes_first = _takes_first(self.forward)

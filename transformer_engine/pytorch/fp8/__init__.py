@@ -1,5 +1,6 @@
 """The documented import path of FP8 regions, of their state, and of what the hardware can do."""
 
+from transformer_engine.common.recipe import DelayedScaling, Format, Recipe
 from transformer_engine.pytorch.fp8.autocast import autocast, fp8_autocast, get_default_recipe
 from transformer_engine.pytorch.fp8.autocast import get_default_recipe as get_default_fp8_recipe
 from transformer_engine.pytorch.fp8.availability import (
@@ -16,7 +17,10 @@ from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 
 __all__ = [
+    "DelayedScaling",
     "FP8GlobalStateManager",
+    "Format",
+    "Recipe",
     "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",

@@ -51,6 +51,8 @@ class ProcessState:
         gemm_counts: GEMMs that ran.
         gemm_groups: how often each recording ran, by its GEMMs.
         sent: calls and bytes of collectives, see `chain.parallel_report`.
+        captures_graphs: a trainer captures CUDA graphs, see `cuda_graphs.saved_scaling`.
+        rng_trackers: that have had states, see `rng`.
         inspector: of the debugger's session, see transformer_engine/debug.
     """
 
@@ -68,6 +70,8 @@ class ProcessState:
         self.gemm_groups: dict[GemmGroup, int] = {}
         self.sent: dict[Any, tuple[int, int]] = {}
         self.user_buffers: Any = None  # see `chain.user_buffers`
+        self.captures_graphs = False
+        self.rng_trackers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inspector: Any = None
 
     def intern(self, scope: Scope) -> Scope:
@@ -125,6 +129,6 @@ def process_state() -> ProcessState:
 
 def reset_process_state() -> None:
     """Forget scopes, groups and counts; the debugger's session and what ranks share stay."""
-    shared = {name: getattr(_STATE, name) for name in ("inspector", "user_buffers")}
+    shared = {name: getattr(_STATE, name) for name in ("inspector", "rng_trackers", "user_buffers")}
     _STATE.__init__()  # type: ignore[misc]
     vars(_STATE).update(shared)

@@ -74,16 +74,30 @@ class ScalingState:
                     torch.zeros_like(self.amax_history, device=device),
                 )
             self.replace(self.scale.to(device), self.amax_history.to(device))
-        if self.length == length:
-            return
-        old = self.amax_history
-        # Row 0 is the running step, then oldest ... newest: keep row 0 and the end.
-        rows_to_copy = min(length, old.shape[0]) - 1
-        history = old.new_zeros(length, old.shape[1])
-        history[0] = old[0]
-        if rows_to_copy:
-            history[length - rows_to_copy :] = old[old.shape[0] - rows_to_copy :]
-        self.replace(self.scale, history)
+        if self.length != length:
+            self.replace(self.scale, _of_length(self.amax_history, length))
+
+    def restore(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Write values in place, where graphs read; the history may have another length."""
+        self.scale.copy_(scale)
+        self.amax_history.copy_(_of_length(amax_history, self.length))
+
+    def reset(self) -> None:
+        """Start anew, in place."""
+        self.scale.fill_(1.0)
+        self.amax_history.zero_()
+
+
+def _of_length(history: torch.Tensor, length: int) -> torch.Tensor:
+    """A history with so many rows. Row 0 is the running step, then oldest ... newest."""
+    if history.shape[0] == length:
+        return history
+    made = history.new_zeros(length, history.shape[1])
+    made[0] = history[0]
+    rows_to_copy = min(length, history.shape[0]) - 1
+    if rows_to_copy:
+        made[length - rows_to_copy :] = history[history.shape[0] - rows_to_copy :]
+    return made
 
 
 def _state_of(direction: str, scale: torch.Tensor, amax_history: torch.Tensor) -> ScalingState:

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from transformer_engine.pytorch.dtypes import TORCH_DTYPES
+from transformer_engine.pytorch.dtypes import TORCH_DTYPES, DType
 
 
 def tensor_at(address: int, dtype: int, sizes: tuple[int, ...], device: int) -> torch.Tensor:
@@ -26,6 +26,16 @@ def tensor_at(address: int, dtype: int, sizes: tuple[int, ...], device: int) -> 
         return found.view(element).view(sizes)
     memory = (ctypes.c_char * size).from_address(address)
     return torch.frombuffer(memory, dtype=element).view(sizes)
+
+
+def weak_view(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the memory of `x`, which it does not keep alive."""
+    if not x.numel():
+        return torch.empty_like(x)
+    elements = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    device = x.device.index if x.is_cuda else -1
+    whole = tensor_at(x.data_ptr(), int(DType.kByte), (elements * x.itemsize,), device)
+    return whole.view(x.dtype).as_strided(x.shape, x.stride())
 
 
 class _DeviceBytes:

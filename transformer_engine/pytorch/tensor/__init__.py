@@ -15,6 +15,11 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8Tensor,
 )
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.saving import (
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -24,6 +29,9 @@ __all__ = [
     "Float8Tensor",
     "QuantizedTensor",
     "Quantizer",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
 ]
 
 

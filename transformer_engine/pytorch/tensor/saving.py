@@ -1,0 +1,53 @@
+"""What autograd functions of other programs call around `save_for_backward`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def prepare_for_saving(*tensors: torch.Tensor | None) -> tuple[list[Any], list[None]]:
+    """Tensors for `save_for_backward`, and what `restore_from_saved` needs beside them.
+
+    Quantised tensors are tensors here, which autograd saves as they are.
+
+    Args:
+        tensors: plain ones, quantised ones and None.
+
+    Returns:
+        `(to_save, objects)`.
+
+    >>> to_save, objects = prepare_for_saving(torch.ones(2), None)
+    >>> restore_from_saved(objects, to_save)
+    [tensor([1., 1.]), None]
+    """
+    return list(tensors), [None] * len(tensors)
+
+
+def restore_from_saved(
+    tensors: list[None], saved_tensors: Any, return_saved_tensors: bool = False
+) -> Any:
+    """The tensors that were given to `prepare_for_saving`.
+
+    Args:
+        tensors: the objects that it returned.
+        saved_tensors: `ctx.saved_tensors`, from the first of these tensors on.
+        return_saved_tensors: also return those that follow.
+
+    Returns:
+        A list; or `(list, others)`.
+    """
+    count = len(tensors)
+    restored = list(saved_tensors[:count])
+    return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any) -> list[Any]:
+    """`restore_from_saved` of `ctx.saved_tensors`.
+
+    Args:
+        ctx: of an autograd function; `ctx.tensor_objects` is what `prepare_for_saving` returned.
+    """
+    restored: list[Any] = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    return restored
