@@ -11,7 +11,7 @@ from torch import nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cuda_graphs import graphed
-from transformer_engine.pytorch.cuda_graphs.callables import _Order, _replaced
+from transformer_engine.pytorch.cuda_graphs.callables import _replaced, _scopes
 from transformer_engine.pytorch.cuda_graphs.graphed import (
     Graphed,
     Settings,
@@ -19,6 +19,7 @@ from transformer_engine.pytorch.cuda_graphs.graphed import (
     state_restored,
 )
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
+from transformer_engine.pytorch.cuda_graphs.order import CaptureOrder
 from transformer_engine.pytorch.cuda_graphs.subject import Subject
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
@@ -86,7 +87,7 @@ def graphs(
     places = [f"callable {i}" for i in range(len(functions))]
     every = capture_time_hooks_of(hooks, places)
     subjects = [Subject(*one) for one in zip(functions, places, every, strict=True)]
-    plan = _Order(len(functions), order)
+    plan = CaptureOrder(len(functions), order)
     made = [
         Emulated(subjects[plan.function(i)], settings, args, kwargs)
         for i, (args, kwargs) in enumerate(samples)
@@ -211,12 +212,29 @@ def test_what_is_refused() -> None:
 
 
 def test_orders() -> None:
-    steps = _Order(4, [1, 2, -2, -1]).steps()
+    steps = CaptureOrder(4, [1, 2, -2, -1]).steps()
     assert steps == [
         *((i, True) for i in (0, 1, 2, 3)),
         *((i, False) for i in (3, 2, 1, 0)),
     ]
-    assert [_Order(2, [1, 1, -1, -1]).function(i) for i in range(4)] == [0, 1, 0, 1]
+    assert [CaptureOrder(2, [1, 1, -1, -1]).function(i) for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_chunks_of_several_sizes() -> None:
+    order = CaptureOrder(3, [1, 1, 2, 2, -2, -2, -1, -1], [1, 2])
+    assert [order.function(i) for i in range(6)] == [0, 0, 1, 2, 1, 2]
+    forwards = [graph for graph, forward in order.steps() if forward]
+    backwards = [graph for graph, forward in order.steps() if not forward]
+    assert forwards == [0, 1, 2, 3, 4, 5] and backwards == [3, 2, 5, 4, 0, 1]
+    with pytest.raises(ValueError, match=r"for 4 callable\(s\) in chunks of \[1, 2\]"):
+        CaptureOrder(4, [1, 2, -2, -1], [1, 2])
+
+
+def test_fp8_for_some_callables() -> None:
+    first, second = _scopes(2, (True, False), False, None, None)
+    assert first.enabled and second is OUTSIDE
+    with pytest.raises(ValueError, match=r"enabled for each of 3 callable\(s\), got \[True\]"):
+        _scopes(3, [True], False, None, None)
 
 
 class Block(nn.Module):

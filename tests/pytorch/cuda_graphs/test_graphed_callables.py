@@ -340,3 +340,36 @@ def test_arguments_that_contradict_each_other() -> None:
         te.make_graphed_callables(module, ((x,),), _order=[-1, 1])
     with pytest.raises(ValueError, match="expected recipe"):
         te.make_graphed_callables(module, (x,), enabled=True, recipe="delayed")
+
+
+@pytest.mark.gpu
+def test_chunks_of_several_sizes_with_fp8_in_some() -> None:
+    """As Megatron-Core captures a pipeline whose last layer stays in bf16."""
+    torch.manual_seed(0)
+    eager = nn.ModuleList(te.Linear(HIDDEN, HIDDEN) for _ in range(3))
+    graphed = copy.deepcopy(eager)
+
+    def sample():
+        return (torch.randn(16, HIDDEN, device="cuda", requires_grad=True),)
+
+    parts = te.make_graphed_callables(
+        tuple(graphed),
+        tuple(sample() for _ in range(3)),
+        fp8_enabled=(True, True, False),
+        _order=[1, 2, -2, -1],
+        _num_layers_per_chunk=[1, 2],
+        _reuse_graph_input_output_buffers=True,
+    )
+    x = sample()[0]
+    found = []
+    for model, run in ((eager, eager), (graphed, parts)):
+        for _ in range(3):
+            with te.fp8_autocast():
+                inner = run[1](run[0](x))
+            with te.fp8_autocast(enabled=False):
+                out = run[2](inner)
+            out.sum().backward()
+        found.append([x.grad, *(t.clone() for t in everything(model))])
+        found[-1] += [p.grad for p in model.parameters()]
+        x.grad = None
+    assert_equal(found[1], found[0])

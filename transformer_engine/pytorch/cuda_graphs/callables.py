@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.cuda_graphs.graphed import (
     state_restored,
 )
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
+from transformer_engine.pytorch.cuda_graphs.order import CaptureOrder
 from transformer_engine.pytorch.cuda_graphs.subject import Subject, not_graphed, replace_forward
 from transformer_engine.pytorch.fp8.autocast import one_of, scope_of
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
@@ -34,18 +36,20 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     sample_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
-    fp8_enabled: bool | None = None,
+    fp8_enabled: bool | Sequence[bool] | None = None,
     fp8_calibrating: bool | None = None,
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     fp8_weight_caching: bool | None = None,
     *,
-    enabled: bool | None = None,
+    enabled: bool | Sequence[bool] | None = None,
     calibrating: bool | None = None,
     recipe: Recipe | None = None,
     amax_reduction_group: Any = None,
     cache_quantized_params: bool | None = None,
     _order: Sequence[int] | None = None,
+    _num_layers_per_chunk: Sequence[int] | None = None,
+    _reuse_graph_input_output_buffers: bool = False,
     pool: Any = None,
     retain_graph_in_backward: bool = False,
     clone_param_grads_on_return: bool = True,
@@ -77,7 +81,8 @@ def make_graphed_callables(
         fp8_recipe: older name of `recipe`.
         fp8_group: older name of `amax_reduction_group`.
         fp8_weight_caching: older name of `cache_quantized_params`.
-        enabled: run in FP8; False if neither name is given.
+        enabled: run in FP8, or a sequence that says so of each callable; False if neither name is
+            given.
         calibrating: see `autocast`.
         recipe: see `autocast`.
         amax_reduction_group: see `autocast`.
@@ -88,6 +93,9 @@ def make_graphed_callables(
             for the forward of chunk `c` (from 1) and `-c` for its backward. `sample_args` then has
             an entry for each callable and micro-batch (by chunk, micro-batch, layer), and functions
             come back in that order.
+        _num_layers_per_chunk: callables in each chunk of `_order`; None for equally many.
+        _reuse_graph_input_output_buffers: has no effect: samples may share memory where the order
+            lets them, and the pool reuses that of results.
         pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`.
         retain_graph_in_backward: capture the backward with `retain_graph=True`.
         clone_param_grads_on_return: gradients of parameters are copies; without it they are the
@@ -118,30 +126,27 @@ def make_graphed_callables(
             y = layer(x)
         y.sum().backward()
     """
-    scope = _scope(
+    alone = callable(modules)
+    functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
+    scopes = _scopes(
+        len(functions),
         _given(fp8_enabled=fp8_enabled, enabled=enabled) or False,
         _given(fp8_calibrating=fp8_calibrating, calibrating=calibrating) or False,
         _given(fp8_recipe=fp8_recipe, recipe=recipe),
         _given(fp8_group=fp8_group, amax_reduction_group=amax_reduction_group),
     )
-    caches = scope.enabled and bool(
+    caches = any(scope.enabled for scope in scopes) and bool(
         _given(fp8_weight_caching=fp8_weight_caching, cache_quantized_params=cache_quantized_params)
     )
-    alone = callable(modules)
-    functions: list[Function] = [modules] if alone else list(modules)  # type: ignore[list-item, arg-type]
-    order, single = _Order(len(functions), _order), alone and _order is None
+    order = CaptureOrder(len(functions), _order, _num_layers_per_chunk)
+    single = alone and _order is None
     samples = _samples(len(functions) * order.batches, sample_args, sample_kwargs, single)
     if not all(t.is_cuda for t in tree_leaves(samples) if isinstance(t, torch.Tensor)):
-        warnings.warn(
-            "[make_graphed_callables] CUDA graphs need samples on a CUDA device: the callables stay"
-            " as they are",
-            stacklevel=2,
-        )
-        functions = [not_graphed(function, caches) for function in functions]
+        _leave_as_they_are(functions, caches)
         return modules if alone else tuple(functions)
     _check_capturable(functions, _order)
     settings = Settings(
-        scope,
+        OUTSIDE,
         num_warmup_iters,
         allow_unused_input,
         torch.cuda.graph_pool_handle() if pool is None else pool,
@@ -151,12 +156,15 @@ def make_graphed_callables(
         clone_param_grads_on_return,
     )
     subjects = _subjects(functions, capture_time_hooks)
+    of_each = [replace(settings, scope=scope) for scope in scopes]
+    numbers = [order.function(i) for i in range(len(samples))]
     graphs = [
-        Graphed(subjects[order.function(i)], settings, *sample) for i, sample in enumerate(samples)
+        Graphed(subjects[n], of_each[n], *sample)
+        for n, sample in zip(numbers, samples, strict=True)
     ]
     _check_inspected(subjects)
     _warm_up(settings, subjects, graphs, pre_warmup_hook, post_warmup_hook)
-    _capture(subjects, graphs, settings, order)
+    _capture(subjects, graphs, of_each, order)
     if _order is not None:
         return tuple(graphs)
     results = tuple(_replaced(graph) for graph in graphs)
@@ -166,10 +174,36 @@ def make_graphed_callables(
 _given = partial(one_of, "make_graphed_callables")
 
 
-def _scope(enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> Scope:
-    if not (enabled or calibrating):
-        return OUTSIDE
-    return process_state().intern(scope_of(enabled, calibrating, recipe, group))
+def _leave_as_they_are(functions: list[Function], caches: bool) -> None:
+    warnings.warn(
+        "[make_graphed_callables] CUDA graphs need samples on a CUDA device: the callables stay"
+        " as they are",
+        stacklevel=3,
+    )
+    for function in functions:
+        not_graphed(function, caches)
+
+
+def _scopes(
+    count: int,
+    enabled: bool | Sequence[bool],
+    calibrating: bool,
+    recipe: Recipe | None,
+    group: Any,
+) -> list[Scope]:
+    """The scope of each callable."""
+    flags = list(enabled) if isinstance(enabled, Sequence) else [enabled] * count
+    if len(flags) != count:
+        raise ValueError(
+            f"[make_graphed_callables] expected enabled for each of {count} callable(s), got"
+            f" {enabled}"
+        )
+    return [
+        process_state().intern(scope_of(flag, calibrating, recipe, group))
+        if flag or calibrating
+        else OUTSIDE
+        for flag in flags
+    ]
 
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -271,13 +305,16 @@ def _warm_up(
 
 
 def _capture(
-    subjects: list[Subject], graphs: list[Graphed], settings: Settings, order: _Order
+    subjects: list[Subject],
+    graphs: list[Graphed],
+    settings: Sequence[Settings],
+    order: CaptureOrder,
 ) -> None:
     with _without_collector():
-        for subject in subjects:
+        for subject, own in zip(subjects, settings, strict=True):
             subject.record_states()
-            if settings.caches_weights:
-                capture_weights(subject, settings)
+            if own.caches_weights and own.scope.enabled:
+                capture_weights(subject, own)
         for graph, forward in order.steps():
             if forward:
                 graphs[graph].capture_forward()
@@ -299,50 +336,6 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class _Order:
-    """The order of captures; see `_order` of `make_graphed_callables`."""
-
-    def __init__(self, functions: int, order: Sequence[int] | None) -> None:
-        self.order = [1, -1] if order is None else list(order)
-        self.chunks = max(self.order, default=0)
-        counts = {abs(c): self.order.count(abs(c)) for c in self.order}
-        self.batches = counts.get(1, 0)
-        self.layers = functions // max(self.chunks, 1)
-        known = range(1, self.chunks + 1)
-        paired = all(self.order.count(c) == self.order.count(-c) == self.batches for c in known)
-        if not (self.chunks and paired and self.layers * self.chunks == functions and self._runs()):
-            raise ValueError(
-                "[make_graphed_callables] expected _order to have a forward c before each backward "
-                "-c, as many of each chunk 1, 2, ..., and chunks of equal size, got "
-                f"{order} for {functions} callable(s)"
-            )
-
-    def _runs(self) -> bool:
-        """Whether no backward comes before its forward."""
-        balance = dict.fromkeys(map(abs, self.order), 0)
-        for c in self.order:
-            balance[abs(c)] += 1 if c > 0 else -1
-            if balance[abs(c)] < 0:
-                return False
-        return True
-
-    def function(self, graph: int) -> int:
-        """The callable of a graph."""
-        chunk, rest = divmod(graph, self.batches * self.layers)
-        return chunk * self.layers + rest % self.layers
-
-    def steps(self) -> list[tuple[int, bool]]:
-        """(graph, whether it is the forward's), in order."""
-        done = dict.fromkeys((*self.order, *(-c for c in self.order)), 0)
-        steps = []
-        for c in self.order:
-            first = ((abs(c) - 1) * self.batches + done[c]) * self.layers
-            done[c] += 1
-            layers = range(self.layers) if c > 0 else range(self.layers - 1, -1, -1)
-            steps += [(first + layer, c > 0) for layer in layers]
-        return steps
 
 
 def _replaced(graph: Graphed) -> Function:
