@@ -176,6 +176,7 @@ MORE = {
     ),
     "transformer_engine.debug": ("set_weight_tensor_tp_group_reduce",),
     "transformer_engine.debug.features.api": ("TEConfigAPIMapper", "TransformerEngineAPI"),
+    "transformer_engine.debug.features.utils": ("next_enabled_iter",),
     "transformer_engine.debug.pytorch.debug_state": ("TEDebugState",),
     "nvdlfw_inspect.base": ("BaseConfigAPIMapper", "BaseNamespaceAPI"),
     "nvdlfw_inspect.config_manager": ("ConfigManager", "ConfigSpec", "is_layer_in_cfg"),

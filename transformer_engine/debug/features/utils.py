@@ -1,0 +1,43 @@
+"""What feature classes of other programs import from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def next_enabled_iter(
+    start_step: int | None,
+    end_step: int | None,
+    start_end_list: Sequence[tuple[int, int]] | None,
+    freq: int,
+    iteration: int,
+) -> tuple[bool, int | None]:
+    """Whether a schedule runs in an iteration, and the next iteration in which it does.
+
+    Args:
+        start_step: the first iteration; None is 0.
+        end_step: the last iteration; None and negative numbers are no end.
+        start_end_list: first and last iterations of several intervals, in place of the two above.
+        freq: it runs where this divides the iteration.
+        iteration: the current one.
+
+    Returns:
+        `(runs now, next)`; None if it never runs again.
+
+    Raises:
+        ValueError: `freq` below 1.
+
+    >>> next_enabled_iter(2, 6, None, 2, 4), next_enabled_iter(2, 6, None, 2, 6)
+    ((True, 6), (True, None))
+    """
+    if freq < 1:
+        raise ValueError(f"[next_enabled_iter] expected freq of 1 or more, got {freq}")
+    intervals = sorted(start_end_list or [(start_step or 0, -1 if end_step is None else end_step)])
+    runs, following = False, list[int]()
+    for first, last in intervals:
+        open_end = last < 0
+        runs |= iteration % freq == 0 and first <= iteration and (open_end or iteration <= last)
+        candidate = -(-max(iteration + 1, first) // freq) * freq
+        if open_end or candidate <= last:
+            following.append(candidate)
+    return runs, min(following, default=None)
