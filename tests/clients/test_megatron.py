@@ -139,6 +139,21 @@ def test_a_checkpoint_goes_on_bit_for_bit(device: str, megatron: Any) -> None:
     assert trained(target, device, 2) == trained(source, device, 2)
 
 
+def test_weights_are_clipped_by_the_largest_scores(device: str, megatron: Any) -> None:
+    """Its `qk_clip`, which asks attention for `return_max_logit`."""
+    plain = trained(gpt(device), device, 1)
+    model = gpt(device, qk_clip=True, qk_clip_threshold=0.5)
+    assert trained(model, device, 1) == plain
+    attention = model.decoder.layers[0].self_attention
+    largest = attention.core_attention.current_max_attn_logits
+    assert largest.shape == (4,) and largest.max() > 0.5
+    before = attention.linear_qkv.weight.detach().clone()
+    for layer in model.decoder.layers:
+        layer.self_attention.clip_qk()
+    assert not torch.equal(before, attention.linear_qkv.weight)
+    assert attention.core_attention.current_max_attn_logits is None
+
+
 def test_fused_losses_and_permutations_are_the_plain_ones(device: str, megatron: Any) -> None:
     from megatron.core import tensor_parallel
     from megatron.core.extensions import transformer_engine as extension

@@ -198,7 +198,6 @@ def test_bad_arguments(error, message, arguments):
         (ValueError, "softmax_scale > 0 and finite, got -1", {"softmax_scale": -1}),
         (ValueError, "softmax_scale > 0 and finite, got nan", {"softmax_scale": float("nan")}),
         (ValueError, r"of a key and a value, got \(8, 8, 8\)", {"kv_channels": (8, 8, 8)}),
-        (NotImplementedError, "return_max_logit=True", {"return_max_logit": True}),
         (ValueError, "num_attention_heads divisible by tp_size=3", {"tp_size": 3}),
     ],
 )

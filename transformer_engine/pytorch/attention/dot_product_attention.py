@@ -19,7 +19,6 @@ from transformer_engine.pytorch.attention.core.arguments import (
     check_settings,
     checked_inputs,
     refuse_rare,
-    refuse_unimplemented,
 )
 from transformer_engine.pytorch.attention.core.attention import CoreAttention
 from transformer_engine.pytorch.attention.core.call import (
@@ -40,6 +39,7 @@ from transformer_engine.pytorch.attention.core.casts import (
     casts_of,
     wants_fp8,
 )
+from transformer_engine.pytorch.attention.core.max_logit import max_logit, refuse_ranks
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
@@ -50,9 +50,7 @@ from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.module.arguments import (
-    tensor_parallel,
-)
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import names_layer
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.module.parameters import ParameterSet, ParameterSpec
@@ -96,7 +94,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         softmax_scale: factor on the scores; None is `1 / sqrt(size of a key)`.
         softmax_type: `vanilla`; `off-by-one` has 1 more in the denominator; `learnable` has
             exp(`softmax_offset`) more, a parameter `[num_attention_heads]`, zeros at first.
-        return_max_logit: not implemented.
+        return_max_logit: also return the largest score of each head, from a product of its own.
         name: name of the layer.
 
     Raises:
@@ -142,8 +140,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         super().__init__(GEMMS)
         self.name = layer_name(name)
         self.ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel)
-        if return_max_logit:
-            refuse_unimplemented("return_max_logit", return_max_logit)
+        self.return_max_logit = return_max_logit
         check_settings(self.name, attention_type, attention_dropout, softmax_scale)
         groups, sizes = check_heads(self.name, num_attention_heads, num_gqa_groups, kv_channels)
         window = as_window(window_size)
@@ -156,17 +153,17 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         self.attention_dropout = attention_dropout
         self.qkv_format = formats.check_format(qkv_format)
         self.attn_mask_type = attn_mask_type
-        self.window_size = window
-        self.bottom_right_diagonal = bottom_right_diagonal
-        self.attention_type = attention_type
-        self.layer_number = layer_number
+        self.window_size, self.bottom_right_diagonal = window, bottom_right_diagonal
+        self.attention_type, self.layer_number = attention_type, layer_number
         if softmax_scale is None:
             softmax_scale = 1.0 / math.sqrt(self.key_channels)
         self.softmax_scale = softmax_scale
         self._core = CoreAttention()
         self._add_sink(softmax_type)
-        self.sequence_parallel = sequence_parallel
-        self.get_rng_state_tracker = get_rng_state_tracker
+        self.sequence_parallel, self.get_rng_state_tracker = (
+            sequence_parallel,
+            get_rng_state_tracker,
+        )
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def _add_sink(self, softmax_type: str) -> None:
@@ -190,9 +187,10 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the ranks that share sequences; the arguments are those of the constructor."""
-        heads = (self.local_heads, self.local_groups)
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        self.context = context_group(self.name, heads, *arguments)
+        self.context = context_group(self.name, (self.local_heads, self.local_groups), *arguments)
+        if self.context is not None and self.return_max_logit:
+            refuse_ranks(self.name)
         self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = arguments
 
     @names_layer
@@ -222,7 +220,7 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
         num_splits: int = 1,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Attend.
 
         Args:
@@ -257,8 +255,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
             num_splits: without effect.
 
         Returns:
-            `[sequence, batch, heads * size of a value]`, `[batch, sequence, ...]` or
-            `[tokens, ...]`, as the format is.
+            `[sequence, batch, heads * size of a value]`, or as the format is. With
+            `return_max_logit` a pair: that, and fp32 `[heads]`, -inf for a head that sees no key.
 
         Raises:
             ValueError: shapes, masks, `cu_seqlens` or biases that do not fit together; a call that
@@ -298,7 +296,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         out = self._core(query, key, value, call)
         if casts is not None and casts.columns is not None:
             casts.columns.record_amaxes(out)
-        return out if step is None else step.restored(out)
+        out = out if step is None else step.restored(out)
+        return (out, max_logit(query, key, call)) if self.return_max_logit else out
 
     @property
     def chain(self) -> Chain:
@@ -313,7 +312,8 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         Arguments are those of `forward`. None for those that more than a stage is needed for (a
         cache of keys and values), and in FP8.
         """
-        if not _OF_MORE.isdisjoint(arguments) or asks(autocast_stack().scope):
+        more = self.return_max_logit or not _OF_MORE.isdisjoint(arguments)
+        if more or asks(autocast_stack().scope):
             return None
         own = arguments_of(self, attention_mask, **arguments)
         like, key_like, _ = values.likes

@@ -127,12 +127,7 @@ def _packed(
     call: Call,
     needs: Needs,
 ) -> tuple[torch.Tensor, Saved | None]:
-    rows = _packed_rows(query, call.query_sequences, "cu_seqlens_q")
-    key_rows = rows
-    if not call.same_sequences:
-        key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
-    formats.check_equal_batch(rows.lengths.numel(), key_rows.lengths.numel())
-    padding = padding_from_lengths(rows.lengths, key_rows.lengths, rows.longest, key_rows.longest)
+    rows, key_rows, padding = _rows_and_padding(query, key, call)
     query = formats.pad_sequences(query, rows)
     key, value = (formats.pad_sequences(x, key_rows) for x in (key, value))
     padded = (query.shape[0], query.shape[1])
@@ -146,6 +141,35 @@ def _packed(
         )
         saved = saved.wrap(maps, _Facts(padded, _bias_facts(call, needs)))
     return formats.pack_sequences(formats.flat_heads(out, "bshd"), rows), saved
+
+
+def _rows_and_padding(
+    query: torch.Tensor, key: torch.Tensor, call: Call
+) -> tuple[formats.PackedRows, formats.PackedRows, Padding]:
+    """How sequences of queries and of keys are padded, of thd."""
+    rows = _packed_rows(query, call.query_sequences, "cu_seqlens_q")
+    key_rows = rows
+    if not call.same_sequences:
+        key_rows = _packed_rows(key, call.key_sequences, "cu_seqlens_kv")
+    formats.check_equal_batch(rows.lengths.numel(), key_rows.lengths.numel())
+    padding = padding_from_lengths(rows.lengths, key_rows.lengths, rows.longest, key_rows.longest)
+    return rows, key_rows, padding
+
+
+def score_inputs(
+    query: torch.Tensor, key: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, Mask, torch.Tensor | None]:
+    """What the scores of a call are made of: query, key, mask and bias of a `Kernel`."""
+    qkv_format, padding = call.shape.qkv_format, None
+    if qkv_format == "thd":
+        rows, key_rows, padding = _rows_and_padding(query, key, call)
+        query = formats.pad_sequences(query, rows).transpose(1, 2)
+        key = formats.pad_sequences(key, key_rows).transpose(1, 2)
+    else:
+        query, key = (formats.heads_first(x, qkv_format) for x in (query, key))
+        if call.shape.rule.type.padding:
+            padding = padding_of(call, query.shape[0], query.shape[2], key.shape[2])
+    return query, key, *_mask_and_bias(query, key, padding, call)
 
 
 def dense_parts(kernel: KernelParts) -> Parts:
@@ -227,13 +251,20 @@ def _masked(
     needs: Needs,
 ) -> tuple[torch.Tensor, Saved | None]:
     """The kernel's forward, in `[batch, heads, sequence, size]`, with its mask and bias."""
+    mask, bias = _mask_and_bias(query, key, padding, call)
+    return kernel.forward(query, key, value, mask, bias, call.sink.offset, call, needs)
+
+
+def _mask_and_bias(
+    query: torch.Tensor, key: torch.Tensor, padding: Padding | None, call: Call
+) -> tuple[Mask, torch.Tensor | None]:
     mask, bias = call.shape.band, None
     shape = (*query.shape[:3], key.shape[2])
     if mask is None:
         mask = _mask(call, shape, padding)
     if call.bias is not NO_BIAS:
         bias = _score_bias(call, shape, padding, query.device)
-    return kernel.forward(query, key, value, mask, bias, call.sink.offset, call, needs)
+    return mask, bias
 
 
 def _mask(call: Call, shape: tuple[int, int, int, int], padding: Padding | None) -> Mask:
