@@ -27,7 +27,7 @@ from nvdlfw_inspect.registry import Registry, import_built_in
 from nvdlfw_inspect.report.extras import MissingExtraError
 from nvdlfw_inspect.report.records import LogError
 from nvdlfw_inspect.startup import Settings, start
-from nvdlfw_inspect.utils import in_notebook, integer, refuse_misspelt, warn_user
+from nvdlfw_inspect.utils import in_notebook, refuse_misspelt, step_number, warn_user
 
 DEBUG_MANAGER: DebugManager | None = None
 _steering = threading.RLock()  # one thread at a time begins, steps or ends a session
@@ -62,7 +62,7 @@ def initialize(
 
     Raises:
         ValueError: A session is running already (in a notebook it is replaced), the configuration
-            has errors, or the log directory cannot be written.
+            has errors, the log directory cannot be written, or `init_training_step` is negative.
         TypeError: An argument has the wrong type or a misspelt name. Other unknown arguments cause
             a warning.
         RuntimeError: A feature cannot be created.
@@ -141,9 +141,10 @@ def initialize_training_step(train_step: int) -> None:
 
     Raises:
         TypeError: `train_step` is no integer.
+        ValueError: `train_step` is negative, or 2^40 or more.
     """
     if DEBUG_MANAGER is not None:
-        DEBUG_MANAGER.iteration = integer("initialize_training_step", "train_step", train_step)
+        DEBUG_MANAGER.iteration = step_number("initialize_training_step", "train_step", train_step)
 
 
 def flush() -> None:

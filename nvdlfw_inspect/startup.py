@@ -22,7 +22,7 @@ from nvdlfw_inspect.logging import (
     require_logger,
 )
 from nvdlfw_inspect.registry import Registry, import_built_in
-from nvdlfw_inspect.utils import get_distributed_rank, integer, warn_user
+from nvdlfw_inspect.utils import get_distributed_rank, step_number, warn_user
 
 PathLike = str | os.PathLike[str]
 
@@ -95,7 +95,7 @@ def start(settings: Settings) -> DebugManager:
     if not isinstance(settings.log_dir, (str, os.PathLike)):
         got = type(settings.log_dir).__name__
         raise TypeError(f"[initialize] expected log_dir as a path, got {got}")
-    first_step = integer("initialize", "init_training_step", settings.init_training_step)
+    first_step = step_number("initialize", "init_training_step", settings.init_training_step)
     source = _Source.of(settings.config_file)
     directories = _directories(settings.feature_dirs)
     loader = FeatureLoader(directories)

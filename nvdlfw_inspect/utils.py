@@ -114,6 +114,19 @@ def integer(op: str, argument: str, value: Any) -> int:
         raise TypeError(f"[{op}] expected {argument} as an integer, got {got}") from None
 
 
+def step_number(op: str, argument: str, value: Any) -> int:
+    """Convert the number of an iteration.
+
+    Raises:
+        TypeError: `value` is no integer.
+        ValueError: It is negative, or 2^40 or more.
+    """
+    number = integer(op, argument, value)
+    if not 0 <= number < 1 << 40:
+        raise ValueError(f"[{op}] expected {argument} from 0 to 2^40 - 1, got {number}")
+    return number
+
+
 def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for keywords that look like misspelt ones.
 

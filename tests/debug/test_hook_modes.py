@@ -262,6 +262,7 @@ def test_wrong_results_of_modify_tensor_name_layer_tensor_and_gemm() -> None:
         (lambda x: None, TypeError, "NoneType"),
         (lambda x: x[:2], ValueError, r"shape \(16, 32\), got \(2, 32\)"),
         (lambda x: x.float(), ValueError, "Dtype does not match: expected torch.bfloat16"),
+        (lambda x: x.to("meta"), ValueError, "expected a tensor on cpu, got one on meta"),
     ):
 
         class Wrong(Modifier):

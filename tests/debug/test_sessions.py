@@ -250,3 +250,21 @@ def test_calls_by_hand() -> None:
     assert torch.equal(calls.modify_tensor(tensor=x, default_quantizer=None, **here), x)
     with pytest.raises(ValueError, match="Cannot route API fp8_gemm_enabled: gemm is missing"):
         calls.fp8_gemm_enabled(layer_name="x.fc1", iteration=0)
+
+
+def test_layers_that_share_a_name_are_told() -> None:
+    """Once a name; a layer that takes the place of one that is gone is none of them."""
+    start(selected({"layer_types": ["fc"]}, LogTensorStats={"tensors": "weight", "stats": "min"}))
+    x = torch.randn(16, 32)
+    for _ in range(2):
+        te.Linear(32, 32, name="fc", device="cpu")(x)
+        debug_api.step()
+    assert "[names]" not in log()
+    layers = [te.Linear(32, 32, name=name, device="cpu") for name in ("fc", "fc", "fc2", "other")]
+    for _ in range(2):
+        for layer in layers:
+            layer(x)
+        debug_api.step()
+    found = [line for line in log().splitlines() if "[names] expected one layer of each" in line]
+    assert len(found) == 1
+    assert "WARNING - fc: " in found[0]

@@ -68,6 +68,8 @@ def test_second_initialize_replaces_in_a_notebook(
         ({"feature_dirs": "missing"}, FileNotFoundError),
         ({"feature_dirs": 3}, ValueError),
         ({"init_training_step": "first"}, TypeError),
+        ({"init_training_step": -1}, ValueError),
+        ({"init_training_step": 1 << 63}, ValueError),
         ({"statistics_logger": object()}, TypeError),
         ({"log_dir": "/dev/null/logs"}, ValueError),
     ],
@@ -188,6 +190,8 @@ def test_steps_are_counted(initialize: Initialize) -> None:
     debug_api.step()
     assert manager.iteration == manager._trainer_iteration_count == 6
     debug_api.initialize_training_step(100)
+    with pytest.raises(ValueError, match=r"expected train_step from 0 to 2\^40 - 1, got -1"):
+        debug_api.initialize_training_step(-1)
     assert manager.iteration == 100
 
 

@@ -58,7 +58,7 @@ class FeatureCalls:
 
         Raises:
             TypeError: the feature returned no tensor.
-            ValueError: the result has another shape.
+            ValueError: the result has another shape, or is on another device.
             RuntimeError: the feature got `out` and returned a tensor.
         """
         more: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
@@ -134,6 +134,11 @@ class FeatureCalls:
             raise ValueError(
                 f"[modify_tensor] expected a tensor of shape {tuple(x.shape)}, got "
                 f"{tuple(made.shape)} ({self._where(gemm)})"
+            )
+        if made.device != x.device:
+            raise ValueError(
+                f"[modify_tensor] expected a tensor on {x.device}, got one on {made.device} "
+                f"({self._where(gemm)})"
             )
         return made
 

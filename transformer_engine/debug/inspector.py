@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +65,7 @@ class Inspector:
         self.selects = bool(getattr(manager, "has_features", True))
         self.feeds: dict[str, compiled.Feed] = {}  # of compiled graphs
         self._plans_logged: dict[tuple[str, str, str], Plan] = {}
+        self._owners: dict[str, weakref.ref[TransformerEngineBaseModule]] = {}
         self._begin_session()
 
     def _begin_session(self) -> None:
@@ -120,6 +123,8 @@ class Inspector:
         ]
         for plan in plans:
             self._log(plan)
+            if plan.active or any(tensor.statistics for tensor in plan.tensors.values()):
+                self._tell_of_shared_name(plan.layer, module)
         following = [p.next_iteration for p in plans if p.next_iteration is not None]
         fed: list[TensorStatistics] = []
         attached = [
@@ -234,6 +239,19 @@ class Inspector:
                 self._plans_logged[key] = how
                 text = f"Tensor: {tensor}, gemm {gemm} - {how.value}"
                 self.manager.log_message(text, plan.layer)
+
+    def _tell_of_shared_name(self, layer: str, module: TransformerEngineBaseModule) -> None:
+        """Warn, once a name, where another module has this name, too."""
+        owner = self._owners.setdefault(layer, weakref.ref(module))()
+        if owner is None:
+            self._owners[layer] = weakref.ref(module)
+        elif owner is not module:
+            text = (
+                "[names] expected one layer of each name, got several of this one: their statistics"
+                " are logged as those of one layer; give each a name of its own, or call"
+                " debug_api.infer_and_assign_layer_names(model)"
+            )
+            self.manager.log_message(text, layer, logging.WARNING, once=(text, layer))
 
     def log_statistics(self, layer: str, tensor: str, features: Sequence[Any]) -> list[Any]:
         """Write one line to the debug log for every feature that is due for a tensor.

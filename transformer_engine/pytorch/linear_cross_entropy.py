@@ -238,16 +238,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         rules, reduction, chunk, wants_grad, into = how
         problem = _Problem(hidden, weight, bias, target, rules, chunk)
+        ctx.main_grad = main_grad  # not saved: other backwards may write it before this one
         wanted = [wants_grad and wants for wants in ctx.needs_input_grad[:3]]
         ctx.how, ctx.dtypes = (rules, reduction, chunk, wanted, into), (hidden.dtype, weight.dtype)
         if reduction == "none":
-            ctx.save_for_backward(hidden, weight, bias, target, main_grad)
+            ctx.save_for_backward(hidden, weight, bias, target)
             return _run(problem, (False, False, False), None)[0]
         losses, gradients = _run(problem, wanted, None)
         total, divisor = losses.sum(), losses.new_ones(())
         if reduction == "mean":
             divisor = counted(target, rules.ignored).float()
-        ctx.save_for_backward(*gradients, divisor, main_grad)
+        ctx.save_for_backward(*gradients, divisor)
         return total / divisor
 
     @staticmethod
@@ -262,7 +263,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of what came in."""
     rules, reduction, chunk, wanted, into = ctx.how
-    *saved, main_grad = ctx.saved_tensors
+    saved, main_grad = ctx.saved_tensors, ctx.main_grad
     if reduction == "none":
         hidden, weight, bias, target = saved
         problem = _Problem(hidden, weight, bias, target, rules, chunk)

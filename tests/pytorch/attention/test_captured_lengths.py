@@ -7,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import inference
-from transformer_engine.pytorch.attention.cache import kv_cache
+from transformer_engine.pytorch.attention.cache import kv_cache, memory
 
 HIDDEN, HEADS, GROUPS, LONGEST, SLOTS = 256, 4, 2, 24, 3
 # Sequences join, end and move up; the newest ones of a step come last.
@@ -141,7 +141,7 @@ def test_what_no_graph_can_hold(monkeypatch):
     named, short = make_cache("bshd", torch.float32, paged=False), angles_on("cpu")[:4]
     named.pre_step({"a": 1})
     layers[0](x, inference_params=numbers, self_attn_mask_type="causal")
-    for module in (inference, kv_cache):
+    for module in (inference, kv_cache, memory):
         monkeypatch.setattr(module, "is_capturing", lambda: True)
     for cache, error, message in (
         (numbers, RuntimeError, "sequence_len_offset to be a tensor on the device .* int 0"),

@@ -179,3 +179,16 @@ def test_refusals() -> None:
         route(logits, 2, "sigmoid", 3, 2)
     with pytest.raises(ValueError, match="no expert_bias"):
         route(logits, 2, "softmax", bias=torch.zeros(8))
+
+
+@pytest.mark.parametrize("lowest", [-200.0, -math.inf])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_logits_whose_scores_vanish_have_no_gradient(function: str, lowest: float) -> None:
+    logits = torch.randn(TOKENS, EXPERTS)
+    logits[:, 5:] = lowest
+    logits.requires_grad_()
+    weights, _ = fused_topk_with_score_function(logits, 2, True, None, None, None, function)
+    _, scores = fused_compute_score_for_moe_aux_loss(logits, 2, function)
+    (weights.square().sum() + scores.square().sum()).backward()
+    assert logits.grad.isfinite().all() and not logits.grad[:, 5:].any()
+    assert logits.grad[:, :5].any()

@@ -116,6 +116,8 @@ def test_clipping_takes_no_pass(capturable, device):
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
     assert clip_factor(ours, 1e9)[1] == 1.0
+    alone = clip_factor(ours[0], 1e-3)
+    assert alone[0] == ours[0].grad.norm() and alone[1] < 1
     assert [x.item() for x in clip_factor([nn.Parameter(torch.ones(2))], 1.0)] == [0.0, 1.0]
 
 

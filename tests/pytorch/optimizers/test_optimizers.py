@@ -1,6 +1,7 @@
 """Optimizers and lists of tensors: torch's results where torch has the same."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -269,3 +270,94 @@ def test_damaged_states_are_refused(state, message):
     saved["state"][0] = state
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
+
+
+def strided(shape, seed):
+    """Values with the strides of a transpose, and with gaps."""
+    torch.manual_seed(seed)
+    rows, columns = shape
+    return torch.randn(columns, rows).t(), torch.randn(rows, 2 * columns)[:, ::2]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strides_of_parameters_and_gradients_change_nothing(dtype, capturable, device):
+    own = [nn.Parameter(x.to(device, dtype)) for x in (*strided((5, 7), 0), torch.ones(5, 7))]
+    assert dtype is not torch.float32 or not own[0].is_contiguous()
+    plain = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in own]
+    settings = {**SETTINGS, "capturable": capturable}
+    optimizers = FusedAdam(own, **settings), FusedAdam(plain, **settings)
+    for seed in range(3):
+        gradients = [x.to(device, dtype) for x in (torch.randn(5, 7), *strided((5, 7), seed))]
+        for p, q, gradient in zip(own, plain, gradients, strict=True):
+            p.grad = torch.empty_strided(p.shape, gradient.stride(), dtype=dtype, device=device)
+            p.grad.copy_(gradient)
+            q.grad = gradient.contiguous()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(own, plain, strict=True):
+        assert_bitwise(p.detach().contiguous(), q.detach())
+
+
+def test_sgd_steps_parameters_of_any_strides(device):
+    own = [nn.Parameter(x.to(device)) for x in strided((5, 7), 0)]
+    plain = [nn.Parameter(p.detach().contiguous()) for p in own]
+    optimizer = FusedSGD(own[:1], lr=0.1, momentum=0.9)
+    optimizer.add_param_group({"params": own[1:]})
+    train(optimizer, own)
+    train(torch.optim.SGD(plain, lr=0.1, momentum=0.9), plain)
+    for p, q in zip(own, plain, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_step_as_the_optimizer_does(make):
+    own = parameters(dtype=torch.bfloat16)
+    optimizer = FusedAdam(own, adam_w_mode=False, master_weights=True, **SETTINGS)
+    train(optimizer, own, 2)
+    other = make(optimizer)
+    copies = other.param_groups[0]["params"]
+    train(optimizer, own)
+    train(other, copies)
+    for p, q in zip(own, copies, strict=True):
+        assert_bitwise(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_states_of_torch_are_taken_over(capturable):
+    theirs = parameters()
+    reference = torch.optim.AdamW(theirs, fused=True, **SETTINGS)
+    train(reference, theirs)
+    own = [nn.Parameter(p.detach().clone()) for p in theirs]
+    optimizer = FusedAdam(own, capturable=capturable)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    train(reference, theirs)
+    train(optimizer, own)
+    for p, q in zip(own, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    saved = reference.state_dict()
+    saved["state"][1]["step"] = torch.tensor(2.0)
+    with pytest.raises(ValueError, match=r"expected .* equally many steps, got 2, 8"):
+        optimizer.load_state_dict(saved)
+    saved = torch.optim.AdamW(theirs, amsgrad=True).state_dict()
+    with pytest.raises(NotImplementedError, match="amsgrad=False"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_groups_without_gradients_count_their_steps(capturable):
+    own = parameters()
+    optimizer = FusedAdam([{"params": own[:2]}, {"params": own[2:]}], capturable=capturable)
+    train(optimizer, own[:2])
+    assert [int(group["step"]) for group in optimizer.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_elsewhere_are_cleared(to_none):
+    own = parameters()
+    optimizer = FusedAdam(own, use_decoupled_grad=True)
+    train(optimizer, own[:1], 1, "decoupled_grad")
+    optimizer.zero_grad(to_none)
+    left = own[0].decoupled_grad
+    assert left is None if to_none else not left.any()
+    assert getattr(own[1], "decoupled_grad", None) is None

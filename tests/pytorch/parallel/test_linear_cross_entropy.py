@@ -192,6 +192,25 @@ def test_compiled_with_main_grad():
     assert torch.equal(*found) and not torch.equal(found[0], torch.ones_like(found[0]))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad_of_several_calls_before_a_backward(reduction, compiles):
+    """As pipelines call it, and programs that clear `main_grad` after the forward."""
+    torch._dynamo.reset()
+    call = torch.compile(linear_cross_entropy, backend="aot_eager") if compiles else None
+    call = call or linear_cross_entropy
+    hidden, weight, _, target = problem("cpu")
+    weight.main_grad = torch.ones_like(weight)
+    settings = {"reduction": reduction, "fuse_wgrad_accumulation": True}
+    losses = [call(hidden, weight, target, **settings).sum() for _ in range(2)]
+    weight.main_grad.zero_()
+    for loss in losses:
+        loss.backward()
+    plain = linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+    (expected,) = torch.autograd.grad(plain, weight)
+    torch.testing.assert_close(weight.main_grad, 2 * expected)
+
+
 def test_a_graph_that_is_retained():
     hidden, weight, _, target = problem("cpu")
     loss = linear_cross_entropy(hidden, weight, target)

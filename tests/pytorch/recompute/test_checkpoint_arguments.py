@@ -170,3 +170,21 @@ def test_other_layers_the_second_time(mode: str) -> None:
             y = MODES[mode](lambda x: layer(x), y)  # noqa: B023, PLW0108
     with pytest.raises(RuntimeError, match=r"variable of a loop .*layer"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_results_within_containers_have_gradients(reentrant: bool) -> None:
+    layer = te.Linear(32, 32, device="cpu")
+
+    def function(x: torch.Tensor) -> tuple:
+        y = layer(x)
+        return y, {"twice": 2 * y, "name": "fc"}, [None, 3 * y]
+
+    x = torch.randn(16, 32, requires_grad=True)
+    first, named, (nothing, third) = te.checkpoint(function, x, use_reentrant=reentrant)
+    assert named["name"] == "fc" and nothing is None
+    (first + named["twice"] + third).sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((32,), 6.0 * 16))
+    alone = te.checkpoint(lambda x: {"y": layer(x)}, x, use_reentrant=reentrant)
+    alone["y"].sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((32,), 7.0 * 16))

@@ -8,6 +8,7 @@ from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
 from transformer_engine import _C
+from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -41,6 +42,32 @@ def test_operations_run_on_values(device: str) -> None:
     assert_bitwise(q + 1, plain + 1)
     assert_bitwise(torch.mm(q, plain.T), torch.mm(plain, plain.T))
     assert type(q * 2) is torch.Tensor and type(q[1:3]) is torch.Tensor
+
+
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()])
+def test_assigning_to_an_index_writes_the_weight(recipe, device: str) -> None:
+    with te.quantized_model_init(recipe=recipe):
+        weight = te.Linear(128, 128, device=device).weight
+    expected = weight.dequantize().clone()
+    for index, value in ((3, 0.0), (slice(2, 5), expected[:3] * 2), ((..., 7), expected[3])):
+        expected[index] = value
+        with torch.no_grad():
+            weight[index] = value
+        torch.testing.assert_close(weight.dequantize(), expected, rtol=0.07, atol=1e-3)
+        expected.copy_(weight.dequantize())
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        weight[0] = 1.0
+    assert_bitwise(weight.dequantize().detach(), expected)
+
+
+def test_gradients_of_values_that_are_assigned(device: str) -> None:
+    x, values = torch.randn(4, 6, device=device), torch.randn(6, device=device)
+    x.requires_grad_()
+    values.requires_grad_()
+    q = Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x)
+    q[1] = values
+    q.dequantize().sum().backward()
+    assert x.grad.sum(1).tolist() == [6.0, 0.0, 6.0, 6.0] and values.grad.tolist() == [1.0] * 6
 
 
 def test_detach_shares_and_clone_copies(device: str) -> None:

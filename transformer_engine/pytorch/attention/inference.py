@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,12 +44,13 @@ from transformer_engine.pytorch.attention.cache.fixed_steps import FixedStep, Fi
 from transformer_engine.pytorch.attention.cache.kv_cache import (
     KVCacheManager,
     Step,
-    refuse_new_cache,
+    check_angles,
 )
 from transformer_engine.pytorch.attention.cache.managers import (
     NonPagedKVCacheManager,
     PagedKVCacheManager,
 )
+from transformer_engine.pytorch.attention.cache.memory import plain_caches, reorder
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.module.arguments import check_sizes
@@ -243,35 +245,21 @@ class InferenceParams:
     def _plain_caches(
         self, layer_number: int | None, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        caches = self.key_value_memory_dict.get(layer_number)
-        if caches is None:
-            refuse_new_cache(layer_number)
-            sizes = (self.max_sequence_length, self.max_batch_size)
-            caches = (
-                key.new_zeros(*sizes, *key.shape[2:]),
-                value.new_zeros(*sizes, *value.shape[2:]),
-            )
-            self.key_value_memory_dict[layer_number] = caches
-        for cache, new in zip(caches, (key, value), strict=True):
-            if (cache.dtype, cache.shape[2:]) != (new.dtype, new.shape[2:]):
-                raise ValueError(
-                    f"[InferenceParams] expected keys and values of {tuple(cache.shape[2:])} in"
-                    f" {cache.dtype}, as in the cache of layer number {layer_number}, got"
-                    f" {tuple(new.shape[2:])} in {new.dtype}"
-                )
-        return caches
+        sizes = (self.max_sequence_length, self.max_batch_size)
+        return plain_caches(self.key_value_memory_dict, layer_number, key, value, sizes)
 
     def swap_key_value_dict(self, batch_indices: Sequence[int] | torch.Tensor) -> None:
         """Reorder the batch of every cache: sequence i becomes what `batch_indices[i]` was.
 
+        Args:
+            batch_indices: of as many sequences as go on, `max_batch_size` at most.
+
         Raises:
-            ValueError: nothing is cached yet.
+            ValueError: nothing is cached yet, or more sequences than there is room for.
         """
         if not self.key_value_memory_dict:
             raise ValueError("[InferenceParams] expected cached keys to swap, got none so far")
-        for layer, (keys, values) in self.key_value_memory_dict.items():
-            index = torch.as_tensor(batch_indices, device=keys.device)
-            self.key_value_memory_dict[layer] = (keys[:, index], values[:, index])
+        reorder(self.key_value_memory_dict.values(), torch.as_tensor(batch_indices))
 
     # ---- Either form ----
 
@@ -310,6 +298,7 @@ class InferenceParams:
         if self.cache_manager is not None:
             return angles, *self.cache_manager.positions(angles, query, qkv_format)
         if self.kind == "fixed":
+            check_angles(angles, self.max_sequence_length, "max_sequence_length")
             step = self._fixed_step(("angles", layer_number), query, qkv_format)
             return angles, step.starts, None
         query_angles, key_angles = angles
@@ -353,6 +342,8 @@ class InferenceParams:
         self.batch_size_offset = 0
         if self.kind == "fixed":
             self.sequence_len_offset.zero_()
+            for cache in chain(*self.key_value_memory_dict.values()):
+                cache.zero_()  # steps read all of it, and NaN times 0 is NaN
         else:
             self.sequence_len_offset = 0
         if self.cache_manager is not None:

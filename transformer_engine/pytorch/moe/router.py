@@ -16,10 +16,19 @@ __all__ = [
 ]
 
 _LEAST_SUM = 1e-20  # keeps weights finite where all scores vanish
+
+
+def _sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+    """The root, whose gradient is 0 and not NaN where it vanishes."""
+    values = torch.nn.functional.softplus(logits)
+    above = values > 0
+    return values.where(above, 1.0).sqrt().where(above, 0.0)
+
+
 _SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
-    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+    "sqrtsoftplus": _sqrt_softplus,
 }
 
 

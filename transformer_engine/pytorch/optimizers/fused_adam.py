@@ -13,10 +13,12 @@ from torch.optim.adamw import adamw
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, local_part, step_on_device
+from transformer_engine.pytorch.optimizers.states import steps_of_groups
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
 _FUSED = ("cpu", "cuda")
+_SETTINGS = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -138,19 +140,38 @@ class FusedAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if self._gradient(parameter) is not None:
                     by_device.setdefault(parameter.device, []).append(parameter)
-            self._count(group, list(by_device))
+            self._count(group)
             for device, parameters in by_device.items():
                 self._step(group, parameters, device, grad_factor)
         return loss
 
-    def _count(self, group: dict[str, Any], devices: list[torch.device]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _SETTINGS}}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that steps read.
+
+        Args:
+            set_to_none: leave None, else zeros.
+        """
+        super().zero_grad(set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for parameter in chain(*(group["params"] for group in self.param_groups)):
+            gradient = self._gradient(parameter)
+            if gradient is not None:
+                parameter.decoupled_grad = None if set_to_none else torch.zeros_like(gradient)
+
+    def _count(self, group: dict[str, Any]) -> None:
         if not self.capturable:
             group["step"] = int(group.get("step", 0)) + 1
             return
+        devices = {parameter.device for parameter in group["params"]}
         if len(devices) > 1:
             raise ValueError(
                 "[FusedAdam] expected a group's parameters on one device with capturable=True, got "
-                f"{', '.join(map(str, devices))}"
+                f"{', '.join(sorted(map(str, devices)))}"
             )
         for device in devices:
             group["step"] = device_count(group.get("step", 0), device)
@@ -179,7 +200,7 @@ class FusedAdam(torch.optim.Optimizer):
             _write_quantized(parameters, values)
             return
         values = [
-            state["master_param"] if "master_param" in state else parameter.float()
+            state["master_param"] if "master_param" in state else parameter.float().contiguous()
             for parameter, state in zip(parameters, states, strict=True)
         ]
         so_far = torch.full((len(values),), group["step"] - 1.0, device=device).unbind()
@@ -187,7 +208,7 @@ class FusedAdam(torch.optim.Optimizer):
         (adamw if self.adam_w_mode else adam)(
             values,
             [
-                gradient.float() if factor is None else gradient.float() * factor
+                (gradient.float() if factor is None else gradient.float() * factor).contiguous()
                 for gradient in gradients
             ],
             [state["exp_avg"] for state in states],
@@ -223,10 +244,12 @@ class FusedAdam(torch.optim.Optimizer):
             )
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=torch.float32)
+                state[name] = _zeros(param)
         narrow = quantized or param.dtype != torch.float32
         if self.master_weights and narrow and "master_param" not in state:
             state["master_param"] = _initial(param)
+        for name, value in state.items():
+            state[name] = value.contiguous()
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A tensor of a parameter's state, fp32.
@@ -256,20 +279,23 @@ class FusedAdam(torch.optim.Optimizer):
         """Load a `state_dict`; states stay fp32, which torch's optimizers would cast.
 
         Args:
-            state_dict: of an optimizer of the same groups.
+            state_dict: of an optimizer of the same groups; also of `torch.optim.AdamW` or `Adam`,
+                where the parameters of a group have taken equally many steps.
 
         Raises:
-            ValueError: a state of another shape than its parameter, or of another type than dict.
+            NotImplementedError: a group with `amsgrad` or `maximize`.
+            ValueError: a state of another shape than its parameter, or of another type than dict;
+                parameters of a group that have taken different numbers of steps.
         """
+        state_dict = steps_of_groups(state_dict)
         self._check(state_dict)
-        super().load_state_dict(state_dict)  # type: ignore[arg-type]
+        super().load_state_dict(state_dict)
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         for group, saved in groups:
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor):
-                        state = torch.zeros_like(parameter, dtype=torch.float32)
-                        self.state[parameter][name] = state.copy_(value)
+                        self.state[parameter][name] = _zeros(parameter).copy_(value)
 
     def _check(self, state_dict: Mapping[str, Any]) -> None:
         """Check the shapes of states, which `copy_` would broadcast; torch checks the groups."""
@@ -290,6 +316,11 @@ class FusedAdam(torch.optim.Optimizer):
                         f"[FusedAdam] expected shape {tuple(parameter.shape)} for {name} of "
                         f"parameter {number}, got {tuple(value.shape)}"
                     )
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """Of its shape; kernels of optimizers read memory in order, whatever the strides are."""
+    return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,10 @@ from transformer_engine.pytorch.optimizers.arguments import refuse_others
 
 
 class FusedSGD(torch.optim.SGD):
-    """`torch.optim.SGD(fused=True)`; without the fused kernel for DTensors, which it cannot take.
+    """`torch.optim.SGD(fused=True)`.
+
+    DTensors and parameters that are not contiguous, which the fused kernel cannot take, are stepped
+    without it.
 
     Args:
         params: parameters, or groups of them.
@@ -56,6 +59,15 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
         )
-        for group in self.param_groups:
-            if any(hasattr(parameter, "device_mesh") for parameter in group["params"]):
-                group["fused"] = False
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer` does.
+
+        Args:
+            param_group: `params`, and settings that differ from the defaults.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if any(hasattr(p, "device_mesh") or not p.is_contiguous() for p in group["params"]):
+            group["fused"] = self._step_supports_amp_scaling = False

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.tensor.shards import piece_of
 
 
 def clip_factor(
-    parameters: Iterable[torch.Tensor], max_norm: float
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor that clips gradients to a norm, for `FusedAdam.step(grad_factor=...)`.
 
@@ -20,7 +20,7 @@ def clip_factor(
     device.
 
     Args:
-        parameters: those without a gradient do not count.
+        parameters: those without a gradient do not count; or a single one.
         max_norm: of all gradients together, in the Euclidean sense.
 
     Returns:
@@ -32,6 +32,8 @@ def clip_factor(
     >>> clip_factor([weight], 1.0)
     (tensor(5.), tensor(0.2000))
     """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(()), torch.ones(())
@@ -72,12 +74,13 @@ def step_on_device(
     values = [
         local_part(state["master_param"])
         if "master_param" in state
-        else local_part(parameter).float()
+        else local_part(parameter).float().contiguous()
         for parameter, state in zip(parameters, states, strict=True)
     ]
     kinds: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
     for i, parameter in enumerate(parameters):
-        rounded = piece_of(parameter) is None and parameter.dtype is not torch.float32
+        rounded = parameter.dtype is not torch.float32 and parameter.is_contiguous()
+        rounded = rounded and piece_of(parameter) is None
         kind = (gradients[i].dtype, parameter.dtype if rounded else None)
         kinds.setdefault(kind, []).append(i)
     beta1, beta2 = group["betas"]
@@ -93,6 +96,9 @@ def step_on_device(
             [] if weight_dtype is None else [local_part(parameters[i]) for i in members],
         )
         adam(tensors, group["step"], rate, factor, rules)
+    for parameter, value in zip(parameters, values, strict=True):
+        if not parameter.is_contiguous():
+            local_part(parameter).copy_(value)
     return values
 
 

@@ -63,7 +63,7 @@ def checkpoint(
             has an effect, and with it layers with delayed scaling are an error in the backward.
 
     Returns:
-        What `function` returns.
+        What `function` returns; tensors within its lists, tuples and dicts have gradients, too.
 
     Raises:
         RuntimeError: `distribute_saved_activations` without `torch.distributed`; in the backward,
@@ -116,12 +116,17 @@ def checkpoint(
             return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **random, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
 
-    def flat(*leaves: Any) -> Any:
+    structures: list[Any] = []
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
         args, kwargs = tree_unflatten(leaves, structure)
-        return run(*args, **kwargs)
+        results, structure_of_results = tree_flatten(run(*args, **kwargs))
+        structures.append(structure_of_results)
+        return tuple(results)
 
     with _distributed(tp_group) if distribute_saved_activations else contextlib.nullcontext():
-        return torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
+        results = torch_checkpoint.checkpoint(flat, *leaves, use_reentrant=True, **random)
+    return tree_unflatten(results, structures[0])
 
 
 def _split(kwargs: dict[str, Any], use_reentrant: bool = False) -> tuple[dict[str, Any], ...]:

@@ -291,6 +291,12 @@ class QuantizedTensor(torch.Tensor):
             _on_values(func, part, named)
         return None
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Assign some values, and quantise all of them again: views are copies here."""
+        values = self.dequantize().clone()
+        values[index] = value
+        self.copy_(values)
+
     def _refuse(self, what: str) -> Any:
         raise TypeError(
             f"[{type(self).__name__}] {what} needs a plain tensor with storage, got {self.label}, "

@@ -25,7 +25,8 @@ class DeviceLengths:
         starts: int32 `[max_batch]`, tokens of each sequence before this step; 0 of absent ones.
         new_ends: int32 `[max_batch + 1]`, ends of the new tokens of each sequence.
         all_ends: int32 `[max_batch + 1]`, likewise of all tokens.
-        pages: int32 `[max_batch, max_pages]`, the pages of each sequence in their order, then 0.
+        pages: int32 `[max_batch, max_pages]`, the pages of each sequence in their order, then the
+            first one of them again.
     """
 
     def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class DeviceLengths:
         values += accumulate([*new, *absent], initial=0)
         values += accumulate([*lengths, *absent], initial=0)
         for own in pages:
-            values += [*own, *[0] * (self.max_pages - len(own))]
+            values += [*own, *list(own[:1]) * (self.max_pages - len(own))]
         values += [0] * (self._memory.numel() - len(values))
         self._memory.copy_(torch.tensor(values, dtype=torch.int32))
 

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention.cache.device_lengths import DeviceLengths
+from transformer_engine.pytorch.attention.cache.memory import (
+    outside_of_inference_mode,
+    refuse_new_cache,
+)
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
@@ -96,7 +100,11 @@ class KVCacheManager:
         )
 
     def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
-        """The batch now consists of the old slots `kept_slots`, then new sequences."""
+        """The batch now consists of the old slots `kept_slots`, then new sequences.
+
+        Rows of sequences that ended become zeros: attention may multiply what is masked by 0, and
+        NaN times 0 is NaN.
+        """
         raise NotImplementedError
 
     def allocate_memory(self, layer_number: int, device: torch.device | None = None) -> None:
@@ -110,14 +118,14 @@ class KVCacheManager:
         refuse_new_cache(layer_number)
         device = default_device(None) if device is None else device
         # One row more than there are: padding of captured steps is written there.
-        keys, values = (
-            torch.zeros(
-                self.rows_of_layer() + 1, self.num_heads, size, dtype=self.dtype, device=device
+        rows = self.rows_of_layer() + 1
+        with outside_of_inference_mode():
+            keys, values = (
+                torch.zeros(rows, self.num_heads, size, dtype=self.dtype, device=device)
+                for size in self.sizes
             )
-            for size in self.sizes
-        )
-        self._with_spare_row[layer_number] = (keys, values)
-        self.cache[layer_number] = (keys[:-1], values[:-1])
+            self._with_spare_row[layer_number] = (keys, values)
+            self.cache[layer_number] = (keys[:-1], values[:-1])
         self.device_lengths(device)
 
     def reset(self) -> None:
@@ -180,12 +188,8 @@ class KVCacheManager:
         """
         fixed = self.is_fixed(query, qkv_format)
         longest = self.max_seqlen if fixed else max(self.lengths.values(), default=0)
-        if min(one.shape[0] for one in angles) < longest:
-            which = "max_sequence_length" if fixed else "the tokens of the longest sequence"
-            raise ValueError(
-                f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions,"
-                f" {which}, got {[one.shape[0] for one in angles]}"
-            )
+        which = "max_sequence_length" if fixed else "the tokens of the longest sequence"
+        check_angles(angles, longest, which)
         if fixed:
             lengths = self.device_lengths(query.device)
             return lengths.starts, lengths.new_ends
@@ -254,7 +258,8 @@ class KVCacheManager:
                     "[InferenceParams] expected a step of the model (a warm-up) before the capture"
                     " of a CUDA graph, got none: lengths have no place that replays find"
                 )
-            self._lengths = DeviceLengths(self.max_batch_size, self.pages_of_sequence, device)
+            with outside_of_inference_mode():
+                self._lengths = DeviceLengths(self.max_batch_size, self.pages_of_sequence, device)
             self._write_lengths()
         return self._lengths
 
@@ -336,13 +341,12 @@ class KVCacheManager:
         return ends.to(torch.int32)
 
 
-def refuse_new_cache(layer_number: int | None) -> None:
-    """RuntimeError where a CUDA graph is captured: its replays would empty a cache made in it."""
-    if is_capturing():
-        raise RuntimeError(
-            "[InferenceParams] expected a cache of layer number"
-            f" {layer_number} before the capture of a CUDA graph, got none: run a step of the model"
-            " (a warm-up) before, or allocate_memory"
+def check_angles(angles: tuple[torch.Tensor, torch.Tensor], longest: int, which: str) -> None:
+    """ValueError for fewer rotary angles than positions."""
+    if min(one.shape[0] for one in angles) < longest:
+        raise ValueError(
+            f"[InferenceParams] expected rotary_pos_emb of at least {longest} positions, {which},"
+            f" got {[one.shape[0] for one in angles]}"
         )
 
 

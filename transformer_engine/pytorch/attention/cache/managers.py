@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     def make_room(self, kept_slots: list[int], lengths: Mapping[Any, int]) -> None:
         """Move the sequences that go on together."""
-        if kept_slots == list(range(len(kept_slots))):
+        count, before = len(kept_slots), len(self.lengths)
+        if count == before:
             return
-        for caches in self.cache.values():
-            for cache in caches:
-                slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
-                slots[: len(kept_slots)] = slots[kept_slots]
+        for cache in chain(*self.cache.values()):
+            slots = cache.view(self.max_batch_size, self.max_seqlen, *cache.shape[1:])
+            if kept_slots != list(range(count)):
+                slots[:count] = slots[kept_slots]
+            slots[count:before] = 0
 
     def gathered(self, layer_number: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views: the rows of a sequence lie together."""
@@ -80,13 +83,13 @@ class PagedKVCacheManager(KVCacheManager):
         return self.total_num_pages * self.page_size
 
     def row(self, slot: int, token: int) -> int:
-        """Tokens past a sequence's last page have the first row: they are masked."""
+        """Tokens past a sequence's last page, which are masked, have a row of its first one."""
         page = token // self.page_size
         pages = self.pages[slot]
-        return pages[page] * self.page_size + token % self.page_size if page < len(pages) else 0
+        return pages[page if page < len(pages) else 0] * self.page_size + token % self.page_size
 
     def rows_of(self, slot: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Likewise, but tokens past the last page have some row of the first page."""
+        """Likewise."""
         pages = self.device_lengths(token.device).pages
         page = (token // self.page_size).clamp(max=pages.shape[1] - 1)
         return pages[slot, page] * self.page_size + token % self.page_size
@@ -109,3 +112,9 @@ class PagedKVCacheManager(KVCacheManager):
             for n, own in zip(wanted, pages, strict=True)
         ]
         self.free = free
+        if not ended:
+            return
+        rows = torch.tensor([page for own in ended for page in own])
+        for cache in chain(*self.cache.values()):
+            rows = rows.to(cache.device)
+            cache.view(self.total_num_pages, self.page_size, *cache.shape[1:])[rows] = 0

@@ -1,0 +1,108 @@
+"""Memory of KV caches: reordered, written in any mode, free of what ended sequences left."""
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+
+HIDDEN, HEADS, LONGEST = 32, 4, 16
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+FORMS = ["int", "tensor", "named", "paged"]
+
+
+def make_layer(device, named=False):
+    torch.manual_seed(3)
+    mask = "padding_causal" if named else "causal"
+    settings = {"self_attn_mask_type": mask, "attn_input_format": "bshd", "device": device}
+    return te.TransformerLayer(HIDDEN, 48, HEADS, **settings).eval()
+
+
+def make_params(form, device, batch=4):
+    """Steps whose offset is a number, or on the device, or of named sequences."""
+    if form in ("named", "paged"):
+        pages = {"is_paged": True, "page_size": 4} if form == "paged" else {}
+        sizes = (HEADS, HIDDEN // HEADS, torch.float32)
+        return te.InferenceParams(batch, LONGEST, *sizes, **pages)
+    params = te.InferenceParams(batch, LONGEST)
+    if form == "tensor":
+        params.sequence_len_offset = torch.zeros((), dtype=torch.int64, device=device)
+    return params
+
+
+@pytest.mark.parametrize("form", ["int", "tensor"])
+@torch.no_grad()
+def test_fewer_sequences_than_room_are_reordered_in_place(form, device):
+    layer, params = make_layer(device), make_params(form, device)
+    x, order = torch.randn(2, 7, HIDDEN, device=device), [1, 0]
+    layer(x[:, :6], inference_params=params)
+    memory = params.key_value_memory_dict[1]
+    params.sequence_len_offset += 6
+    params.swap_key_value_dict(torch.tensor(order, device=device))
+    assert params.key_value_memory_dict[1] is memory
+    last = layer(x[order, 6:], inference_params=params)
+    torch.testing.assert_close(last, layer(x)[order, 6:], **CLOSE)
+    params.reset()
+    more = torch.randn(4, 7, HIDDEN, device=device)
+    torch.testing.assert_close(layer(more, inference_params=params), layer(more), **CLOSE)
+    with pytest.raises(ValueError, match=r"batch_indices of at most 4 sequences, got \(5,\)"):
+        params.swap_key_value_dict([0, 1, 2, 3, 0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_in_inference_mode_and_steps_without(form, device):
+    named = form in ("named", "paged")
+    layer, params = make_layer(device, named), make_params(form, device)
+    x, found = torch.randn(2, 8, HIDDEN, device=device), []
+    modes = (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad)
+    for count, mode in zip((5, 1, 1, 1), modes, strict=True):
+        begin = sum(part.shape[1] for part in found)
+        if named:
+            params.pre_step({"a": count, "b": count})
+        with mode():
+            found.append(layer(x[:, begin : begin + count], inference_params=params))
+        if not named:
+            params.sequence_len_offset += count
+    whole = make_layer(device)(x)
+    torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
+
+
+@pytest.mark.parametrize("form", ["named", "paged"])
+@torch.no_grad()
+def test_nan_of_one_sequence_stays_there(form, device):
+    """Neither those beside it nor those that have its memory later see it."""
+    layer, params = make_layer(device, named=True), make_params(form, device)
+    x = torch.randn(3, 8, HIDDEN, device=device)
+    bad = torch.full_like(x[:1], torch.nan)
+    whole = make_layer(device)(x)
+    params.pre_step({"bad": 3, "short": 1, "long": 8})
+    out = layer(torch.cat([bad, x[1:]]), inference_params=params)
+    torch.testing.assert_close(out[1, :1], whole[1, :1], **CLOSE)
+    torch.testing.assert_close(out[2], whole[2], **CLOSE)
+    params.pre_step({"short": 1})
+    out = layer(x[1:2, 1:2], inference_params=params)
+    torch.testing.assert_close(out, whole[1:2, 1:2], **CLOSE)
+    params.reset()
+    params.pre_step({"bad": 8})
+    layer(bad, inference_params=params)
+    params.pre_step({"new": 2, "next": 6})
+    out = layer(x[:2, :6], inference_params=params)
+    torch.testing.assert_close(out[0, :2], whole[0, :2], **CLOSE)
+    torch.testing.assert_close(out[1, :6], whole[1, :6], **CLOSE)
+
+
+@torch.no_grad()
+def test_reset_forgets_nan_behind_an_offset_on_the_device(device):
+    layer, params = make_layer(device), make_params("tensor", device)
+    x = torch.randn(2, 4, HIDDEN, device=device)
+    layer(torch.full((2, 8, HIDDEN), torch.nan, device=device), inference_params=params)
+    params.reset()
+    torch.testing.assert_close(layer(x, inference_params=params), layer(x), **CLOSE)
+
+
+@torch.no_grad()
+def test_angles_of_fewer_positions_than_the_cache_has_are_refused(device):
+    layer, params = make_layer(device), make_params("tensor", device)
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS).to(device)(LONGEST - 1)
+    x = torch.randn(1, 2, HIDDEN, device=device)
+    with pytest.raises(ValueError, match=r"rotary_pos_emb of at least 16 positions, max_seq"):
+        layer(x, rotary_pos_emb=angles, inference_params=params)

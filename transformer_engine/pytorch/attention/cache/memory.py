@@ -1,0 +1,85 @@
+"""Caches `[max_sequence_length, max_batch_size, heads, size]` of layers, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.capture import is_capturing
+
+Caches = tuple[torch.Tensor, torch.Tensor]
+
+
+def outside_of_inference_mode() -> AbstractContextManager[Any]:
+    """What is made here can be written with and without `torch.inference_mode`."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def refuse_new_cache(layer_number: int | None) -> None:
+    """RuntimeError where a CUDA graph is captured: its replays would empty a cache made in it."""
+    if is_capturing():
+        raise RuntimeError(
+            "[InferenceParams] expected a cache of layer number"
+            f" {layer_number} before the capture of a CUDA graph, got none: run a step of the model"
+            " (a warm-up) before, or allocate_memory"
+        )
+
+
+def plain_caches(
+    memory: dict[int | None, Caches],
+    layer_number: int | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sizes: tuple[int, int],
+) -> Caches:
+    """Caches of a layer, made at its first step.
+
+    Args:
+        memory: of all layers.
+        layer_number: whose.
+        key: sequence first; with the heads, the size and the dtype of the cache.
+        value: likewise.
+        sizes: tokens and sequences.
+
+    Raises:
+        ValueError: other heads, sizes or dtypes than those of the cache.
+        RuntimeError: no cache yet, and a CUDA graph is being captured.
+    """
+    caches = memory.get(layer_number)
+    if caches is None:
+        refuse_new_cache(layer_number)
+        with outside_of_inference_mode():
+            caches = (
+                key.new_zeros(*sizes, *key.shape[2:]),
+                value.new_zeros(*sizes, *value.shape[2:]),
+            )
+        memory[layer_number] = caches
+    for cache, new in zip(caches, (key, value), strict=True):
+        if (cache.dtype, cache.shape[2:]) != (new.dtype, new.shape[2:]):
+            raise ValueError(
+                f"[InferenceParams] expected keys and values of {tuple(cache.shape[2:])} in"
+                f" {cache.dtype}, as in the cache of layer number {layer_number}, got"
+                f" {tuple(new.shape[2:])} in {new.dtype}"
+            )
+    return caches
+
+
+def reorder(memory: Iterable[Caches], batch_indices: torch.Tensor) -> None:
+    """Sequence i becomes what `batch_indices[i]` was, where it is; further ones stay.
+
+    Raises:
+        ValueError: more sequences than there is room for.
+    """
+    index = batch_indices
+    for cache in chain(*memory):
+        if index.ndim != 1 or index.shape[0] > cache.shape[1]:
+            raise ValueError(
+                f"[InferenceParams] expected batch_indices of at most {cache.shape[1]} sequences,"
+                f" got {tuple(index.shape)}"
+            )
+        index = index.to(cache.device)
+        cache[:, : index.shape[0]] = cache[:, index]
