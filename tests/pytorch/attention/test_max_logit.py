@@ -84,8 +84,8 @@ def test_biases_count(device, monkeypatch, rows) -> None:
     query, key, value = inputs(device)
     bias = 3.0 * torch.randn(1, HEADS, rows, KEYS, device=device)
     module = make_module(attn_mask_type="no_mask", qkv_format="bshd", return_max_logit=True)
-    given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
-    _, found = module(query, key, value, **given)
+    biases = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    _, found = module(query, key, value, **biases)
     check(found, expected(query, key, torch.ones(QUERIES, KEYS, dtype=torch.bool), bias))
 
 

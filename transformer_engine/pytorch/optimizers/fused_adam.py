@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,12 +14,20 @@ from torch.optim.adamw import adamw
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, local_part, step_on_device
-from transformer_engine.pytorch.optimizers.states import steps_of_groups
+from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
+from transformer_engine.pytorch.optimizers.stored_states import (
+    STATES,
+    StoredStates,
+)
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
 _FUSED = ("cpu", "cuda")
-_SETTINGS = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad")
+_SETTINGS = (
+    *("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad"),
+    "_stored",
+)
+_MOST_VALUES = 2**26  # of states that are in fp32 at once
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -42,11 +51,13 @@ class FusedAdam(torch.optim.Optimizer):
         master_weights: keep an fp32 copy of each parameter that is not in fp32, as `master_param`
             of its state. FP8 parameters need it; their copy starts with
             `get_high_precision_init_val()` if there is one.
-        master_weight_dtype: float32.
-        exp_avg_dtype: float32.
-        exp_avg_sq_dtype: float32.
+        master_weight_dtype: float32, or float16 with a scale for each tensor.
+        exp_avg_dtype: float32, bfloat16, or float16 or uint8 (FP8 E4M3) with a scale for each
+            tensor. Steps are computed in fp32 whatever is stored.
+        exp_avg_sq_dtype: likewise.
         use_decoupled_grad: gradients are in `parameter.decoupled_grad`.
-        store_param_remainders: False.
+        store_param_remainders: of fp32 master weights of bf16 parameters, keep the 16 bits that
+            the parameters do not have.
         set_grad_none: of older versions; None or True.
 
     Raises:
@@ -85,10 +96,6 @@ class FusedAdam(torch.optim.Optimizer):
             "FusedAdam",
             amsgrad=(amsgrad, False),
             bias_correction=(bias_correction, True),
-            master_weight_dtype=(master_weight_dtype, torch.float32),
-            exp_avg_dtype=(exp_avg_dtype, torch.float32),
-            exp_avg_sq_dtype=(exp_avg_sq_dtype, torch.float32),
-            store_param_remainders=(store_param_remainders, False),
             set_grad_none=(set_grad_none is not False, True),
         )
         factors = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
@@ -97,6 +104,12 @@ class FusedAdam(torch.optim.Optimizer):
                 "[FusedAdam] expected lr, eps and weight_decay of 0 or more and betas in [0, 1), "
                 f"got {factors} and {betas}"
             )
+        dtypes = dict(
+            zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True)
+        )
+        fp32_masters = master_weights and master_weight_dtype is torch.float32
+        self._stored = StoredStates(dtypes, store_param_remainders and fp32_masters)
+        self._stored.check(capturable)
         self.adam_w_mode = adam_w_mode
         self.capturable = capturable
         self.master_weights = master_weights
@@ -194,15 +207,27 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
         for parameter in parameters:
             self.initialize_state(parameter)
-        states = [self.state[parameter] for parameter in parameters]
         if self.capturable:
+            states = [self.state[parameter] for parameter in parameters]
             values = step_on_device(group, parameters, states, gradients, factor, self.adam_w_mode)
             _write_quantized(parameters, values)
             return
-        values = [
-            state["master_param"] if "master_param" in state else parameter.float().contiguous()
-            for parameter, state in zip(parameters, states, strict=True)
-        ]
+        most = _MOST_VALUES if self._stored.narrow else sys.maxsize
+        for some in portions([parameter.numel() for parameter in parameters], most):
+            self._step_portion(group, parameters[some], gradients[some], factor)
+
+    def _step_portion(
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        gradients: list[Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        device, of_each = parameters[0].device, [self.state[p] for p in parameters]
+        firsts, seconds, values = (
+            [self._stored.value(*one, name) for one in zip(of_each, parameters, strict=True)]
+            for name in STATES
+        )
         so_far = torch.full((len(values),), group["step"] - 1.0, device=device).unbind()
         beta1, beta2 = group["betas"]
         (adamw if self.adam_w_mode else adam)(
@@ -211,8 +236,8 @@ class FusedAdam(torch.optim.Optimizer):
                 (gradient.float() if factor is None else gradient.float() * factor).contiguous()
                 for gradient in gradients
             ],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            firsts,
+            seconds,
             [],
             list(so_far),
             fused=device.type in _FUSED,
@@ -224,7 +249,12 @@ class FusedAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        _write(parameters, values)
+        stepped = dict(zip(STATES, (firsts, seconds, values), strict=True))
+        for name in self._stored.narrow:
+            for state, parameter, value in zip(of_each, parameters, stepped[name], strict=True):
+                if name in state:
+                    self._stored.store(state, parameter, name, value)
+        _write(parameters, list(map(self._stored.rounded, parameters, values)))
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
@@ -232,9 +262,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             param: of this optimizer.
-            store_param_remainders: False.
+            store_param_remainders: has no effect; the constructor's counts.
         """
-        refuse_others("FusedAdam", store_param_remainders=(store_param_remainders, False))
         state = self.state[param]
         quantized = piece_of(param) is not None
         if quantized and not self.master_weights:
@@ -244,10 +273,10 @@ class FusedAdam(torch.optim.Optimizer):
             )
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
-                state[name] = _zeros(param)
+                self._stored.store(state, param, name, _zeros(param))
         narrow = quantized or param.dtype != torch.float32
         if self.master_weights and narrow and "master_param" not in state:
-            state["master_param"] = _initial(param)
+            self._stored.store(state, param, "master_param", _initial(param))
         for name, value in state.items():
             state[name] = value.contiguous()
 
@@ -258,8 +287,7 @@ class FusedAdam(torch.optim.Optimizer):
             param: of this optimizer.
             state_name: `exp_avg`, `exp_avg_sq` or `master_param`.
         """
-        state: torch.Tensor = self.state[param][state_name]
-        return state
+        return self._stored.value(self.state[param], param, state_name)
 
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
@@ -272,7 +300,22 @@ class FusedAdam(torch.optim.Optimizer):
             unscaled_state: of the parameter's shape.
         """
         self.initialize_state(param)
-        self.state[param][state_name].copy_(unscaled_state)
+        value = _zeros(param).copy_(unscaled_state)
+        self._stored.store(self.state[param], param, state_name, value)
+        if state_name == "master_param" and self._stored.is_split(param):
+            param.detach().copy_(self._stored.rounded(param, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states in fp32 whatever is stored, and the groups; see `torch.optim.Optimizer`."""
+        packed: dict[str, Any] = super().state_dict()
+        groups = zip(self.param_groups, packed["param_groups"], strict=True)
+        for group, saved in groups if self._stored.narrow else ():
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                if number in packed["state"]:
+                    names = packed["state"][number]
+                    values = {name: self.get_unscaled_state(parameter, name) for name in names}
+                    packed["state"][number] = values
+        return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -288,34 +331,15 @@ class FusedAdam(torch.optim.Optimizer):
                 parameters of a group that have taken different numbers of steps.
         """
         state_dict = steps_of_groups(state_dict)
-        self._check(state_dict)
+        check_shapes(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         for group, saved in groups:
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor):
-                        self.state[parameter][name] = _zeros(parameter).copy_(value)
-
-    def _check(self, state_dict: Mapping[str, Any]) -> None:
-        """Check the shapes of states, which `copy_` would broadcast; torch checks the groups."""
-        saved = [group["params"] for group in state_dict["param_groups"]]
-        own = [group["params"] for group in self.param_groups]
-        if [len(numbers) for numbers in saved] != [len(parameters) for parameters in own]:
-            return
-        for number, parameter in zip(chain(*saved), chain(*own), strict=True):
-            state = state_dict["state"].get(number, {})
-            if not isinstance(state, Mapping):
-                raise ValueError(
-                    f"[FusedAdam] expected a dict as the state of parameter {number}, got "
-                    f"{type(state).__name__}"
-                )
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"[FusedAdam] expected shape {tuple(parameter.shape)} for {name} of "
-                        f"parameter {number}, got {tuple(value.shape)}"
-                    )
+                        self.state[parameter].pop(name)
+                        self.set_scaled_state(parameter, name, value)
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

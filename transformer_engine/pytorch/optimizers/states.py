@@ -1,9 +1,12 @@
-"""State dicts of `torch.optim.AdamW` and `Adam`, read as those of `FusedAdam`."""
+"""Checks of state dicts, and those of `torch.optim.AdamW` and `Adam` as those of `FusedAdam`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+import torch
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 
@@ -37,3 +40,48 @@ def steps_of_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if found:
             group["step"] = found.pop()
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Check the shapes of states, which `copy_` would broadcast; torch checks the groups.
+
+    Args:
+        groups: of the optimizer.
+        state_dict: that it loads.
+
+    Raises:
+        ValueError: a state of another shape than its parameter, or of another type than dict.
+    """
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    own = [group["params"] for group in groups]
+    if [len(numbers) for numbers in saved] != [len(parameters) for parameters in own]:
+        return
+    for number, parameter in zip(chain(*saved), chain(*own), strict=True):
+        state = state_dict["state"].get(number, {})
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"[FusedAdam] expected a dict as the state of parameter {number}, got "
+                f"{type(state).__name__}"
+            )
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"[FusedAdam] expected shape {tuple(parameter.shape)} for {name} of "
+                    f"parameter {number}, got {tuple(value.shape)}"
+                )
+
+
+def portions(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Slices of a list whose sizes sum up to `most` at most, but for single ones that are larger.
+
+    >>> list(portions([4, 3, 9, 1], 8))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))

@@ -1,0 +1,147 @@
+"""Adam's states in fewer bits: what is stored, and which values in fp32 that stands for.
+
+    float32    the value
+    bfloat16   the value, rounded
+    float16    the value, divided by a scale of its tensor, rounded
+    uint8      likewise, as codes of FP8 E4M3
+    int16      of a master weight: its low 16 bits; the high ones are the parameter, in bf16
+
+A parameter of bf16 is its master weight, rounded to the nearest. Where the low bits are a half or
+more, as an int16 negative, it was rounded up: then it is one more than the high bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+STATES = ("exp_avg", "exp_avg_sq", "master_param")
+_MASTER = STATES[2]
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
+_OF_MASTERS = (torch.float32, torch.float16)
+_OF_MOMENTS = (*_OF_MASTERS, torch.bfloat16, torch.uint8)
+
+
+class StoredStates:
+    """The states of an optimizer as they are stored.
+
+    Args:
+        dtypes: by name of the state.
+        remainders: keep the low bits of master weights of bf16 parameters alone.
+
+    Attributes:
+        narrow: the states that have fewer bits than fp32.
+    """
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype], remainders: bool) -> None:
+        self.dtypes, self.remainders = dict(dtypes), remainders
+        self.narrow = [n for n in STATES if dtypes[n] is not torch.float32]
+        self.narrow += [_MASTER] * remainders
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def check(self, capturable: bool) -> None:
+        """Check the dtypes.
+
+        Args:
+            capturable: as of `FusedAdam`.
+
+        Raises:
+            ValueError: dtypes that states cannot have.
+            NotImplementedError: fewer bits than fp32 with `capturable`.
+        """
+        for name, dtype in self.dtypes.items():
+            known = _OF_MASTERS if name == _MASTER else _OF_MOMENTS
+            if dtype not in known:
+                argument = "master_weight_dtype" if name == _MASTER else f"{name}_dtype"
+                listed = ", ".join(map(str, known))
+                raise ValueError(f"[FusedAdam] expected {argument} in {{{listed}}}, got {dtype}")
+        if capturable and self.narrow:
+            raise NotImplementedError(
+                "[FusedAdam] expected whole states of torch.float32 with capturable=True, got"
+                f" others of {', '.join(self.narrow)}"
+            )
+
+    def is_split(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has the high bits of its master weight."""
+        plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        return self.remainders and plain and parameter.dtype is torch.bfloat16
+
+    def rounded(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What is written to a parameter with this value in fp32."""
+        return split_master(value)[0] if self.is_split(parameter) else value
+
+    def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """The fp32 value of a state; without a master weight that of the parameter.
+
+        Args:
+            state: what is stored for the parameter, by name.
+            parameter: of the optimizer.
+            name: of the state.
+        """
+        found = state.get(name)
+        if found is None:
+            return parameter.float().contiguous()
+        if found.dtype is torch.float32:
+            return found
+        if found.dtype is torch.int16:
+            return joined_master(parameter.detach(), found)
+        if found.dtype is torch.uint8:
+            found = found.view(torch.float8_e4m3fn)
+        scale = self._scales.get(parameter, {}).get(name)
+        return found.float() if scale is None else found.float() * scale
+
+    def store(
+        self, state: dict[str, Any], parameter: torch.Tensor, name: str, value: torch.Tensor
+    ) -> None:
+        """Store the fp32 value of a state; in place, if there is one.
+
+        Args:
+            state: see `value`.
+            parameter: of the optimizer.
+            name: of the state.
+            value: fp32, of the parameter's shape.
+        """
+        if name == _MASTER and self.is_split(parameter):
+            made = split_master(value)[1]
+        else:
+            made, scale = _encoded(value, self.dtypes.get(name, torch.float32))
+            if scale is not None:
+                self._scales.setdefault(parameter, {})[name] = scale
+        if name in state and state[name].dtype is made.dtype:
+            state[name].copy_(made)
+        else:
+            state[name] = made
+
+
+def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A value in a dtype, and its scale; None for dtypes without one."""
+    largest = _LARGEST.get(dtype)
+    if largest is None:
+        return value.to(dtype), None
+    if hasattr(value, "to_local"):
+        raise NotImplementedError(
+            "[FusedAdam] expected states of DTensors in torch.float32 or torch.bfloat16, got"
+            f" {dtype}"
+        )
+    scale = (value.abs().amax() if value.numel() else value.new_zeros(())) / largest
+    scale = torch.where(scale > 0.0, scale, torch.ones_like(scale))
+    scaled = value / scale
+    if dtype is torch.uint8:
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
+    return scaled.to(dtype), scale
+
+
+def split_master(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A master weight of fp32 as the bf16 parameter and the int16 that is left."""
+    bits = value.contiguous().view(torch.int32)
+    low = bits.to(torch.int16)
+    high = (bits >> 16) + (low < 0)
+    return high.to(torch.int16).view(torch.bfloat16), low
+
+
+def joined_master(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Reverse `split_master`."""
+    high = parameter.contiguous().view(torch.int16).to(torch.int32) - (low < 0).int()
+    return ((high << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
