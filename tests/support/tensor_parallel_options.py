@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sizes import as_large_inputs
 from tensor_parallel_ranks import BOUNDS, RECIPES, difference, scope
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import segments
 
 LAYERS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
 PRECISIONS = ("bf16", "delayed", "current", "block")
@@ -60,16 +60,13 @@ def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def weight_gradients_in_main_grad(rank: int) -> None:
     """Are those that go into `grad`, from recordings and stage by stage."""
     for precision in PRECISIONS:
-        for bound in (segments.HOST_BOUND_BYTES, 0):
-            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, bound
-            try:
+        for large in (False, True):
+            with as_large_inputs(large):
                 plain, fused = _layer(), _layer(fuse_wgrad_accumulation=True)
                 for parameter in fused.parameters():
                     if parameter.dim() == 2:
                         parameter.main_grad = torch.zeros_like(parameter)
                 assert _equal(_step(plain, _input(), precision), _step(fused, _input(), precision))
-            finally:
-                segments.HOST_BOUND_BYTES = before
 
 
 def delayed_gradients(rank: int) -> None:
@@ -80,9 +77,8 @@ def delayed_gradients(rank: int) -> None:
         "column": lambda **more: te.LayerNormLinear(64, 64, parallel_mode="column", **more),
     }
     for precision in PRECISIONS:
-        for bound in (segments.HOST_BOUND_BYTES, 0):
-            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, bound
-            try:
+        for large in (False, True):
+            with as_large_inputs(large):
                 for name, make in kinds.items():
                     for sequence in (False, True):
                         options = {**shared, "sequence_parallel": sequence, "device": "cpu"}
@@ -95,8 +91,6 @@ def delayed_gradients(rank: int) -> None:
                         other = _backward(plain, _input(sequence), precision)
                         own, other = [own, *_gradients(late)], [other, *_gradients(plain)]
                         assert _equal(own, other), (name, precision, sequence)
-            finally:
-                segments.HOST_BOUND_BYTES = before
 
 
 def grouped_layers(rank: int) -> None:
@@ -208,11 +202,8 @@ def stage_by_stage_and_recorded(rank: int) -> None:
     for precision in PRECISIONS:
         for sequence in (False, True):
             recorded = _step(_layer(sequence), _input(sequence), precision)
-            before, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
-            try:
+            with as_large_inputs():
                 assert _equal(recorded, _step(_layer(sequence), _input(sequence), precision))
-            finally:
-                segments.HOST_BOUND_BYTES = before
 
 
 def _mlp(sequence: bool) -> te.LayerNormMLP:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attempts import failures
+from sizes import as_large_inputs
 from tensor_parallel_options import OPTIONS
 from tensor_parallel_overlap import overlap_on_request
 from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import gemm, segments
+from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.parallel import collectives
 
 
@@ -190,16 +191,13 @@ def bytes_that_move(rank: int) -> None:
 
 def weight_gradients_under_collectives(rank: int) -> None:
     """The collective of dgrad's result starts before wgrad, and the input's gather before dgrad."""
-    bound, segments.HOST_BOUND_BYTES = segments.HOST_BOUND_BYTES, 0
-    try:
+    with as_large_inputs():
         column, _ = column_and_row()
         y = column(torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_())
         with _logged() as events:
             y.sum().backward()
         kinds = [event.split()[0] for event in events]
         assert kinds == ["gather_into", "dgrad", "scatter_into", "wgrad"], kinds
-    finally:
-        segments.HOST_BOUND_BYTES = bound
 
 
 def recordings_around_collectives(rank: int) -> None:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from fused_layers import batch, build, is_fused
 from precisions import scope
 from rulers import assert_bitwise
+from sizes import as_large_inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,6 @@ from torch.nn.utils import parametrize
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import flow, segments
 
 CLASSES = {
     "LayerNormLinear": te.LayerNormLinear,
@@ -26,12 +26,10 @@ CLASSES = {
 
 
 @pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch):
+def size(request):
     """The same tensors, below and above the size at which layers become one node."""
-    if request.param == "large":
-        for module in (flow, segments):
-            monkeypatch.setattr(module, "HOST_BOUND_BYTES", 0)
-    return request.param
+    with as_large_inputs(request.param == "large"):
+        yield request.param
 
 
 def run(layer, device, x=None):

@@ -1,13 +1,13 @@
 """`delay_wgrad_compute`: `backward_dw` gives the gradients that a backward would have given."""
 
 import copy
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from debug_session import debugging, logged, section
 from rulers import assert_bitwise
+from sizes import as_large_inputs
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
@@ -16,7 +16,6 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.cuda_graphs import callables
 
 RECIPES = {
@@ -56,14 +55,6 @@ def step(module, seed, recipe=None, **more):
     return [y.detach(), x.grad]
 
 
-@contextmanager
-def stage_by_stage(monkeypatch, on):
-    with monkeypatch.context() as patched:
-        if on:
-            patched.setattr(segments, "HOST_BOUND_BYTES", 0)
-        yield
-
-
 def equal(first, second):
     for a, b in zip(first, second, strict=True):
         assert_bitwise(a, b)
@@ -76,9 +67,9 @@ def grads(module, name="grad"):
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("precision", RECIPES)
 @pytest.mark.parametrize("kind", MODULES)
-def test_gradients_are_those_of_a_backward(kind, precision, recorded, monkeypatch):
+def test_gradients_are_those_of_a_backward(kind, precision, recorded):
     plain, late = pair(kind)
-    with stage_by_stage(monkeypatch, not recorded):
+    with as_large_inputs(not recorded):
         for first in (1, 3, 5):  # of two backwards each, whose gradients add up
             for seed in (first, first + 1):
                 equal(step(plain, seed, RECIPES[precision]), step(late, seed, RECIPES[precision]))

@@ -150,7 +150,7 @@ class ChainOperator:
         assert first is not None
         if self.facts.recomputed or any(isinstance(n, torch.SymInt) for n in self.sizes(inputs)):
             return True
-        return first.nbytes > segments.HOST_BOUND_BYTES or not first.numel()
+        return not (segments.is_host_bound(first) and first.numel())
 
     def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
         """Run a forward; the new tensors among its results and what backward reads."""

@@ -7,7 +7,7 @@ call is host time, the same `data_flow` lists the stages of all parts as one cha
 A layer runs part by part where
 
     code is traced or transformed: torch.compile, export to ONNX, functorch;
-    the first input is larger than `HOST_BOUND_BYTES`: parts give memory back earlier;
+    the first input is too large to be `is_host_bound`: parts give memory back earlier;
     somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
         replaced on the object or its class, a compiled module, parametrisation, another class;
     somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
@@ -33,7 +33,7 @@ from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.segments import HOST_BOUND_BYTES
+from transformer_engine.pytorch.chain.segments import is_host_bound
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
@@ -291,7 +291,7 @@ def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
 def _may_fuse(x: torch.Tensor) -> bool:
     """Whether a layer with this first input may run as one node."""
     return not (
-        x.nbytes > HOST_BOUND_BYTES
+        not is_host_bound(x)
         or not x.numel()
         or x.is_meta
         or _torch_private.transforms_active()

@@ -34,6 +34,11 @@ HOST_BOUND_BYTES = 16 * 1024 * 1024
 _MOST_SHAPES = 32  # recorded for one plan
 
 
+def is_host_bound(first: torch.Tensor) -> bool:
+    """Whether the host decides the time of a call with this first input."""
+    return first.nbytes <= HOST_BOUND_BYTES
+
+
 def forward(
     plan: CallPlan, inputs: tuple[Any, ...], state: Tensors = ()
 ) -> tuple[Sequence[Any], Sequence[torch.Tensor | None], Sequence[Trace]]:
@@ -191,7 +196,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         if plan.chain.communicates:
             check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
-        found = _segments(plan, known and first.nbytes <= HOST_BOUND_BYTES)
+        found = _segments(plan, known and is_host_bound(first))
         if known:
             recordings[key] = found
     return found
