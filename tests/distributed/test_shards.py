@@ -51,6 +51,14 @@ def test_one_collective_finds_the_scales_of_all_weights(found) -> None:
         assert outcome["collectives"]["FusedAdam"] == outcome["collectives"]["AdamW fused"] == 1
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_gradients_are_clipped_to_the_norm_of_all_ranks(found, capturable: bool) -> None:
+    for outcome in found:
+        clipped = outcome["clipped"][capturable]
+        for what in ("norm", "weight"):
+            assert clipped[f"cut {what}"] == pytest.approx(clipped[f"whole {what}"], rel=1e-5)
+
+
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_layer_may_be_cut_on_meta(found, fp8_weights: bool) -> None:
     for outcome in found:

@@ -162,6 +162,23 @@ def _collectives_of_a_step(name: str, mesh: DeviceMesh) -> int:
     return reduce.call_count
 
 
+def _clipped(capturable: bool, mesh: DeviceMesh) -> dict[str, float]:
+    """The norm of all gradients, and how a step by the factor that clips them ends."""
+    found = {}
+    for way in ("cut", "whole"):
+        torch.manual_seed(0)
+        model = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.float32, device=here())
+        if way == "cut":
+            fully_shard(model, mesh=mesh)
+        model(micro_batch(0, 0, 0).float()).square().sum().backward()
+        norm, factor = te.optimizers.clip_factor(model.parameters(), 1.0)
+        optimizer = te.optimizers.FusedAdam(model.parameters(), eps=1.0, capturable=capturable)
+        optimizer.step(grad_factor=factor)
+        weight = model.weight.full_tensor() if way == "cut" else model.weight
+        found |= {f"{way} norm": norm.item(), f"{way} weight": weight.double().sum().item()}
+    return found
+
+
 def _from_meta(fp8_weights: bool, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     """A layer that was cut before it had memory."""
     torch.manual_seed(rank)
@@ -233,6 +250,7 @@ def shards(rank: int) -> dict[str, Any]:
     found["collectives"] = {
         name: _collectives_of_a_step(name, mesh) for name in OPTIMIZERS if "Adam" in name
     }
+    found["clipped"] = {one: _clipped(one, mesh) for one in (False, True)}
     found["from meta"] = {one: _from_meta(one, rank, mesh) for one in (False, True)}
     found["errors"] = _errors(mesh)
     return found

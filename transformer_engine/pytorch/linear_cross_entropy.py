@@ -20,6 +20,7 @@ from transformer_engine.pytorch.chain.gemm import WgradTarget, main_grad_target
 from transformer_engine.pytorch.cross_entropy import (
     Rules,
     check_target,
+    check_tensors,
     counted,
     evenly,
     group_of_several,
@@ -91,6 +92,8 @@ def linear_cross_entropy(
     tensor([1.3863, 0.0000], grad_fn=<ViewBackward0>)
     """
     check_group(_OP, "dist_process_group", dist_process_group)
+    own_bias = {} if bias is None else {"bias": bias}
+    check_tensors(_OP, hidden=hidden, weight=weight, target=target, **own_bias)
     _check_weight(weight)
     wants_grad, into = torch.is_grad_enabled(), WgradTarget(None)
     if fuse_wgrad_accumulation and wants_grad and weight.requires_grad:
@@ -143,10 +146,15 @@ def _check(
         )
 
 
-def _check_settings(reduction: str, chunk_tokens: int | None) -> None:
+def _check_settings(reduction: str, chunk_tokens: Any) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"[{_OP}] expected reduction in {_REDUCTIONS}, got {reduction!r}")
-    if chunk_tokens is not None and chunk_tokens < 1:
+    if chunk_tokens is None:
+        return
+    if not isinstance(chunk_tokens, int):
+        name = type(chunk_tokens).__name__
+        raise TypeError(f"[{_OP}] expected chunk_tokens to be an int, got {name}")
+    if chunk_tokens < 1:
         raise ValueError(f"[{_OP}] expected chunk_tokens above 0, got {chunk_tokens}")
 
 

@@ -103,6 +103,7 @@ def test_targets_that_are_no_classes_on_a_gpu():
         (ValueError, r"targets below 50 or -1, got -100", {"ignore_idx": -1}),
         (ValueError, r"target \[\.\.\.\], got \(3, 7, 50\) and \(7,\)", {"target": torch.ones(7)}),
         (TypeError, "target of int64 or int32, got torch.float32", {"target": torch.ones(3, 7)}),
+        (TypeError, "target to be a tensor, got list", {"target": [1]}),
         (TypeError, "inp of float32, .* got torch.float64", {"inp": torch.ones(3, 7, 50).double()}),
         (ValueError, "0 <= label_smoothing <= 1, got 2", {"label_smoothing": 2}),
         (TypeError, "dist_process_group to be a process group", {"dist_process_group": "tp"}),
@@ -110,7 +111,7 @@ def test_targets_that_are_no_classes_on_a_gpu():
 )
 def test_bad_arguments(error, message, changes):
     logits, target = problem("cpu")
-    if "target" in changes and changes["target"].ndim == 1:
+    if getattr(changes.get("target"), "ndim", 0) == 1:
         changes = {"target": changes["target"].long()}
     with pytest.raises(error, match=rf"^\[parallel_cross_entropy\] expected .*{message}"):
         parallel_cross_entropy(**{"inp": logits, "target": target, **changes})

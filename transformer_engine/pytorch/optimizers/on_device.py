@@ -39,7 +39,7 @@ def clip_factor(
         return torch.zeros(()), torch.ones(())
     with torch.no_grad():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+        norm = _whole(torch.linalg.vector_norm(torch.stack(list(norms))))
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -86,7 +86,7 @@ def step_on_device(
     beta1, beta2 = group["betas"]
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
     rate = device_count(group["lr"], values[0].device)
-    factor = None if factor is None else factor.to(torch.float32).reshape(1)
+    factor = None if factor is None else _whole(factor).to(torch.float32).reshape(1)
     for (_, weight_dtype), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
@@ -100,6 +100,11 @@ def step_on_device(
         if not parameter.is_contiguous():
             local_part(parameter).copy_(value)
     return values
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """What all ranks of a DTensor have together."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def local_part(value: Any) -> torch.Tensor:

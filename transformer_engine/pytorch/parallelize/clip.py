@@ -24,11 +24,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Returns:
         The norm before clipping.
 
+    Raises:
+        TypeError: parameters in place of a model.
+
     >>> model = nn.Linear(4, 2)
     >>> model(torch.ones(1, 4)).sum().backward()
     >>> clip_grad_norm_(model, 1.0)
     tensor(3.1623)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "[clip_grad_norm_] expected a model, whose layers know which parts of parameters they"
+            f" have, got {type(model).__name__}"
+        )
     parts: list[torch.Tensor] = []
     alone: list[torch.Tensor] = []
     group = None

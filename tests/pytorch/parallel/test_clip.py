@@ -1,0 +1,27 @@
+"""`te.distributed.clip_grad_norm_` in one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_engine.pytorch as te
+
+
+def test_norm_and_gradients_are_those_of_torch() -> None:
+    model = nn.Sequential(te.Linear(32, 32, device="cpu"), nn.Linear(32, 16))
+    model(torch.randn(4, 32)).square().sum().backward()
+    other = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    norm = te.distributed.clip_grad_norm_(model, 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.1))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_parameters_in_place_of_the_model_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^\[clip_grad_norm_\] expected a model.*got generator"):
+        te.distributed.clip_grad_norm_(model.parameters(), 1.0)
