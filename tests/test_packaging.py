@@ -1,5 +1,6 @@
 """What clients read from the installed distribution and the packages' versions."""
 
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -63,3 +64,11 @@ def test_distribution_version_passes_the_gates_of_clients() -> None:
         pytest.skip("built in place: no distribution is installed")
     assert Version(version) >= Version("2.9.0")
     assert metadata.version("transformer_engine") == version
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_has_one_recipe_for_each_target() -> None:
+    done = subprocess.run(
+        ["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
