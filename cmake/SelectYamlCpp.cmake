@@ -7,7 +7,7 @@ if(NOT yaml-cpp_FOUND)
     "  apt-get install libyaml-cpp-dev\n"
     "  dnf install yaml-cpp-devel\n"
     "  conda install -c conda-forge yaml-cpp\n"
-    "or name its prefix: -Dyaml-cpp_ROOT=<folder>")
+    "or name its prefix: CMAKE_ARGS=-Dyaml-cpp_ROOT=<folder> pip install .")
 endif()
 if(TARGET yaml-cpp::yaml-cpp)
   set(te_yaml_cpp_target yaml-cpp::yaml-cpp) # 0.8 and later

@@ -225,3 +225,13 @@ def test_pyproject_names_the_backend():
     text = (ROOT / "pyproject.toml").read_text()
     assert 'build-backend = "te_build"' in text
     assert 'backend-path = ["packaging/backend"]' in text
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs CMake")
+def test_a_missing_compiler_is_told_with_the_command_that_brings_it(tmp_path):
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DTE_PYTHON=OFF", "-DTE_CUDA=OFF"]
+    environment = {**os.environ, "CXX": str(tmp_path / "g++")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "A C++ compiler is missing" in done.stderr
+    assert "apt-get install g++" in done.stderr

@@ -9,6 +9,7 @@
 set -euo pipefail
 export TE_CUDA=${TE_CUDA:-AUTO} # before env.sh, which turns it off where there is no GPU
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+unset PYTHONPATH # with VENV= it names the sources, which would hide the wheel that is tried
 export TE_CUDA_ARCHS=${TE_CUDA_ARCHS:-ALL}
 GLIBC=${GLIBC:-2.28}
 TORCH=${TORCH:-torch}

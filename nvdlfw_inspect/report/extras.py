@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-EXTRA = "transformer-engine[report]"
+# Not the extra by the name of the distribution: where this package runs from its sources, pip would
+# look for that name in an index, in which it is another project's.
+INSTALL = 'python -m pip install jinja2 "plotly>=6" rich'
 
 
 class MissingExtraError(ImportError):
@@ -25,5 +27,5 @@ def require(module: str, purpose: str) -> Any:
         if error.name != package:
             raise
         raise MissingExtraError(
-            f'[report] {purpose} needs {package}, which is not installed: pip install "{EXTRA}"'
+            f"[report] {purpose} needs {package}, which is not installed: {INSTALL}"
         ) from None

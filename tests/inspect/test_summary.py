@@ -1,6 +1,7 @@
 """The command line: what `summary` prints, its exit codes, and bad input."""
 
 import re
+import shlex
 import subprocess
 import sys
 from io import StringIO
@@ -10,6 +11,7 @@ import pytest
 from synthetic_run import ill, record, write_records, write_run, write_series
 
 from nvdlfw_inspect.__main__ import COMMANDS, main
+from nvdlfw_inspect.report.extras import INSTALL
 from nvdlfw_inspect.report.records import read_run
 from nvdlfw_inspect.report.summary import print_summary
 from nvdlfw_inspect.report.verdicts import judge
@@ -135,8 +137,14 @@ def test_missing_extra(
     monkeypatch.setattr(sys, "meta_path", [NotInstalled(module), *sys.meta_path])
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     err = capsys.readouterr().err
-    assert f"needs {module}, which is not installed: pip install" in err
-    assert '"transformer-engine[report]"' in err
+    assert f"needs {module}, which is not installed: {INSTALL}" in err
+
+
+def test_the_command_installs_the_extra() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    packages = shlex.split(INSTALL.partition(" install ")[2])
+    assert packages == project["optional-dependencies"]["report"]
 
 
 class Terminal(StringIO):

@@ -42,8 +42,14 @@ const state = { chosen: new Set(), which: 0, cursor: null };
 const finite = (v) => typeof v === "number";
 const spell = (v) => (finite(v) ? (panel.percent ? `${v.toFixed(2)} %` : String(+v.toPrecision(9))) : v ?? "no record");
 const stepOf = (c) => (data.first[c] === data.last[c] ? `step ${data.first[c]}` : `steps ${data.first[c]} to ${data.last[c]}`);
-const wholeSteps = () => (data.last.at(-1) - data.first[0] < 8 ? { dtick: 1 } : {});
 const steps = () => data.first.map((a, i) => (a + data.last[i]) / 2);
+
+// The axis names the steps that were logged where there is room: between a few of them it has no others.
+function stepTicks() {
+  const x = steps();
+  const room = (x.at(-1) - x[0]) / 12;
+  return x.length <= 12 && x.every((v, i) => !i || v - x[i - 1] >= room) ? { tickvals: x } : {};
+}
 const rowOf = (run, layer) => panel.rows[run][layer];
 const shownLayers = () => data.layers.map((_, i) => i).filter((i) => panel.rows.some((rows) => rows[i]));
 
@@ -65,8 +71,9 @@ function layout(height, extra) {
   const axis = { gridcolor: colours.line, linecolor: colours.line, zeroline: false, tickcolor: colours.line, automargin: true };
   const { xaxis, yaxis, ...rest } = extra;
   return {
-    height, margin: { l: 10, r: 10, t: 18, b: 10 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+    height, margin: { l: 10, r: 10, t: 30, b: 10 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colours.quiet },
+    modebar: { bgcolor: "transparent", color: colours.quiet, activecolor: colours.ink }, // in the margin above the chart
     hoverlabel: { bgcolor: colours.ink, bordercolor: colours.ink, font: { color: COLOURS.light.ink === colours.ink ? "#fff" : "#15171b", size: 12 }, align: "left" },
     xaxis: { ...axis, showgrid: false, title: { text: "step", standoff: 6 }, ...xaxis },
     yaxis: { ...axis, ...yaxis }, ...rest,
@@ -130,17 +137,17 @@ function drawHeat() {
   const hover = values.map((row, y) => row.map((v, c) => `<b>${data.layers[layers[y]]}</b><br>${stepOf(c)}: ${spell(v)}`));
   const common = { type: "heatmap", x: steps(), text: hover, hovertemplate: "%{text}<extra></extra>", hoverongaps: false };
   const lost = values.map((row) => row.map((v) => (typeof v === "string" ? 1 : null)));
-  const height = Math.min(920, Math.max(250, layers.length * 17 + 70));
+  const height = Math.min(920, Math.max(250, layers.length * 17 + 82));
   const traces = [
     { ...common, ...scale, z: values.map((row) => row.map((v) => (finite(v) ? map(v) : null))),
       colorbar: { thickness: 9, outlinewidth: 0, len: 1, xpad: 14, tickvals, ticktext, tickcolor: colours.line, ticksuffix: panel.percent ? " %" : "" } },
     { ...common, z: lost, showscale: false, zmin: 0, zmax: 1, colorscale: [[0, colours.lost], [1, colours.lost]] },
   ];
   const any = lost.some((row) => row.some(Boolean));
-  const note = any ? [{ text: `<span style="color:${colours.lost}">■</span> NaN or infinite`, xref: "paper", yref: "paper", x: 1, y: 1, xanchor: "right", yanchor: "bottom", showarrow: false, font: { size: 11 } }] : [];
-  const yaxis = { ...labels(layers, height - 70), autorange: "reversed", showgrid: false, ticks: "outside", ticklen: 5, tickcolor: "transparent", tickfont: { size: 10.5, family: "ui-monospace, 'DejaVu Sans Mono', monospace" } };
+  const note = any ? [{ text: `<span style="color:${colours.lost}">■</span> NaN or infinite`, xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 11 } }] : [];
+  const yaxis = { ...labels(layers, height - 82), autorange: "reversed", showgrid: false, ticks: "outside", ticklen: 5, tickcolor: "transparent", tickfont: { size: 10.5, family: "ui-monospace, 'DejaVu Sans Mono', monospace" } };
   $("heat").style.height = `${height}px`;
-  Plotly.react("heat", traces, layout(height, { xaxis: wholeSteps(), yaxis, annotations: note, shapes: cursorShape() }), CONFIG);
+  Plotly.react("heat", traces, layout(height, { xaxis: stepTicks(), yaxis, annotations: note, shapes: cursorShape() }), CONFIG);
 }
 
 function cursorShape() {
@@ -201,7 +208,7 @@ function drawCurves() {
   if (!traces.length) annotations.push({ text: "Choose layers to see their curves", xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, font: { size: 13 } });
   const yaxis = { type: log ? "log" : "linear", ticksuffix: panel.percent ? " %" : "", exponentformat: "power", rangemode: panel.percent ? "tozero" : "normal", ...(log ? { dtick: 1 } : {}) };
   const margin = Math.max(1, data.last.at(-1) - data.first[0]) / 100;
-  const xaxis = { range: [data.first[0] - margin, data.last.at(-1) + margin], ...wholeSteps() };
+  const xaxis = { range: [data.first[0] - margin, data.last.at(-1) + margin], ...stepTicks() };
   Plotly.react("lines", traces, layout(430, { xaxis, yaxis, shapes, annotations, showlegend: traces.length > 0, legend: { orientation: "h", y: -0.16, font: { size: 11 } } }), CONFIG);
   $("curves-of").textContent = `of ${panel.tensor}, ${panel.statistic}${data.runs.length > 1 ? "; dotted: the other run" : ""}`;
 }
