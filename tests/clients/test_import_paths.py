@@ -70,6 +70,7 @@ PATHS = {
     "transformer_engine.pytorch.quantization": ("autocast",),
     "transformer_engine.pytorch.quantized_tensor": (
         "QuantizedTensor",
+        "QuantizedTensorStorage",
         "Quantizer",
         "prepare_for_saving",
         "restore_from_saved",
@@ -81,6 +82,8 @@ PATHS = {
     ),
     "transformer_engine.pytorch.tensor.float8_tensor": ("Float8Quantizer", "Float8Tensor"),
     "transformer_engine.pytorch.tensor.quantized_tensor": ("QuantizedTensor",),
+    "transformer_engine.pytorch.tensor.storage": ("Float8TensorStorage",),
+    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": ("Float8TensorStorage",),
     "transformer_engine.pytorch.transformer": ("TransformerLayer",),
     "transformer_engine.pytorch.utils": ("get_cudnn_version", "get_device_compute_capability"),
     "transformer_engine_torch": ("DType",),

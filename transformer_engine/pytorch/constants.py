@@ -14,11 +14,13 @@ __all__ = [
     "GemmParallelModes",
     "LayerTypes",
     "TE_DType",
+    "TE_DType_To_Torch",
     "dist_group_type",
 ]
 
 # What the native module calls torch's dtypes.
 TE_DType = {dtype: DType(number) for number, dtype in (TORCH_DTYPES | TORCH_FP8).items()}
+TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 
 AttnMaskTypes = tuple(MASK_TYPES)
 AttnBiasTypes = BIAS_TYPES

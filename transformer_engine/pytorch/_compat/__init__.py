@@ -14,6 +14,11 @@ from types import ModuleType
 _PACKAGE = "transformer_engine.pytorch"
 _GEMM = {"general_gemm": "cpp_extensions.gemm"}
 
+_STORAGES = {
+    "Float8BlockwiseQTensorStorage": "float8_blockwise_tensor_storage",
+    "Float8TensorStorage": "float8_tensor_storage",
+}
+
 # Path: {name: where it is defined}, both relative to the package.
 IMPORT_PATHS: dict[str, dict[str, str]] = {
     "cpu_offload": {
@@ -78,6 +83,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     ),
     "quantized_tensor": {
         "QuantizedTensor": "tensor.quantized_tensor",
+        "QuantizedTensorStorage": "tensor",
         "Quantizer": "fp8.quantizers",
         "prepare_for_saving": "tensor.saving",
         "restore_from_saved": "tensor.saving",
@@ -90,6 +96,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         ),
         "moe.router",
     ),
+    "tensor.storage": dict.fromkeys(_STORAGES, "tensor"),
+    **{f"tensor.storage.{file}": {name: "tensor"} for name, file in _STORAGES.items()},
     "transformer": {"TransformerLayer": "module.transformer_layer"},
 }
 

@@ -21,13 +21,21 @@ from transformer_engine.pytorch.tensor.saving import (
     restore_from_saved,
 )
 
+# Other programs tell tensors from storages, which autograd does not know. Here each is a tensor.
+QuantizedTensorStorage = QuantizedTensor
+Float8TensorStorage = Float8Tensor
+Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
+
 __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Float8TensorStorage",
     "QuantizedTensor",
+    "QuantizedTensorStorage",
     "Quantizer",
     "prepare_for_saving",
     "restore_from_func_ctx",
