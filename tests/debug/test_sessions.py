@@ -268,3 +268,20 @@ def test_layers_that_share_a_name_are_told() -> None:
     found = [line for line in log().splitlines() if "[names] expected one layer of each" in line]
     assert len(found) == 1
     assert "WARNING - fc: " in found[0]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_features_that_write_into_what_they_are_shown_are_told(writes: bool) -> None:
+    Path("features").mkdir()
+    function = "mul_" if writes else "mul"
+    code = USER_FEATURE.replace("tensor * config", f"tensor.{function}(config").replace(
+        '["factor"]', '["factor"])'
+    )
+    Path("features/halve.py").write_text(code)
+    start(selected({"layer_types": ["fc"]}, Halve={"factor": 0.5}), feature_dirs="features")
+    layer, x = te.Linear(32, 32, name="fc", device="cpu"), torch.randn(16, 32)
+    for _ in range(2):
+        layer(x)
+        debug_api.step()
+    told = "[modify_tensor] expected features to leave the activation as it is"
+    assert log().count(told) == int(writes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +113,17 @@ class FeatureCalls:
             self._call(call, tensor=x, iteration=iteration, **more)
 
     def _call(self, call: str, **arguments: Any) -> Any:
-        return self.manager.call(
+        before = _writes(arguments["tensor"])
+        made = self.manager.call(
             NAMESPACE, call, layer_name=self.layer, tensor_name=self.tensor.name, **arguments
         )
+        if _writes(arguments["tensor"]) != before:
+            text = (
+                f"[{call}] expected features to leave the {self.tensor.name} as it is, got one"
+                " that wrote into it: what it wrote stays in the training's own tensor"
+            )
+            self.manager.log_message(text, self.layer, logging.WARNING, once=(text, self.layer))
+        return made
 
     def _takes_out(self, gemm: str) -> bool:
         """Whether the feature takes `out`; otherwise it always returns a new tensor."""
@@ -160,3 +169,8 @@ class FeatureCalls:
                 f"({self._where(gemm)})"
             )
         return made
+
+
+def _writes(x: torch.Tensor | None) -> int | None:
+    """How often a tensor was written, where torch counts it."""
+    return None if x is None or x.is_inference() else x._version

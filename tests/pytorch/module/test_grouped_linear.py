@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from rulers import assert_bitwise
@@ -140,3 +141,17 @@ def test_refusals() -> None:
         te.GroupedLinear(0, 16, 16)
     with pytest.raises(TypeError, match="unexpected keyword argument parameters_split"):
         te.GroupedLinear(2, 16, 16, parameters_split=("a", "b"))
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, lambda s: [*map(np.int64, s)], tuple])
+def test_numbers_of_rows_of_any_library(make: object) -> None:
+    grouped, _ = pair("cpu")
+    x = torch.randn(sum(SPLITS), 32)
+    assert_bitwise(grouped(x, make(SPLITS)), grouped(x, SPLITS))
+
+
+@pytest.mark.parametrize("wrong", [None, 33, [24.0, 0.0, 9.0]])
+def test_what_are_no_numbers_of_rows(wrong: object) -> None:
+    grouped, _ = pair("cpu")
+    with pytest.raises(TypeError, match=r"^\[GroupedLinear\] expected m_splits to be ints, got"):
+        grouped(torch.randn(sum(SPLITS), 32), wrong)

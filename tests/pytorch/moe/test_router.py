@@ -126,6 +126,7 @@ def test_scores_and_balance(function: str, device: str) -> None:
     loss = fused_moe_aux_loss(scores, counts, TOKENS, EXPERTS, 2, 0.1)
     sums = scores.double().sum(0) * counts
     assert loss.item() == pytest.approx(0.1 * EXPERTS / (2 * TOKENS**2) * sums.sum().item())
+    assert fused_moe_aux_loss(scores[:0], 0 * counts, 0, EXPERTS, 2, 0.1).item() == 0.0
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

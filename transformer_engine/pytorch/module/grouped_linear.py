@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -257,6 +258,16 @@ class GroupedLinear(TransformerEngineBaseModule):
             part.drop_plans()
         return self
 
+    def _ints(self, m_splits: Any) -> list[int]:
+        """Numbers of rows, of any library; those of graphs stay symbols."""
+        try:
+            splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
+            return [size if isinstance(size, int) else operator.index(size) for size in splits]
+        except TypeError as error:
+            raise TypeError(
+                f"[GroupedLinear] expected m_splits to be ints, got {m_splits} (layer {self.name})"
+            ) from error
+
     def forward(
         self,
         inp: torch.Tensor,
@@ -283,12 +294,8 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"(layer {self.name})"
             )
         check_features(self, inp, self.in_features)
-        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        splits = self._ints(m_splits)
         rows = inp.reshape(-1, self.in_features)
-        if not all(isinstance(size, int) for size in splits):
-            raise TypeError(
-                f"[GroupedLinear] expected m_splits to be ints, got {splits} (layer {self.name})"
-            )
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0] or min(splits) < 0:
             raise ValueError(
                 f"[GroupedLinear] expected m_splits to be {self.num_gemms} numbers of rows that "

@@ -145,9 +145,12 @@ def fused_moe_aux_loss(
 
     Returns:
         A scalar in the dtype of `probs`: `coeff * num_experts / (topk * total_num_tokens^2)` times
-        the sum over experts of the sum of their `probs` and their `tokens_per_expert`.
+        the sum over experts of the sum of their `probs` and their `tokens_per_expert`; 0 without
+        tokens.
     """
     sums = probs.float().sum(dim=0) * tokens_per_expert.float()
+    if isinstance(total_num_tokens, int):  # others may be on a GPU
+        total_num_tokens = max(1, total_num_tokens)
     factor = coeff * num_experts / (topk * total_num_tokens * total_num_tokens)
     return (sums.sum() * factor).to(probs.dtype)
 
