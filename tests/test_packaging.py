@@ -29,18 +29,18 @@ def test_a_source_tree_says_what_it_lacks(tmp_path: Path, package: str, extensio
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {package} import {extension}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"expected the extension module {extension} in {tmp_path}" in done.stderr
-    assert "start Python with -P" in done.stderr
+    assert "install it (pip install .) and start Python in another folder" in done.stderr
 
 
 def test_inspect_carries_its_own_yaml_cpp() -> None:
-    """The wheel must import where no libyaml-cpp is installed."""
+    """The wheel must import where no libyaml-cpp is installed: it has one, or has it linked in."""
     if not any("_engine" in str(file) for file in metadata_files()):
         pytest.skip("built in place: no distribution is installed")
     from nvdlfw_inspect import _engine  # noqa: PLC0415 - loads the library that is looked for
 
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = [Path(path) for path in mapped if "libyaml-cpp" in path]
-    assert [path.parent for path in libraries] == [Path(_engine.__file__).parent]
+    assert {path.parent for path in libraries} <= {Path(_engine.__file__).parent}
 
 
 def metadata_files() -> list[metadata.PackagePath]:

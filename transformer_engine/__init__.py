@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"[transformer_engine] expected the extension module _C in {__path__[0]}, got "
-                "none: this is a source tree, which hides an installed package; start Python with "
-                "-P or in another folder, or build in place (CONTRIBUTING.md)"
+                "none: this is a source tree, which hides an installed package; install it (pip "
+                "install .) and start Python in another folder, or build in place (CONTRIBUTING.md)"
             ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
