@@ -33,7 +33,7 @@ def test_a_source_tree_says_what_it_lacks(tmp_path: Path, package: str, extensio
 
 
 def test_inspect_carries_its_own_yaml_cpp() -> None:
-    """The wheel must import where no libyaml-cpp is installed: it brings one."""
+    """The wheel must import where no libyaml-cpp is installed: it has one, or has it linked in."""
     if not any("_engine" in str(file) for file in metadata_files()):
         pytest.skip("built in place: no distribution is installed")
     from nvdlfw_inspect import _engine  # noqa: PLC0415 - loads the library that is looked for
