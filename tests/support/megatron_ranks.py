@@ -22,6 +22,11 @@ import transformer_engine.pytorch as te
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 2, 20
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 + SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "TP2 + SP, MLP of operations": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "fused_mlp": True,
+    },
     "PP2": {"pipeline_model_parallel_size": 2},
     "CP2": {"context_parallel_size": 2},
 }
@@ -36,7 +41,7 @@ def groups(layout: dict[str, Any]) -> Iterator[Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    sizes = {name: size for name, size in layout.items() if name != "sequence_parallel"}
+    sizes = {name: size for name, size in layout.items() if name.endswith("_size")}
     parallel_state.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
     random.get_cuda_rng_tracker().add("model-parallel-rng", 1 + dist.get_rank())
@@ -65,6 +70,7 @@ def gpt(
         {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_amax_history_len": 4} if recipe else {}
     )
     fp8 |= {"fp8_param": True} if fp8_param else {}
+    shared = {name: value for name, value in layout.items() if name != "fused_mlp"}
     config = TransformerConfig(
         num_layers=2,
         hidden_size=64,
@@ -82,12 +88,14 @@ def gpt(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **fp8,
-        **layout,
+        **shared,
     )
     stages = layout.get("pipeline_model_parallel_size", 1)
     return GPTModel(
         config,
-        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True),
+        get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=True, use_te_op_fuser="fused_mlp" in layout
+        ),
         VOCABULARY,
         LENGTH,
         pre_process=stages == 1 or dist.get_rank() == 0,

@@ -33,6 +33,11 @@ class SingleGemmModule(TransformerEngineBaseModule):
     out_features: int
     _split: SplitLinearParameters
 
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Whether weight gradients are added to `weight.main_grad`."""
+        return self.chain.matmuls[0].fuse_wgrad
+
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
 

@@ -15,35 +15,57 @@ torch.Size([4, 16])
 from transformer_engine.pytorch.ops.activation import (
     GEGLU,
     GELU,
+    GLU,
     QGEGLU,
     QGELU,
     ClampedSwiGLU,
     ReGLU,
     ReLU,
+    ScaledSwiGLU,
     SiLU,
     SReGLU,
     SReLU,
     SwiGLU,
 )
-from transformer_engine.pytorch.ops.linear import BasicLinear, Bias
-from transformer_engine.pytorch.ops.norm import LayerNorm, RMSNorm
+from transformer_engine.pytorch.ops.collectives import AllGather, AllReduce, ReduceScatter
+from transformer_engine.pytorch.ops.extra_tensors import AddExtraInput, MakeExtraOutput
+from transformer_engine.pytorch.ops.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.ops.linear import BasicLinear, Bias, Linear
+from transformer_engine.pytorch.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from transformer_engine.pytorch.ops.operation import FusibleOperation, Sequential
+from transformer_engine.pytorch.ops.plain import ConstantScale, Dropout, Identity, Reshape
+from transformer_engine.pytorch.ops.quantize import Quantize
 
 __all__ = [
     "GEGLU",
     "GELU",
+    "GLU",
     "QGEGLU",
     "QGELU",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
     "FusibleOperation",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
     "LayerNorm",
+    "Linear",
+    "MakeExtraOutput",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
+    "Reshape",
     "SReGLU",
     "SReLU",
+    "ScaledSwiGLU",
     "Sequential",
     "SiLU",
     "SwiGLU",

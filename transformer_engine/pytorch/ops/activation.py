@@ -19,6 +19,7 @@ from transformer_engine.pytorch.kernels.activation import (
     activation_parameters,
     is_gated,
 )
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.single_stage import SingleStageModule
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -41,10 +42,7 @@ class _Activation(SingleStageModule, FusibleOperation):
 
     def _build(self, numbers: ActivationParameters, cache_quantized_input: bool) -> None:
         super().__init__(Activation(activation_kind(self.kind), numbers))
-        if cache_quantized_input:
-            raise NotImplementedError(
-                f"[{type(self).__name__}] cache_quantized_input=True: the input is kept as it is"
-            )
+        _refuse_cache(self, cache_quantized_input)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply it.
@@ -52,13 +50,24 @@ class _Activation(SingleStageModule, FusibleOperation):
         Args:
             x: `(..., n)`, fp32, fp16 or bf16; `n` is even for gated kinds.
         """
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-            refuse_input(type(self).__name__, "x", x, None)
-        if x.ndim == 0 or (is_gated(activation_kind(self.kind)) and x.shape[-1] % 2):
-            raise ValueError(
-                f"[{type(self).__name__}] expected x of shape (..., even), got {tuple(x.shape)}"
-            )
-        return self.run(in_autocast_dtype(x))
+        return self.run(_checked(self, x, is_gated(activation_kind(self.kind))))
+
+
+def _checked(op: FusibleOperation, x: torch.Tensor, gated: bool) -> torch.Tensor:
+    """The input, in the dtype of `torch.autocast` where that is on."""
+    kind = type(op).__name__
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        refuse_input(kind, "x", x, None)
+    if x.ndim == 0 or (gated and x.shape[-1] % 2):
+        raise ValueError(f"[{kind}] expected x of shape (..., even), got {tuple(x.shape)}")
+    return in_autocast_dtype(x)
+
+
+def _refuse_cache(op: FusibleOperation, cache_quantized_input: bool) -> None:
+    if cache_quantized_input:
+        raise NotImplementedError(
+            f"[{type(op).__name__}] cache_quantized_input=True: the input is kept as it is"
+        )
 
 
 class GELU(_Activation):
@@ -75,6 +84,40 @@ class GEGLU(_Activation):
     """`gelu(a) * b`."""
 
     kind = "geglu"
+
+
+class GLU(FusibleOperation):
+    """`sigmoid(a) * b`. `torch.nn.functional.glu` has the halves the other way round.
+
+    Args:
+        cache_quantized_input: as in all activations.
+
+    Raises:
+        NotImplementedError: `cache_quantized_input=True`.
+
+    >>> GLU()(torch.tensor([0.0, 3.0]))
+    tensor([1.5000])
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        _refuse_cache(self, cache_quantized_input)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it.
+
+        Args:
+            x: `(..., n)`, fp32, fp16 or bf16; `n` is even.
+
+        Returns:
+            `(..., n / 2)`, in the dtype of `x`, or of `torch.autocast` where that is on.
+
+        Raises:
+            ValueError: an odd last size.
+            TypeError: no dense tensor.
+        """
+        gate, linear = _checked(self, x, gated=True).chunk(2, dim=-1)
+        return torch.nn.functional.glu(torch.cat([linear, gate], dim=-1))
 
 
 class QGELU(_Activation):
@@ -120,9 +163,102 @@ class SiLU(_Activation):
 
 
 class SwiGLU(_Activation):
-    """`silu(a) * b`."""
+    """`silu(a) * b`.
+
+    Args:
+        cache_quantized_input: as in all activations.
+        glu_interleave_size: None: `a` is the first half of the last axis. Else the axis is blocks
+            of this size, of `a` and of `b` by turns.
+
+    Raises:
+        NotImplementedError: `cache_quantized_input=True`.
+        ValueError: a block size below 1.
+        TypeError: a block size that is none.
+
+    >>> SwiGLU()(torch.tensor([1.0, 2.0]))
+    tensor([1.4621])
+    """
 
     kind = "swiglu"
+
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        if glu_interleave_size is not None:
+            check_sizes(type(self).__name__, None, glu_interleave_size=glu_interleave_size)
+        self.glu_interleave_size = glu_interleave_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it.
+
+        Args:
+            x: `(..., n)`, fp32, fp16 or bf16; `n` is even, and divisible by twice the block size.
+
+        Returns:
+            `(..., n / 2)`, in the dtype of `x`, or of `torch.autocast` where that is on.
+
+        Raises:
+            ValueError: a last size that does not fit.
+            TypeError: no dense tensor.
+        """
+        block = self.glu_interleave_size
+        if block is None:
+            return super().forward(x)
+        x = _checked(self, x, gated=True)
+        if x.shape[-1] % (2 * block):
+            raise ValueError(
+                f"[{type(self).__name__}] expected a last size divisible by {2 * block}, twice "
+                f"glu_interleave_size, got {tuple(x.shape)}"
+            )
+        return super().forward(x.unflatten(-1, (-1, 2, block)).transpose(-3, -2).flatten(-3))
+
+
+class ScaledSwiGLU(SwiGLU):
+    """`silu(a) * b`, each row times its scale: what experts do with the probabilities of tokens.
+
+    It takes an extra input, the scales.
+
+    Args:
+        glu_interleave_size: see `SwiGLU`.
+
+    Raises:
+        ValueError: a block size below 1.
+        TypeError: a block size that is none.
+
+    >>> ScaledSwiGLU()(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([1.0, 0.5]))
+    tensor([[1.4621],
+            [0.7311]])
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
+        super().__init__(glu_interleave_size=glu_interleave_size)
+
+    def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Apply it.
+
+        Args:
+            x: see `SwiGLU`.
+            scales: of the shape of `x` without its last axis, fp32, fp16 or bf16.
+
+        Returns:
+            `(..., n / 2)`, in the dtype of `x`, or of `torch.autocast` where that is on.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            TypeError: no dense tensors.
+        """
+        if not isinstance(scales, torch.Tensor) or scales.layout is not torch.strided:
+            refuse_input("ScaledSwiGLU", "scales", scales, None)
+        if isinstance(x, torch.Tensor) and scales.shape != x.shape[:-1]:
+            raise ValueError(
+                f"[ScaledSwiGLU] expected scales of shape {tuple(x.shape[:-1])}, one for each row, "
+                f"got {tuple(scales.shape)}"
+            )
+        out = super().forward(x)
+        return (out * scales.unsqueeze(-1)).to(out.dtype)
 
 
 class ClampedSwiGLU(_Activation):

@@ -1,4 +1,4 @@
-"""A product with a weight, and a bias, as operations of their own."""
+"""A product with a weight, a bias, and both in one, as operations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
+from transformer_engine.pytorch.module import linear
 from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.module.inputs import refuse_input
-from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parameters import (
     ParameterSet,
     ParameterSpec,
     params_dtype_of,
 )
 from transformer_engine.pytorch.ops.operation import FusibleOperation
+from transformer_engine.pytorch.parallel.groups import TensorParallel
 
-_kaiming = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+kaiming = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
 
 
-class BasicLinear(Linear, FusibleOperation):
+class BasicLinear(linear.Linear, FusibleOperation):
     """`y = x . A^T`, in FP8 under `autocast`; the weight starts as that of `torch.nn.Linear`.
 
     Args:
@@ -32,12 +33,15 @@ class BasicLinear(Linear, FusibleOperation):
         out_features: size of each output sample.
         device: of the weight; None is cuda where there is one, else cpu; `"meta"` defers.
         dtype: of the weight; None is torch's default dtype.
-        tensor_parallel_mode: None, `"column"` or `"row"`.
-        tensor_parallel_group: of one rank so far.
-        sequence_parallel: has an effect with several ranks only.
+        tensor_parallel_mode: `"column"`: each rank has some of the outputs; `"row"`: each has some
+            of the inputs, and outputs are summed over the ranks; None: the ranks do not share it.
+        tensor_parallel_group: process group of these ranks; `in_features` and `out_features` are
+            those of the whole.
+        sequence_parallel: each rank has a part of the tokens, along the first axis: gathered before
+            a column-parallel product, scattered after a row-parallel one.
         rng_state_tracker_function: returns the tracker under which the weight is initialised.
         accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`.
-        userbuffers_options: has an effect with several ranks only.
+        userbuffers_options: has no effect.
         name: for messages, reports and the debugger.
 
     >>> import torch
@@ -64,7 +68,67 @@ class BasicLinear(Linear, FusibleOperation):
             in_features,
             out_features,
             bias=False,
-            init_method=_kaiming,
+            init_method=kaiming,
+            get_rng_state_tracker=rng_state_tracker_function,
+            device=device,
+            sequence_parallel=sequence_parallel,
+            tp_group=tensor_parallel_group,
+            parallel_mode=tensor_parallel_mode,
+            fuse_wgrad_accumulation=accumulate_into_main_grad,
+            dtype=dtype,
+            name=name,
+        )
+
+
+class Linear(linear.Linear, FusibleOperation):
+    """`y = x . A^T + b`: `BasicLinear` and `Bias` in one, with parameters `weight` and `bias`.
+
+    The weight starts as that of `torch.nn.Linear`, the bias at zero.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: learn an additive bias; else `bias` is None.
+        device: of the parameters; None is cuda where there is one, else cpu; `"meta"` defers.
+        dtype: of the parameters; None is torch's default dtype.
+        tensor_parallel_mode: see `BasicLinear`.
+        tensor_parallel_group: see `BasicLinear`.
+        sequence_parallel: see `BasicLinear`.
+        rng_state_tracker_function: returns the tracker under which the weight is initialised.
+        accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`.
+        userbuffers_options: has no effect.
+        name: for messages, reports and the debugger.
+
+    Raises:
+        ValueError: sizes or modes that cannot be.
+        TypeError: sizes or dtypes that are none.
+
+    >>> import torch
+    >>> Linear(16, 32, device="cpu")(torch.ones(4, 16)).shape
+    torch.Size([4, 32])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            init_method=kaiming,
             get_rng_state_tracker=rng_state_tracker_function,
             device=device,
             sequence_parallel=sequence_parallel,
@@ -83,6 +147,12 @@ class Bias(FusibleOperation):
         size: of the last axis.
         device: of the bias; None is cuda where there is one, else cpu; `"meta"` defers.
         dtype: of the bias; None is torch's default dtype.
+        tensor_parallel: each rank has its part of the bias, and of the last axis of inputs.
+        tensor_parallel_group: process group of these ranks; `size` is that of the whole.
+
+    Raises:
+        ValueError: no positive size, or one that the ranks cannot share.
+        TypeError: no size, or no process group.
 
     >>> import torch
     >>> Bias(16, device="cpu")(torch.ones(4, 16)).shape
@@ -95,12 +165,15 @@ class Bias(FusibleOperation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        self.size = size
-        self._parameter_set = ParameterSet(None)
         check_sizes("Bias", None, size=size)
-        spec = ParameterSpec("bias", (size,), nn.init.zeros_)
+        ranks = TensorParallel("Bias", "bias", tensor_parallel_group, 1)
+        self.size = ranks.share("size", size) if tensor_parallel else size
+        self._parameter_set = ParameterSet(None)
+        spec = ParameterSpec("bias", (self.size,), nn.init.zeros_)
         self._parameter_set.create(self, [spec], params_dtype_of(None, dtype), device)
 
     def reset_parameters(self) -> None:

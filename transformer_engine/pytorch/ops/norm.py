@@ -1,5 +1,12 @@
 """Norms as operations."""
 
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.module.arguments import check_numbers
+from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.l2norm import L2Normalization as _L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm as _LayerNorm
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as _RMSNorm
 from transformer_engine.pytorch.ops.operation import FusibleOperation
@@ -11,3 +18,60 @@ class LayerNorm(_LayerNorm, FusibleOperation):
 
 class RMSNorm(_RMSNorm, FusibleOperation):
     """`transformer_engine.pytorch.RMSNorm`, as an operation."""
+
+
+class L2Normalization(FusibleOperation):
+    """`y = x / sqrt(sum(x^2) + eps)` over the last axis, in fp32. It has no parameters.
+
+    Args:
+        eps: added to the sum of squares.
+        seq_length: has no effect.
+        micro_batch_size: has no effect.
+
+    Raises:
+        TypeError: `eps` is no number.
+
+    >>> L2Normalization()(torch.tensor([3.0, 4.0]))
+    tensor([0.6000, 0.8000])
+    """
+
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_numbers("L2Normalization", None, eps=eps)
+        self.eps = eps
+        self._by_size: dict[int, _L2Normalization] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last axis.
+
+        Args:
+            x: `(..., n)`, fp32, fp16 or bf16.
+
+        Returns:
+            The shape and the dtype of `x`.
+
+        Raises:
+            ValueError: no axis to normalise over, or an empty one.
+            TypeError: no dense tensor.
+        """
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            refuse_input("L2Normalization", "x", x, None)
+        if x.ndim == 0 or x.shape[-1] == 0:
+            raise ValueError(
+                f"[L2Normalization] expected x of shape (..., n), n > 0, got {tuple(x.shape)}"
+            )
+        size = x.shape[-1]
+        if size not in self._by_size:
+            self._by_size[size] = _L2Normalization(size, self.eps)
+        out: torch.Tensor = self._by_size[size](x)
+        return out
+
+    def extra_repr(self) -> str:
+        """The setting."""
+        return f"eps={self.eps}"

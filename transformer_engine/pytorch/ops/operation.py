@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
+import torch
 from torch import nn
+
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
 class FusibleOperation(nn.Module):
-    """Base of the operations here: modules of one tensor that know nothing of their neighbours."""
+    """Base of the operations here: modules of one tensor that know nothing of their neighbours.
+
+    Some read further tensors, and some return further ones behind their result. `Sequential` hands
+    them on.
+
+    Attributes:
+        num_extra_inputs: how many tensors `forward` takes beside the input.
+        num_extra_outputs: how many it returns beside the result; with some it returns a tuple.
+        takes_quantized: the input may be a `QuantizedTensor`.
+    """
+
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    takes_quantized: ClassVar[bool] = False
 
 
 class Sequential(nn.Sequential):
@@ -14,4 +32,69 @@ class Sequential(nn.Sequential):
 
     Each runs kernels of its own. `LayerNormMLP` and `LayerNormLinear` are the fused forms of the
     usual sequences: there the kernels of norms and activations cast to FP8 themselves.
+
+    Args:
+        modules: operations or other modules, or one dict of them by name.
+
+    >>> import torch
+    >>> from transformer_engine.pytorch.ops import AddExtraInput, ConstantScale, MakeExtraOutput
+    >>> keep = Sequential(MakeExtraOutput(), ConstantScale(2.0))
+    >>> add = Sequential(ConstantScale(10.0), AddExtraInput())
+    >>> add(*keep(torch.ones(2)))
+    tensor([21., 21.])
     """
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many tensors its operations take beside the input."""
+        return sum([getattr(module, "num_extra_inputs", 0) for module in self])
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many tensors its operations return beside the result."""
+        return sum([getattr(module, "num_extra_outputs", 0) for module in self])
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether the input may be a `QuantizedTensor`: always."""
+        return True
+
+    def forward(self, x: torch.Tensor, *extra_inputs: Any) -> Any:
+        """Run them in order. A `QuantizedTensor` is dequantised for those that do not take it.
+
+        Args:
+            x: the input of the first one.
+            extra_inputs: what operations take beside their inputs, in their order.
+
+        Returns:
+            The result of the last one; `(result, *extra_outputs)` where operations return further
+            tensors, in their order.
+
+        Raises:
+            ValueError: too few or too many extra inputs.
+        """
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(
+                f"[Sequential] expected {self.num_extra_inputs} extra inputs, got "
+                f"{len(extra_inputs)}: {self._wishes()}"
+            )
+        extra_outputs: list[torch.Tensor] = []
+        for module in self:
+            count = getattr(module, "num_extra_inputs", 0)
+            own, extra_inputs = extra_inputs[:count], extra_inputs[count:]
+            if isinstance(x, QuantizedTensor) and not getattr(module, "takes_quantized", False):
+                x = x.dequantize()
+            x = module(x, *own)
+            if getattr(module, "num_extra_outputs", 0):
+                x, *made = x
+                extra_outputs += made
+        return (x, *extra_outputs) if extra_outputs else x
+
+    def _wishes(self) -> str:
+        """Which operations take how many, for messages."""
+        counts = [
+            f"{name} ({type(module).__name__}) takes {module.num_extra_inputs}"
+            for name, module in self.named_children()
+            if getattr(module, "num_extra_inputs", 0)
+        ]
+        return ", ".join(counts) or "no operation takes any"

@@ -1,0 +1,198 @@
+"""Collectives of a process group along the first axis, as operations.
+
+operation       forward          backward
+AllGather       all-gather       reduce-scatter
+ReduceScatter   reduce-scatter   all-gather
+AllReduce       all-reduce       -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.ops.operation import FusibleOperation
+from transformer_engine.pytorch.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from transformer_engine.pytorch.parallel.groups import check_group, group_size
+
+
+class _Collective(FusibleOperation):
+    """What they share: the group.
+
+    Args:
+        process_group: of the ranks that take part; None is all ranks. Copies of the operation work
+            with the same group, one that was saved has none.
+
+    Raises:
+        TypeError: no process group.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        super().__init__()
+        check_group(type(self).__name__, "process_group", process_group)
+        self.process_group = process_group
+
+    def _group(self, x: torch.Tensor) -> tuple[Any, int]:
+        """The group and its size, once the input was checked."""
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            refuse_input(type(self).__name__, "x", x, None)
+        if x.ndim == 0:
+            raise ValueError(f"[{type(self).__name__}] expected x of shape (rows, ...), got ()")
+        group = self.process_group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        return group, group_size(group)
+
+    def __deepcopy__(self, memo: object) -> _Collective:
+        copy = type(self)(self.process_group)
+        copy.train(self.training)
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}
+
+
+class AllGather(_Collective):
+    """Concatenates the tensors of all ranks along the first axis.
+
+    Args:
+        process_group: of these ranks; None is all ranks.
+
+    Raises:
+        TypeError: no process group.
+
+    >>> AllGather()(torch.ones(2, 3)).shape  # one rank alone
+    torch.Size([2, 3])
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather; the gradient is this rank's rows of the sum over the ranks.
+
+        Args:
+            x: `(rows, ...)`, of one shape and dtype on all ranks.
+
+        Returns:
+            `(ranks * rows, ...)`.
+
+        Raises:
+            ValueError: no axis to gather along.
+            TypeError: no dense tensor.
+        """
+        group, ranks = self._group(x)
+        return x if ranks == 1 else _through(x, group, all_gather, reduce_scatter)
+
+
+class ReduceScatter(_Collective):
+    """This rank's rows of the sum over the ranks.
+
+    Args:
+        process_group: of these ranks; None is all ranks.
+
+    Raises:
+        TypeError: no process group.
+
+    >>> ReduceScatter()(torch.ones(2, 3)).shape  # one rank alone
+    torch.Size([2, 3])
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum and scatter; the gradient is that of all ranks, gathered.
+
+        Args:
+            x: `(rows, ...)`, of one shape and dtype on all ranks; `rows` is a multiple of their
+                number.
+
+        Returns:
+            `(rows / ranks, ...)`.
+
+        Raises:
+            ValueError: rows that cannot be shared.
+            TypeError: no dense tensor.
+        """
+        group, ranks = self._group(x)
+        if x.shape[0] % ranks:
+            raise ValueError(
+                f"[ReduceScatter] expected rows divisible among {ranks} ranks, got {tuple(x.shape)}"
+            )
+        return x if ranks == 1 else _through(x, group, reduce_scatter, all_gather)
+
+
+class AllReduce(_Collective):
+    """The sum over the ranks.
+
+    All ranks are expected to go on with it in the same way: the gradient, equal on all of them, is
+    handed back as it is.
+
+    Args:
+        process_group: of these ranks; None is all ranks.
+        reduce_in_backward: has no effect.
+
+    Raises:
+        TypeError: no process group.
+
+    >>> AllReduce()(torch.ones(2, 3)).shape  # one rank alone
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum.
+
+        Args:
+            x: `(rows, ...)`, of one shape and dtype on all ranks.
+
+        Returns:
+            The shape of `x`.
+
+        Raises:
+            ValueError: no axis.
+            TypeError: no dense tensor.
+        """
+        group, ranks = self._group(x)
+        return x if ranks == 1 else _through(x, group, _summed, _unchanged)
+
+
+Collective = Callable[[torch.Tensor, Any], Pending]
+
+
+def _summed(x: torch.Tensor, group: Any) -> Pending:
+    return all_reduce(x.clone(), group)
+
+
+def _unchanged(grad: torch.Tensor, group: Any) -> Pending:
+    return Pending(grad)
+
+
+def _through(
+    x: torch.Tensor, group: Any, forward: Collective, backward: Collective
+) -> torch.Tensor:
+    result: torch.Tensor = _Exchange.apply(x, group, forward, backward)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """A collective, and the one of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Any, forward: Collective, backward: Collective
+    ) -> torch.Tensor:
+        ctx.call = group, forward, backward
+        result: torch.Tensor = forward(x.contiguous(), group).wait()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, forward, backward = ctx.call
+        return _through(grad, group, backward, forward), None, None, None

@@ -1,0 +1,193 @@
+"""`Quantize`: the casts of the open recipe as an operation, of a tensor or of its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch.fp8 import extra_state
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers, check_columns
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.module.inputs import refuse_input
+from transformer_engine.pytorch.module.names import layer_name
+from transformer_engine.pytorch.ops.operation import FusibleOperation
+from transformer_engine.pytorch.recompute.module_calls import (
+    is_recompute,
+    may_recompute,
+    recompute_step,
+    record_first_call,
+)
+from transformer_engine.pytorch.recompute.regions import recompute_context
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+class _Casts(NamedTuple):
+    """Of a call; `step` is the autocast step that ends with its backward, or None."""
+
+    quantizers: GemmQuantizers
+    step: Step | None
+
+
+class Quantize(ScaledModule, FusibleOperation):
+    """Casts as the recipe of the open autocast does; outside of one it is the identity.
+
+    In a `Sequential` the operations behind it read the values that the codes stand for. Under
+    `DelayedScaling` it has a scale and a history of its own, also in state dicts. Compiled code
+    leaves its graph for the casts, and the result there is a plain tensor of these values.
+
+    Args:
+        forward: cast the tensor: the result is a `QuantizedTensor` of the recipe's kind, with
+            row-wise codes, and has gradients like a plain tensor.
+        backward: cast the gradient: the operation in front gets a plain tensor, rounded to FP8.
+        name: for messages.
+
+    >>> import torch
+    >>> import transformer_engine.pytorch as te
+    >>> from transformer_engine.common.recipe import Float8CurrentScaling
+    >>> with te.autocast(recipe=Float8CurrentScaling()):
+    ...     codes = Quantize()(torch.tensor([[1.0, 447.0, 448.0]]))
+    >>> type(codes).__name__, codes.dequantize()
+    ('Float8Tensor', tensor([[  1., 448., 448.]]))
+    """
+
+    takes_quantized = True
+
+    def __init__(
+        self, forward: bool = True, backward: bool = False, *, name: str | None = None
+    ) -> None:
+        super().__init__(1)
+        self.name = layer_name(name)
+        self.casts_input = forward
+        self.casts_gradient = backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Cast. What is quantized already stays as it is.
+
+        Args:
+            x: `(..., n)`, fp32, fp16 or bf16.
+
+        Returns:
+            The shape and the (nominal) dtype of `x`.
+
+        Raises:
+            TypeError: no dense tensor.
+            ValueError: no axis.
+        """
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            refuse_input("Quantize", "x", x, self.name)
+        if x.ndim == 0:
+            raise ValueError(f"[Quantize] expected x of shape (..., n), got () (layer {self.name})")
+        if not torch.compiler.is_compiling():
+            return self.cast(x)
+        scope = autocast_stack().scope
+        return _cast_outside_of_graph(self, x) if scope.enabled or scope.calibrating else x
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor in the open scope; it has passed the checks."""
+        casts = self._casts(x)
+        if casts is None:
+            return x
+        forward = self.casts_input and not isinstance(x, QuantizedTensor)
+        if forward and not casts.quantizers.fp8:
+            casts.quantizers.input.record_amax(x.detach().contiguous())  # if it calibrates
+        result: torch.Tensor = _Cast.apply(
+            x,
+            casts.quantizers.input.public() if forward else None,
+            casts.quantizers.grad_output.public() if self.casts_gradient else None,
+            casts.step,
+        )
+        return result
+
+    def _casts(self, x: torch.Tensor) -> _Casts | None:
+        """The casts of a call in the open scope; None in high precision."""
+        stack = autocast_stack()
+        recording = torch.is_grad_enabled() and x.requires_grad
+        if may_recompute(stack):
+            return self._casts_in_region(x.device, recording)
+        if not (stack.scope.enabled or stack.scope.calibrating):
+            return None
+        quantizers = self._quantizers(x.device, recording)
+        return _Casts(quantizers, self.take_backward_end() if recording else None)
+
+    def _casts_in_region(self, device: torch.device, recording: bool) -> _Casts | None:
+        """The casts of a call that may be the first forward or the recompute of a region."""
+        stack = autocast_stack()
+        where = recompute_context(stack.recomputed, stack.regions)
+        counts = recording or where.in_first_forward
+        if graph_task() == -1 or not is_recompute(self, where.recomputed):
+            if not (stack.scope.enabled or stack.scope.calibrating):
+                return None
+            quantizers = self._quantizers(device, counts)
+            call = record_first_call(self, where, counts)
+        else:
+            region = where.recomputed
+            assert region is not None
+            if not region.has_calls_of(self):  # it ran in high precision
+                return None
+            call = region.next_call(self)
+            with stack.resumed(call.scope):
+                quantizers = self._quantizers(device, counts).for_recompute(call.scales)
+            call = call._replace(step=recompute_step(region, call, counts))
+        for record in where.open_regions:
+            record.record_call(self, call)
+        return _Casts(quantizers, call.step if recording else None)
+
+    def _quantizers(self, device: torch.device, recording: bool) -> GemmQuantizers:
+        stack = autocast_stack()
+        built: Any = build_quantizers(self, stack.scope, recording, device)  # type: ignore[arg-type]
+        if stack.scope.key >= 0:
+            stack.join(self.scaling)
+        quantizers: GemmQuantizers = built.gemms[0]
+        return quantizers
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
+        process_state().flush()
+        return extra_state.pack(self.scaling)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        restored = extra_state.unpack(state, self.name)
+        check_columns(restored, self.gemm_count, self.name)
+        self.scaling = restored or self.scaling
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"forward={self.casts_input}, backward={self.casts_gradient}"
+
+
+@torch.compiler.disable
+def _cast_outside_of_graph(module: Quantize, x: torch.Tensor) -> torch.Tensor:
+    """`cast` outside of compiled graphs, through which a quantised tensor has no gradients."""
+    made = module.cast(x)
+    return made.dequantize() if isinstance(made, QuantizedTensor) else made
+
+
+class _Cast(torch.autograd.Function):
+    """The tensor, and its gradient, as their quantizers make them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, quantizer: Any, of_gradient: Any, step: Step | None
+    ) -> torch.Tensor:
+        ctx.call = of_gradient, step
+        if quantizer is None:
+            return x.view_as(x)
+        quantizer.set_usage(columnwise=False)
+        result: torch.Tensor = quantizer.quantize(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        of_gradient, step = ctx.call
+        if of_gradient is not None:
+            of_gradient.set_usage(columnwise=False)
+            grad = of_gradient(grad).dequantize()
+        if step is not None:
+            step.end_backward()
+        return grad, None, None, None
