@@ -128,3 +128,27 @@ def test_gemm_report_counts_eager_calls_alone() -> None:
     te.gemm_report(reset=True)
     torch.compile(layer, backend="aot_eager")(torch.ones(16, HIDDEN))
     assert te.gemm_report(reset=True).counts == {}
+
+
+def test_rows_from_another_offset_at_each_call() -> None:
+    """Strides and offsets become symbols; sizes stay numbers."""
+    layer = te.Linear(HIDDEN, HIDDEN, device="cpu")
+    rows = torch.compile(lambda x, n: layer(x[n : n + 16]), backend="aot_eager")
+    x = leaf(64)
+    for n in (3, 5, 8):
+        assert_bitwise(rows(x, n).detach(), layer(x[n : n + 16]).detach())
+
+
+def test_groups_of_other_sizes_at_each_call() -> None:
+    """Sizes become symbols, some of which turn out to be numbers."""
+    layer = te.GroupedLinear(3, HIDDEN, HIDDEN, device="cpu")
+    grouped = torch.compile(layer, backend="aot_eager")
+    for sizes in ([16, 16, 16], [0, 16, 32], [8, 8, 32]):
+        first, second = leaf(48), leaf(48)
+        second.data.copy_(first.data)
+        found = [
+            step(lambda x, call=call, s=sizes: call(x, s), x, None)
+            for call, x in ((grouped, first), (layer, second))
+        ]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)

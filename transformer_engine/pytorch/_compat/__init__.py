@@ -52,16 +52,19 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "module.layernorm_linear": _GEMM,
     "module.linear": _GEMM,
-    "permutation": dict.fromkeys(
-        (
-            "moe_permute",
-            "moe_permute_with_probs",
-            "moe_sort_chunks_by_index",
-            "moe_sort_chunks_by_index_with_probs",
-            "moe_unpermute",
+    "permutation": {
+        "moe_permute_and_pad_with_probs": "moe.padding",
+        **dict.fromkeys(
+            (
+                "moe_permute",
+                "moe_permute_with_probs",
+                "moe_sort_chunks_by_index",
+                "moe_sort_chunks_by_index_with_probs",
+                "moe_unpermute",
+            ),
+            "moe.permutation",
         ),
-        "moe.permutation",
-    ),
+    },
     "quantization": dict.fromkeys(
         (
             "FP8GlobalStateManager",

@@ -181,7 +181,8 @@ class ChainOperator:
             )
         made = [*[values[v] for v in chain.outputs], *saved]
         trace = self._trace_of(inputs, made, (of_all,))
-        self._traces["shapes", self.sizes(inputs)] = trace
+        # A size that was a symbol, and is a number by now, has no hash.
+        self._traces["shapes", tuple([int(n) for n in self.sizes(inputs)])] = trace
         return [made[i] for i in trace.picks]
 
     def _trace_of(self, inputs: Tensors, made: Tensors, of_segments: Sequence[Any]) -> _Trace:
@@ -207,7 +208,9 @@ class ChainOperator:
         launch: bool,
     ) -> list[Any]:
         """The gradients that `needs` asks for. An empty tensor stands for a gradient of None."""
-        trace = self._traces[(*sizes, _length(state)) if launch else ("shapes", tuple(sizes))]
+        trace = self._traces[
+            (*sizes, _length(state)) if launch else ("shapes", tuple([int(n) for n in sizes]))
+        ]
         tensors = [None if i is None else saved[i] for i in trace.sources]
         plan = self._planned(state) if launch else self.bound(state)
         with CountingApart():
