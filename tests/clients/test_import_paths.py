@@ -104,7 +104,22 @@ MORE = {
     "transformer_engine.pytorch.module.base": ("TransformerEngineBaseModule", "get_workspace"),
     "transformer_engine.pytorch.module.layernorm_linear": ("general_gemm",),
     "transformer_engine.pytorch.module.linear": ("general_gemm",),
-    "transformer_engine.pytorch.ops": ("BasicLinear", "FusibleOperation", "Sequential", "SwiGLU"),
+    "transformer_engine.pytorch.ops": (
+        "AddExtraInput",
+        "AllReduce",
+        "BasicLinear",
+        "ConstantScale",
+        "Dropout",
+        "FusibleOperation",
+        "GroupedLinear",
+        "Linear",
+        "MakeExtraOutput",
+        "Quantize",
+        "ReduceScatter",
+        "ScaledSwiGLU",
+        "Sequential",
+        "SwiGLU",
+    ),
     "transformer_engine.pytorch.optimizers": (
         "FusedAdam",
         "FusedSGD",
@@ -168,12 +183,10 @@ def test_nothing_warns_where_warnings_are_errors() -> None:
 
 def test_names_that_are_not_implemented_are_absent() -> None:
     """So that `try: from ... import ...` and `hasattr` find out."""
-    for name in (
-        "NVFP4Quantizer",
-        "MXFP8Tensor",
-        "moe_permute_and_pad_with_probs",
-    ):
+    for name in ("NVFP4Quantizer", "MXFP8Tensor"):
         assert not hasattr(te.pytorch, name)
+    for name in ("OperationFuser", "BasicOperation", "FusedOperation", "fused"):
+        assert not hasattr(te.pytorch.ops, name)
     for module in ("tensor.mxfp8_tensor", "newton_schulz", "ep"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"transformer_engine.pytorch.{module}")

@@ -62,6 +62,7 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.moe.padding import moe_permute_and_pad_with_probs
 from transformer_engine.pytorch.moe.permutation import (
     moe_permute,
     moe_permute_with_probs,
@@ -142,6 +143,7 @@ __all__ = [
     "mark_not_offload",
     "module",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

@@ -101,6 +101,7 @@ def moe_unpermute(
     restore_shape: Sequence[int] | None = None,
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the rows of each token in fp32, in the order of the tokens.
 
@@ -109,12 +110,14 @@ def moe_unpermute(
 
     Args:
         inp: `[rows, hidden]`.
-        row_id_map: of `moe_permute`.
+        row_id_map: of `moe_permute`, or of a function like it.
         merging_probs: weights of the rows, of the shape of the routing map.
         restore_shape: `[tokens, hidden]`; None: as many tokens as the weights are of, or, without
             weights, the shape of `inp`.
         map_type: has no effect: `row_id_map` knows.
         probs: older name of `merging_probs`.
+        pad_offsets: of `moe_permute_and_pad_with_probs`: `inp` has rows of padding, which are left
+            out; None: it has none.
 
     Returns:
         `restore_shape`, in the dtype of `inp`.
@@ -131,6 +134,8 @@ def moe_unpermute(
     if probs is not None and merging_probs is not None:
         raise ValueError("[moe_unpermute] expected one of merging_probs and probs, got both")
     probs = merging_probs if probs is None else probs
+    if pad_offsets is not None:
+        inp = _without_padding(inp, row_id_map, pad_offsets, probs)
     if restore_shape is None:
         restore_shape = inp.shape if probs is None else (probs.shape[0], inp.shape[1])
     tokens, hidden = restore_shape
@@ -210,6 +215,37 @@ def moe_sort_chunks_by_index_with_probs(
         )
     order = _chunk_order(inp, split_sizes, sorted_index)
     return inp.index_select(0, order), probs.index_select(0, order)
+
+
+def padded_places(row_id_map: torch.Tensor, pad_offsets: torch.Tensor) -> torch.Tensor:
+    """Where each row is once every expert's rows are padded: int64 `[rows]`.
+
+    Args:
+        row_id_map: of a mask.
+        pad_offsets: int64 `[experts]`, rows of padding in front of each expert's rows.
+    """
+    rows = torch.arange(row_id_map.shape[0], device=row_id_map.device)
+    return rows + pad_offsets.to(row_id_map.device)[row_id_map[:, 1]]
+
+
+def _without_padding(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    pad_offsets: torch.Tensor,
+    probs: torch.Tensor | None,
+) -> torch.Tensor:
+    experts = pad_offsets.shape[:1] if probs is None else probs.shape[1:]
+    if pad_offsets.ndim != 1 or pad_offsets.shape != experts:
+        raise ValueError(
+            f"[moe_unpermute] expected pad_offsets of shape {tuple(experts)}, one for each expert, "
+            f"got {tuple(pad_offsets.shape)}"
+        )
+    if inp.shape[0] <= row_id_map.shape[0]:
+        raise ValueError(
+            f"[moe_unpermute] expected inp with padding, more than {row_id_map.shape[0]} rows, got "
+            f"{tuple(inp.shape)}"
+        )
+    return inp.index_select(0, padded_places(row_id_map, pad_offsets))
 
 
 def _check_rows(inp: torch.Tensor) -> None:
