@@ -148,7 +148,22 @@ MORE = {
     ),
     "transformer_engine.pytorch.module.layernorm_linear": ("general_gemm",),
     "transformer_engine.pytorch.module.linear": ("general_gemm",),
-    "transformer_engine.pytorch.ops": ("AllReduce", "FusibleOperation", "Linear", "Sequential"),
+    "transformer_engine.pytorch.ops": (
+        "AddExtraInput",
+        "AllReduce",
+        "BasicLinear",
+        "ConstantScale",
+        "Dropout",
+        "FusibleOperation",
+        "GroupedLinear",
+        "Linear",
+        "MakeExtraOutput",
+        "Quantize",
+        "ReduceScatter",
+        "ScaledSwiGLU",
+        "Sequential",
+        "SwiGLU",
+    ),
     "transformer_engine.pytorch.optimizers": (
         "FusedAdam",
         "FusedSGD",
@@ -224,6 +239,8 @@ def test_names_that_are_not_implemented_are_absent() -> None:
     """So that `try: from ... import ...` and `hasattr` find out."""
     for name in ("NVFP4Quantizer", "MXFP8Tensor", "FusedMLAQUpProjRopeQuant"):
         assert not hasattr(te.pytorch, name)
+    for name in ("OperationFuser", "BasicOperation", "FusedOperation", "fused"):
+        assert not hasattr(te.pytorch.ops, name)
     for module in ("tensor.mxfp8_tensor", "newton_schulz", "ep"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"transformer_engine.pytorch.{module}")

@@ -123,6 +123,25 @@ def test_fused_accumulation_runs_the_hooks_of_trainers(device: str) -> None:
     torch.testing.assert_close(weight.main_grad, torch.full_like(weight.main_grad, 32.0))
 
 
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_fused_accumulation_may_be_switched(kind: type, device: str) -> None:
+    """As Megatron-Core reads it; between two calls of equal shapes."""
+    module = kind(32, 48, device=device)
+    weight, x = module.weight, torch.ones(16, 32, device=device)
+    weight.main_grad = torch.zeros(48, 32, device=device)
+    module(x).sum().backward()
+    plain, weight.grad = weight.grad, None
+    module.fuse_wgrad_accumulation = True
+    assert module.fuse_wgrad_accumulation
+    module(x).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, plain)
+    module.fuse_wgrad_accumulation = False
+    module(x).sum().backward()
+    torch.testing.assert_close(weight.grad, plain)
+    torch.testing.assert_close(weight.main_grad, plain)
+
+
 def test_fused_accumulation_needs_main_grad() -> None:
     module = te.Linear(32, 48, device="cpu", fuse_wgrad_accumulation=True, name="fc")
     with pytest.raises(ValueError, match=r"expected weight.main_grad .* got none \(layer fc\)"):

@@ -35,8 +35,14 @@ class SingleGemmModule(TransformerEngineBaseModule):
 
     @property
     def fuse_wgrad_accumulation(self) -> bool:
-        """Whether weight gradients are added to `weight.main_grad`."""
+        """Whether weight gradients are added to `weight.main_grad`; it may be set at any time."""
         return self.chain.matmuls[0].fuse_wgrad
+
+    @fuse_wgrad_accumulation.setter
+    def fuse_wgrad_accumulation(self, value: bool) -> None:
+        self.chain.matmuls[0].fuse_wgrad = value
+        self.chain.settings_changed()
+        self.drop_plans()
 
     def _gemm_weights(self) -> list[tuple[int, int]]:
         return [(self.out_features, self.in_features)]
