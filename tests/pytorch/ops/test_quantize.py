@@ -86,7 +86,9 @@ def test_operations_behind_it_read_the_values_of_the_codes(name: str, device: st
     But under delayed scaling, where it has a scale of its own.
     """
     torch.manual_seed(0)
-    norm = ops.Sequential(ops.RMSNorm(128, device=device), ops.Quantize(), ops.Identity())
+    norm = ops.Sequential(
+        ops.RMSNorm(128, device=device), ops.Quantize(), ops.Identity(), ops.Reshape((2, 8, 128))
+    )
     linear = ops.Sequential(ops.Linear(128, 32, device=device))
     plain = copy.deepcopy(linear)
     x = torch.randn(16, 128, device=device, requires_grad=True)
@@ -95,7 +97,7 @@ def test_operations_behind_it_read_the_values_of_the_codes(name: str, device: st
         assert isinstance(codes, QuantizedTensor)
         out = linear(codes)
         expected = plain(codes.dequantize())
-        uncast = plain(norm[0](x))
+        uncast = plain(norm[0](x).view(2, 8, 128))
     assert_bitwise(out, expected)
     if name != "delayed":
         torch.testing.assert_close(out, uncast, rtol=1e-5, atol=1e-5)
