@@ -15,13 +15,17 @@ WITHOUT_EXAMPLE = {
     "ConversionReport": "shown by convert",
     "Float8BlockQuantizer": "shown by Float8BlockwiseQTensor",
     "QuantizedTensor": "a base",
+    "QuantizedTensorStorage": "QuantizedTensor",
     "Quantizer": "a base",
     "get_cudnn_version": "needs a GPU",
     "get_device_compute_capability": "needs a GPU",
     "make_graphed_callables": "needs a GPU",
 }
 # Made by Python or by other functions.
-WITHOUT_ARGUMENTS = {"ConversionReport", "DType", "QuantizedTensor", "UserBufferQuantizationMode"}
+WITHOUT_ARGUMENTS = {
+    *("ConversionReport", "DType", "UserBufferQuantizationMode"),
+    *("QuantizedTensor", "QuantizedTensorStorage"),
+}
 PUBLIC = {
     **{name: getattr(te, name) for name in te.__all__},
     **{name: getattr(recipe, name) for name in dir(recipe) if name.endswith("Scaling")},

@@ -269,6 +269,7 @@ def test_lists_of_several_lengths_are_refused():
     [
         ({"exp_avg": torch.zeros(1)}, r"expected shape \(5, 7\) for exp_avg of parameter 0, got"),
         (torch.zeros(5, 7), "expected a dict as the state of parameter 0, got Tensor"),
+        ({"exp_avg": [1.0]}, "expected exp_avg of parameter 0 to be a tensor, got list"),
     ],
 )
 def test_damaged_states_are_refused(state, message):

@@ -277,8 +277,9 @@ class FusedAdam(torch.optim.Optimizer):
         narrow = quantized or param.dtype != torch.float32
         if self.master_weights and narrow and "master_param" not in state:
             self._stored.store(state, param, "master_param", _initial(param))
-        for name, value in state.items():
-            state[name] = value.contiguous()
+        for name in STATES:
+            if name in state:
+                state[name] = state[name].contiguous()
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A tensor of a parameter's state, fp32.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
+from transformer_engine.pytorch.optimizers.stored_states import STATES
 
 
 def steps_of_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
         state_dict: that it loads.
 
     Raises:
-        ValueError: a state of another shape than its parameter, or of another type than dict.
+        ValueError: a state of another shape than its parameter, or of another type than dict; no
+            tensor under the name of one.
     """
     saved = [group["params"] for group in state_dict["param_groups"]]
     own = [group["params"] for group in groups]
@@ -64,6 +66,11 @@ def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
                 f"{type(state).__name__}"
             )
         for name, value in state.items():
+            if name in STATES and not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"[FusedAdam] expected {name} of parameter {number} to be a tensor, got "
+                    f"{type(value).__name__}"
+                )
             if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
                 raise ValueError(
                     f"[FusedAdam] expected shape {tuple(parameter.shape)} for {name} of "

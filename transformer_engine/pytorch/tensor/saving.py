@@ -37,6 +37,10 @@ def restore_from_saved(
 
     Returns:
         A list; or `(list, others)`.
+
+    >>> saved = [torch.ones(2), torch.zeros(2)]
+    >>> restore_from_saved([None], saved, return_saved_tensors=True)
+    ([tensor([1., 1.])], [tensor([0., 0.])])
     """
     count = len(tensors)
     restored = list(saved_tensors[:count])
@@ -48,6 +52,22 @@ def restore_from_func_ctx(ctx: Any) -> list[Any]:
 
     Args:
         ctx: of an autograd function; `ctx.tensor_objects` is what `prepare_for_saving` returned.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         tensors, ctx.tensor_objects = prepare_for_saving(x)
+    ...         ctx.save_for_backward(*tensors)
+    ...         return x * x
+    ...
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         (x,) = restore_from_func_ctx(ctx)
+    ...         return 2 * x * grad
+    >>> x = torch.tensor([3.0], requires_grad=True)
+    >>> Double.apply(x).backward()
+    >>> x.grad
+    tensor([6.])
     """
     restored: list[Any] = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
     return restored
