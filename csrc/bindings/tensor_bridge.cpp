@@ -109,9 +109,11 @@ void set_rank(TensorView& out, int64_t rank) {
 // Storage-less tensors (FakeTensor, wrapper subclasses such as quantized tensors) look like
 // successes with a null pointer; nothing but this check stands between them and a crash.
 void guard(const TensorView& view, py::handle object) {
-  require(view.data != nullptr || view.numel() == 0, Kind::Type, kOp,
-          "expected a tensor with storage, got a ", Py_TYPE(object.ptr())->tp_name, " of shape ",
-          ShapeOf{view}, " without data (a fake, meta or wrapper tensor)");
+  require(
+      view.data != nullptr || view.numel() == 0, Kind::Type, kOp,
+      "expected a tensor with storage, got a ", Py_TYPE(object.ptr())->tp_name, " of shape ",
+      ShapeOf{view},
+      " without data (a fake, meta or wrapper tensor; dequantize() makes a quantized one plain)");
 }
 
 void view_through_api(const dlpack::ExchangeApi& api, py::handle object, TensorView& out) {

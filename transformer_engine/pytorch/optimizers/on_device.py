@@ -38,9 +38,15 @@ def clip_factor(
     if not gradients:
         return torch.zeros(()), torch.ones(())
     with torch.no_grad():
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = _whole(torch.linalg.vector_norm(torch.stack(list(norms))))
+        norm = _whole(torch.linalg.vector_norm(torch.stack(_norms(gradients))))
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each gradient, in fp32. torch 2.15 cannot find those of a list of DTensors together."""
+    if any([hasattr(gradient, "to_local") for gradient in gradients]):
+        return [torch.linalg.vector_norm(one, 2, dtype=torch.float32) for one in gradients]
+    return list(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 
 
 def device_count(count: Any, device: torch.device) -> torch.Tensor:
