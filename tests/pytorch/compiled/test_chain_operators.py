@@ -142,7 +142,7 @@ def test_rows_from_another_offset_at_each_call() -> None:
 def test_groups_of_other_sizes_at_each_call() -> None:
     """Sizes become symbols, some of which turn out to be numbers."""
     layer = te.GroupedLinear(3, HIDDEN, HIDDEN, device="cpu")
-    grouped = torch.compile(layer, backend="aot_eager")
+    grouped = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for sizes in ([16, 16, 16], [0, 16, 32], [8, 8, 32]):
         first, second = leaf(48), leaf(48)
         second.data.copy_(first.data)

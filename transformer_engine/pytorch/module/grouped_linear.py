@@ -226,7 +226,8 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _take_back(self) -> None:
         """Drop tensors that were computed for this call, and their graphs with them."""
         for part, inside, _ in self._names():
-            if part.__dict__.pop(inside, None) is not None:
+            if inside in part.__dict__:
+                delattr(part, inside)
                 part._parameters[inside] = None
 
     def reset_parameters(self, defer_init: bool = False) -> None:
