@@ -88,6 +88,18 @@ def test_parameters_kept_in_fp8_follow_their_masters(device):
     assert_bitwise(layer.weight._data, made._data)
 
 
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_loading_leaves_values_before_the_cast_to_the_first_step(master_weights: bool):
+    with te.fp8_model_init(preserve_high_precision_init_val=True):
+        layer = te.Linear(32, 32, bias=False, device="cpu")
+    plain = torch.optim.AdamW([nn.Parameter(torch.ones(32, 32))])
+    train(plain, plain.param_groups[0]["params"])
+    optimizer = FusedAdam(layer.parameters(), master_weights=master_weights)
+    optimizer.load_state_dict(plain.state_dict())
+    assert layer.weight.get_high_precision_init_val() is not None
+    assert set(optimizer.state[layer.weight]) == {"exp_avg", "exp_avg_sq"}
+
+
 def test_masters_of_fp8_parameters_are_fp32():
     with te.fp8_model_init():
         layer = te.Linear(32, 32, bias=False, device="cpu", params_dtype=torch.float32)

@@ -15,18 +15,12 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, local_part, step_on_device
 from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
-from transformer_engine.pytorch.optimizers.stored_states import (
-    STATES,
-    StoredStates,
-)
+from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 
 _FUSED = ("cpu", "cuda")
-_SETTINGS = (
-    *("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad"),
-    "_stored",
-)
+_SETTINGS = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "_stored")
 _MOST_VALUES = 2**26  # of states that are in fp32 at once
 
 
@@ -254,7 +248,10 @@ class FusedAdam(torch.optim.Optimizer):
             for state, parameter, value in zip(of_each, parameters, stepped[name], strict=True):
                 if name in state:
                     self._stored.store(state, parameter, name, value)
-        _write(parameters, list(map(self._stored.rounded, parameters, values)))
+        whole = [
+            i for i, parameter in enumerate(parameters) if not self._stored.is_split(parameter)
+        ]
+        _write([parameters[i] for i in whole], [values[i] for i in whole])
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
@@ -301,10 +298,10 @@ class FusedAdam(torch.optim.Optimizer):
             unscaled_state: of the parameter's shape.
         """
         self.initialize_state(param)
-        value = _zeros(param).copy_(unscaled_state)
-        self._stored.store(self.state[param], param, state_name, value)
-        if state_name == "master_param" and self._stored.is_split(param):
-            param.detach().copy_(self._stored.rounded(param, value))
+        self._overwrite(param, state_name, unscaled_state)
+
+    def _overwrite(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        self._stored.store(self.state[parameter], parameter, name, _zeros(parameter).copy_(value))
 
     def state_dict(self) -> dict[str, Any]:
         """The states in fp32 whatever is stored, and the groups; see `torch.optim.Optimizer`."""
@@ -340,7 +337,7 @@ class FusedAdam(torch.optim.Optimizer):
                 for name, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor):
                         self.state[parameter].pop(name)
-                        self.set_scaled_state(parameter, name, value)
+                        self._overwrite(parameter, name, value)
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -68,10 +68,6 @@ class StoredStates:
         plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
         return self.remainders and plain and parameter.dtype is torch.bfloat16
 
-    def rounded(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What is written to a parameter with this value in fp32."""
-        return split_master(value)[0] if self.is_split(parameter) else value
-
     def value(self, state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 value of a state; without a master weight that of the parameter.
 
@@ -97,6 +93,8 @@ class StoredStates:
     ) -> None:
         """Store the fp32 value of a state; in place, if there is one.
 
+        Of a master weight that is split, the parameter is written too: it has the high bits.
+
         Args:
             state: see `value`.
             parameter: of the optimizer.
@@ -104,7 +102,8 @@ class StoredStates:
             value: fp32, of the parameter's shape.
         """
         if name == _MASTER and self.is_split(parameter):
-            made = split_master(value)[1]
+            high, made = split_master(value)
+            parameter.detach().copy_(high)
         else:
             made, scale = _encoded(value, self.dtypes.get(name, torch.float32))
             if scale is not None:
