@@ -45,10 +45,8 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.export.onnx import exporting
-from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import names_layer
@@ -379,17 +377,6 @@ class DotProductAttention(SharedByRanks, ScaledModule):
     def updates(self, scope: Scope) -> bool:
         """Whether a step of this module in this scope ends with an update of scales."""
         return super().updates(scope) and wants_fp8(scope.recipe)
-
-    def get_extra_state(self) -> torch.Tensor:
-        """Scaling state of FP8 attention as a uint8 tensor of fixed layout, empty without it."""
-        process_state().flush()
-        return extra_state.pack(self.scaling)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
-        restored = extra_state.unpack(state, self.name)
-        check_columns(restored, self.gemm_count, self.name)
-        self.scaling = restored or self.scaling
 
     def extra_repr(self) -> str:
         """Heads, sizes and mask."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
+from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
-from transformer_engine.pytorch.fp8.process_state import Scope
+from transformer_engine.pytorch.fp8.process_state import Scope, process_state
+from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 
@@ -37,6 +42,17 @@ class ScaledModule(OptionalExtraState, nn.Module):
         if stack.step.first_pending and self.updates(stack.scope):
             return stack.take_backward_end()
         return None
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
+        process_state().flush()
+        return extra_state.pack(self.scaling)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
+        restored = extra_state.unpack(state, self.name)
+        check_columns(restored, self.gemm_count, self.name)
+        self.scaling = restored or self.scaling
 
     @property
     def fp8_meta(self) -> Fp8Meta:

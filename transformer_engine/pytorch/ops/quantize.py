@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch._torch_private import graph_task
-from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
-from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
-from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers, check_columns
+from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.names import layer_name
@@ -144,17 +142,6 @@ class Quantize(ScaledModule, FusibleOperation):
             stack.join(self.scaling)
         quantizers: GemmQuantizers = built.gemms[0]
         return quantizers
-
-    def get_extra_state(self) -> torch.Tensor:
-        """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""
-        process_state().flush()
-        return extra_state.pack(self.scaling)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Restore FP8 scaling state; None and empty tensors leave it as it is."""
-        restored = extra_state.unpack(state, self.name)
-        check_columns(restored, self.gemm_count, self.name)
-        self.scaling = restored or self.scaling
 
     def extra_repr(self) -> str:
         """The settings."""
