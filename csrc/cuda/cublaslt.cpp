@@ -63,7 +63,7 @@ MatrixLayout::MatrixLayout(DType type, int64_t rows, int64_t cols) {
   layout_.reset(layout);
 }
 
-MatmulPreference::MatmulPreference(int64_t workspace_bytes, int32_t alignment_bytes) {
+MatmulPreference::MatmulPreference(int64_t workspace_bytes, MatmulAlignment alignment) {
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublaslt().preference_create(&preference), kOp, "cublasLtMatmulPreferenceCreate");
   preference_.reset(preference);
@@ -75,10 +75,12 @@ MatmulPreference::MatmulPreference(int64_t workspace_bytes, int32_t alignment_by
   // Parts of a sum over k are added in fp32: in the type of D they would be rounded one by one.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  for (const auto attribute :
-       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-    set(attribute, static_cast<uint32_t>(alignment_bytes));
+  const auto operands = static_cast<uint32_t>(alignment.operand_bytes);
+  const auto result = static_cast<uint32_t>(alignment.result_bytes);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operands);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operands);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, result);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, result);
 }
 
 }  // namespace te::cuda

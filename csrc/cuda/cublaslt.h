@@ -100,10 +100,18 @@ class MatrixLayout {
   CublasOwner<cublasLtMatrixLayout_t, DestroyLayout> layout_;
 };
 
+// Powers of two that addresses are multiples of.
+struct MatmulAlignment {
+  int32_t operand_bytes = 0;
+  int32_t result_bytes = 0;  // of what is read and written with the result, too: bias, aux
+
+  auto operator<=>(const MatmulAlignment&) const = default;
+};
+
 // What the heuristic may assume about memory.
 class MatmulPreference {
  public:
-  MatmulPreference(int64_t workspace_bytes, int32_t alignment_bytes);
+  MatmulPreference(int64_t workspace_bytes, MatmulAlignment alignment);
   cublasLtMatmulPreference_t get() const { return preference_.get(); }
 
  private:

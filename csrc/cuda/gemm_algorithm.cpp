@@ -104,9 +104,9 @@ std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
   return out << '}';
 }
 
-std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms, int32_t alignment_bytes,
-                                                   int limit) {
-  const MatmulPreference preference(terms.workspace_bytes, alignment_bytes);
+std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
+                                                   MatmulAlignment alignment, int limit) {
+  const MatmulPreference preference(terms.workspace_bytes, alignment);
   std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(limit));
   int found = 0;
   const auto& [a, b, c, d] = terms.layouts;

@@ -43,8 +43,8 @@ struct GemmTerms {
 };
 
 // The heuristic's guesses, best first; empty where the library has no kernel for these terms.
-std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms, int32_t alignment_bytes,
-                                                   int limit);
+std::vector<cublasLtMatmulAlgo_t> guess_algorithms(const GemmTerms& terms,
+                                                   MatmulAlignment alignment, int limit);
 
 GemmAlgorithm describe_algorithm(const cublasLtMatmulAlgo_t& algorithm);
 

@@ -86,8 +86,8 @@ GemmKey::GemmKey(const GemmArgs& args)
       has_bias_grad(args.bias_grad),
       allow_tf32(args.allow_tf32),
       device(args.a.data.device.index),
-      alignment_bytes(alignment_of({args.a.data.data, args.b.data.data, args.d.data})),
-      epilogue_alignment_bytes(alignment_of({args.bias.data, args.bias_grad.data, args.aux.data})),
+      alignment{alignment_of({args.a.data.data, args.b.data.data}),
+                alignment_of({args.d.data, args.bias.data, args.bias_grad.data, args.aux.data})},
       workspace_bytes(args.workspace.bytes()) {}
 
 size_t GemmKeyHash::operator()(const GemmKey& key) const {
@@ -101,8 +101,8 @@ size_t GemmKeyHash::operator()(const GemmKey& key) const {
     flags = flags << 1 | static_cast<uint64_t>(part);
   for (const ScaleBlocks part : {p.a_blocks, p.b_blocks})
     flags = flags << 2 | static_cast<uint64_t>(part);
-  uint64_t hash = flags << 32 | static_cast<uint64_t>(key.alignment_bytes) << 16 |
-                  static_cast<uint64_t>(key.epilogue_alignment_bytes);
+  uint64_t hash = flags << 32 | static_cast<uint64_t>(key.alignment.operand_bytes) << 16 |
+                  static_cast<uint64_t>(key.alignment.result_bytes);
   for (const int64_t part : {p.m, p.n, p.k, int64_t{key.device}, key.workspace_bytes}) {
     constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: spreads close numbers
     hash = (hash ^ static_cast<uint64_t>(part)) * kOdd;
@@ -121,8 +121,9 @@ std::ostream& operator<<(std::ostream& out, const GemmKey& key) {
   if (key.activation == GemmActivation::Gelu) out << ", with GELU";
   if (key.activation == GemmActivation::GeluBackward) out << ", with the derivative of GELU";
   if (key.has_bias_grad) out << ", with a bias gradient";
-  return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", matrices aligned to "
-             << key.alignment_bytes << " bytes";
+  return out << "; m = " << p.m << ", n = " << p.n << ", k = " << p.k << ", operands aligned to "
+             << key.alignment.operand_bytes << " bytes, the result and the bias to "
+             << key.alignment.result_bytes;
 }
 
 // Row-major D = A B^T, and the library is column-major: what it sees in our memory is D^T, A^T and
@@ -176,22 +177,24 @@ GemmTerms GemmPlan::terms() const {
 }
 
 std::vector<cublasLtMatmulAlgo_t> GemmPlan::guesses(int limit) const {
-  auto found = guess_algorithms(terms(), key_.alignment_bytes, limit);
+  auto found = guess_algorithms(terms(), key_.alignment, limit);
   require(!found.empty(), Kind::Unsupported, kOp, "expected a product that cuBLASLt ",
           cublaslt().version(), " has a kernel for, got ", key_);
   return found;
 }
 
-// The table was measured on Hopper and without epilogues. A bias changes little, the others may
-// change the order.
+// The table was measured on Hopper, with aligned tensors and without epilogues. A bias changes
+// little, the others may change the order.
 std::optional<cublasLtMatmulAlgo_t> GemmPlan::choose() const {
-  constexpr int kMeasuredOn = 90;
-  const bool light = key_.activation == GemmActivation::None && !key_.has_bias_grad &&
+  constexpr int kMeasuredOn = 90, kPackBytes = 16;
+  const bool aligned =
+      key_.alignment.operand_bytes >= kPackBytes && key_.alignment.result_bytes >= kPackBytes;
+  const bool light = aligned && key_.activation == GemmActivation::None && !key_.has_bias_grad &&
                      device_limits({DeviceType::CUDA, key_.device}).capability == kMeasuredOn;
   if (const auto row = light ? find_in_table(key_.problem) : std::nullopt)
     if (const auto built = build_algorithm(terms(), *row)) return built;
   if (!is_fp8(key_.problem.a)) return guesses(1).front();
-  const auto found = guess_algorithms(terms(), key_.alignment_bytes, 1);
+  const auto found = guess_algorithms(terms(), key_.alignment, 1);
   return found.empty() ? std::nullopt : std::optional(found.front());
 }
 

@@ -21,8 +21,7 @@ struct GemmKey {
   bool has_bias = false, has_bias_grad = false;
   bool allow_tf32 = true;
   int32_t device = 0;
-  // Powers of two: what the addresses of the matrices, and of bias and aux, are multiples of.
-  int32_t alignment_bytes = 0, epilogue_alignment_bytes = 0;
+  MatmulAlignment alignment;
   int64_t workspace_bytes = 0;
 
   explicit GemmKey(const GemmArgs& args);

@@ -62,6 +62,22 @@ def test_unaligned_tensors(offset):
     assert_close(multiply(a, b), product(a, b), slack(a, b, "cuda"))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, (E4M3, E4M3)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96, 128), (8192, 4096, 4096)], ids=str)
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_a_bias_may_lie_anywhere(offset, shape, kind, recwarn):
+    """In a flat buffer of all parameters, say. FP8 products stay FP8 products."""
+    a, b = both(shape, kind)
+    out = torch.float32 if kind is torch.float32 else torch.bfloat16
+    bias = torch.randn(shape[1] + offset, device="cuda").to(out)[offset:]
+    gemm_kernel._announce_slow_product.cache_clear()
+    expected = multiply(a, b, out, bias=bias.clone())
+    recwarn.clear()
+    close = {"rtol": 1.6e-2, "atol": 1e-2 * expected.abs().max().item()}
+    torch.testing.assert_close(multiply(a, b, out, bias=bias), expected, **close)
+    assert not recwarn.list
+
+
 def test_unaligned_fp8_is_multiplied_in_bf16():
     a, b = both((32, 48, 64), (E4M3, E4M3))
     storage = torch.empty(32 * 64 + 1, dtype=torch.uint8, device="cuda")

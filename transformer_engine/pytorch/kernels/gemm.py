@@ -38,6 +38,7 @@ from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of
 
 PLAIN = -1
 NO_ACTIVATION, GELU, GELU_BACKWARD = 0, 1, 2
+_BIAS_ALIGNMENT = 16  # bytes
 
 
 @library_op()
@@ -216,8 +217,14 @@ def _define(
     allow_tf32: bool,
 ) -> None:
     """What the product means: fp32 throughout (also in torch.autocast), rounded once at the end."""
-    del fast_accumulation, allow_tf32  # both permit less than fp32; the definition does not use it
+    # `fast_accumulation` and `allow_tf32` permit less than fp32; the definition does not use it.
     if d.is_cuda and a_format != PLAIN:
+        # cuBLASLt adds no bias to FP8 products that lies anywhere, in an optimizer's buffer say.
+        if bias is not None and bias.data_ptr() % _BIAS_ALIGNMENT:
+            sides = (a, b, a_scales, b_scales, a_format, b_format, a_transposed, b_transposed)
+            rest = (bias.clone(), bias_grad, activation, aux, allow_tf32)
+            if _C.gemm(d, *sides, accumulate, fast_accumulation, *rest):
+                return
         sizes = d.shape[:-1].numel(), b.shape[0], b.shape[-1]
         _announce_replacement(d.device.index, sizes, layout_of(a_format))
     with _without_autocast(d.device.type):
