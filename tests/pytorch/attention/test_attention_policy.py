@@ -5,6 +5,7 @@ import torch
 
 from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy
+from transformer_engine.pytorch.attention.backends.backend import FEW_ELEMENTS, Problem
 from transformer_engine.pytorch.attention.core import attention as core
 
 LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}
@@ -91,6 +92,21 @@ def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
     names = order(**{**LARGE, **changes})
     assert (names.index("flash4") < names.index("sdpa")) is large
     assert names[-1] == "unfused"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"queries": 128}, {"keys": 128}], ids=str)
+def test_cudnn_has_wrong_gradients_of_large_tensors(sizes):
+    one = Problem(device="cuda", queries=4096, keys=4096, heads=32, groups=32, key_size=128)
+    one, most = one._replace(**sizes), (1 << 31) // (4096 * 32 * 128)
+    for batch, training, holds in (
+        (most - 1, True, True),
+        (most, True, False),
+        (most, False, True),
+    ):
+        problem = one._replace(batch=batch, training=training)
+        assert FEW_ELEMENTS.holds(problem, None) is holds
+    asked = [backend.name for backend in BACKENDS if FEW_ELEMENTS in backend.requirements]
+    assert asked == ["cudnn", "cudnn_fp8"]
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])

@@ -76,6 +76,12 @@ class Problem(NamedTuple):
     part: bool = False
 
     @property
+    def elements(self) -> int:
+        """The larger one of queries and keys, where that is known beforehand."""
+        queries, keys = (self.queries or 0) * self.heads, (self.keys or 0) * self.groups
+        return (self.batch or 0) * self.key_size * max(queries, keys)
+
+    @property
     def empty(self) -> bool:
         """Whether there are no queries or no keys."""
         return 0 in (self.batch, self.queries, self.keys)
@@ -253,6 +259,12 @@ _FEW = 16  # queries of a generation step; a prompt has more
 
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
+)
+# 9.19 on an H200: behind so many elements gradients of queries and keys are wrong.
+CUDNN_ELEMENTS = 1 << 31
+FEW_ELEMENTS = Requirement(
+    lambda problem, allowed: not problem.training or problem.elements < CUDNN_ELEMENTS,
+    "has right gradients for fewer than 2^31 elements of queries and of keys alone",
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
 # Of backends that are graphs of cuDNN, which itself is asked for the rest.

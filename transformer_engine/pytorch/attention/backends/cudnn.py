@@ -15,6 +15,7 @@ import torch
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
+    FEW_ELEMENTS,
     FEW_QUERIES_IF_CACHED,
     FUSED,
     GPU,
@@ -318,6 +319,7 @@ BACKEND = Backend(
         ),
         HIGH_PRECISION,
         SOMETHING,
+        FEW_ELEMENTS,
         Requirement(
             lambda problem, allowed: not problem.rule.type.arbitrary,
             "takes no arbitrary mask",

@@ -16,6 +16,7 @@ from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
+    FEW_ELEMENTS,
     FUSED,
     GPU,
     NO_BIAS,
@@ -247,6 +248,7 @@ BACKEND = Backend(
             "needs a GPU of compute capability 9.0",
         ),
         SOMETHING,
+        FEW_ELEMENTS,
         Requirement(
             lambda problem, allowed: not (problem.rule.type.padding or problem.rule.type.arbitrary),
             "takes whole sequences; use attn_mask_type 'no_mask' or 'causal'",
