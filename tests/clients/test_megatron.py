@@ -246,3 +246,23 @@ def test_experts_train_in_fp8(device: str, megatron: Any) -> None:
     other = gpt(device, **experts, fp8_recipe="tensorwise").decoder.layers[0].mlp.experts
     assert other.load_state_dict(mlp.state_dict(), strict=True) == ([], [])
     assert_bitwise(other.linear_fc1.weight3, mlp.linear_fc1.weight3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", None])
+def test_its_cuda_graphs_train_as_eager_layers(recipe: str | None, megatron: Any) -> None:
+    from megatron.core import num_microbatches_calculator as microbatches
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    fp8 = {"fp8_recipe": recipe} if recipe else {"fp8": None}
+    microbatches.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+    try:
+        model = gpt("cuda", cuda_graph_impl="transformer_engine", **fp8)
+        model.zero_grad_buffer = model.zero_grad  # of the wrapper that Megatron's loop puts around
+        TECudaGraphHelper([model], model.config, LENGTH, BATCH).create_cudagraphs()
+    finally:
+        microbatches.destroy_num_microbatches_calculator()
+    assert all(len(layer.cuda_graphs) == 1 for layer in model.decoder.layers)
+    model.zero_grad()
+    assert trained(model, "cuda") == pytest.approx(trained(gpt("cuda", **fp8), "cuda"), rel=1e-3)

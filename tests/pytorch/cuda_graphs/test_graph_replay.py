@@ -211,6 +211,16 @@ def test_what_is_refused() -> None:
         part(sample(), is_first_microbatch=True)
 
 
+def test_keywords_that_say_nothing() -> None:
+    """Megatron gives each layer all keywords there are, most of them None."""
+    model = layers(1)
+    (part,) = graphs(model, [((sample(),), {})], DELAYED)
+    x = sample()
+    with scope("delayed"):
+        expected = model[0](x)
+        assert torch.equal(part(x, is_first_microbatch=True, attention_mask=None), expected)
+
+
 def test_orders() -> None:
     steps = CaptureOrder(4, [1, 2, -2, -1]).steps()
     assert steps == [

@@ -271,22 +271,6 @@ def test_on_the_cpu_callables_stay_as_they_are() -> None:
     copy.deepcopy(modules[0])
 
 
-def test_on_the_cpu_containers_hand_on_which_micro_batch_it_is() -> None:
-    """A script that graphs a container with cached weights runs on a laptop, too."""
-    model, x = nn.Sequential(te.Linear(16, 16, device="cpu"), nn.ReLU()), torch.ones(16, 16)
-    with pytest.warns(UserWarning, match="CUDA graphs need samples"):
-        graphed = te.make_graphed_callables(model, (x,), fp8_enabled=True, fp8_weight_caching=True)
-    assert graphed is model
-    with te.fp8_autocast():
-        first = model(x, is_first_microbatch=True)
-        with torch.no_grad():
-            model[0].weight.zero_()
-        assert torch.equal(model(x, is_first_microbatch=False), first), "the cached weight"
-    model.reset()
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        model(x, is_first_microbatch=True)
-
-
 @pytest.mark.gpu
 def test_containers_and_reset() -> None:
     """A container with cached weights replays as it runs eagerly; `reset` frees the graphs."""

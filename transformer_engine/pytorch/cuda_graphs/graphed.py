@@ -17,7 +17,7 @@ from transformer_engine.pytorch._torch_private import (
 )
 from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.cuda_graphs.saved_scaling import restore_scaling, save_scaling
-from transformer_engine.pytorch.cuda_graphs.subject import Subject
+from transformer_engine.pytorch.cuda_graphs.subject import FIRST_MICROBATCH, Subject
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave
 from transformer_engine.pytorch.fp8.process_state import Scope
 
@@ -269,19 +269,24 @@ class Graphed:
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Call the callable without graphs."""
-        first = kwargs.pop("is_first_microbatch", None) if self.settings.caches_weights else None
-        return self.subject.call(args, kwargs, first)
+        first = self._take_first(kwargs)
+        return self.subject.call(args, kwargs, first if self.settings.caches_weights else None)
 
     def _first_microbatch(self, kwargs: dict[str, Any]) -> bool:
+        first = self._take_first(kwargs)
         if not self.settings.caches_weights:
             return False
-        if not isinstance(kwargs.get("is_first_microbatch"), bool):
+        if not isinstance(first, bool):
             raise TypeError(
                 "[make_graphed_callables] expected is_first_microbatch in every call with "
-                f"fp8_weight_caching, got {kwargs.get('is_first_microbatch')}"
-                f" ({self.subject.where})"
+                f"fp8_weight_caching, got {first} ({self.subject.where})"
             )
-        return bool(kwargs.pop("is_first_microbatch"))
+        return first
+
+    def _take_first(self, kwargs: dict[str, Any]) -> Any:
+        """The `is_first_microbatch` of a call, which is for graphs and not for the callable."""
+        own = FIRST_MICROBATCH in self.kwargs and not self.settings.caches_weights
+        return None if own else kwargs.pop(FIRST_MICROBATCH, None)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         leaves, structure = _flattened(args, kwargs)
@@ -352,8 +357,9 @@ def _own(gradient: torch.Tensor, copies: bool) -> torch.Tensor:
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of the arguments, independent of the order of keywords."""
-    return tree_flatten((args, dict(sorted(kwargs.items()))))
+    """Leaves and structure of the arguments. Keywords have any order, and may say None."""
+    named = {name: x for name, x in sorted(kwargs.items()) if x is not None}
+    return tree_flatten((args, named))
 
 
 def _has_gradient(t: Any) -> bool:

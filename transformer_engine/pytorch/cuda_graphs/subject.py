@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-_FIRST = "is_first_microbatch"
+FIRST_MICROBATCH = "is_first_microbatch"
 
 
 class Subject:
@@ -34,12 +34,7 @@ class Subject:
         self.ours = [m for m in self.scaled if isinstance(m, TransformerEngineBaseModule)]
         self.training = self.module is not None and self.module.training
         self.forward = function if self.module is None else self.module.forward
-        self.takes_first = _takes_first(self.forward)
-        self._modules_with_flag = tuple(
-            _modules_with_flag(self.module)
-            if self.module is not None and not self.takes_first
-            else ()
-        )
+        self.takes_first = _takes_first(self.forward, self.module is None)
         self.weights: torch.cuda.CUDAGraph | None = None  # casts them into what graphs read
         self.cached_weights: list[Any] = []
         self.states: list[tuple[ScaledModule, str, ScalingState, int]] = []
@@ -51,20 +46,19 @@ class Subject:
         return tuple([p for p in every if p.requires_grad])
 
     def call(self, args: Any, kwargs: Any, first_microbatch: bool | None = None) -> Any:
-        """Run the callable, or those of its modules that take `is_first_microbatch`, with it."""
+        """Run the callable; its modules take this `is_first_microbatch`, whatever callers give."""
         if first_microbatch is None:
             return self.forward(*args, **kwargs)
         if self.takes_first:
-            return self.forward(*args, **kwargs, **{_FIRST: first_microbatch})
-
-        def hand_on(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return args, {_FIRST: first_microbatch, **kwargs}
-
-        with ExitStack() as hooks:
-            for module in self._modules_with_flag:
-                handle = module.register_forward_pre_hook(hand_on, with_kwargs=True)
-                hooks.callback(handle.remove)
+            kwargs = {**kwargs, FIRST_MICROBATCH: first_microbatch}
+        parts = [part for module in self.ours for part in module.parts()]
+        for part in parts:
+            part.first_microbatch = first_microbatch
+        try:
             return self.forward(*args, **kwargs)
+        finally:
+            for part in parts:
+                del part.first_microbatch
 
     def record_states(self) -> None:
         """Remember the FP8 states, whose addresses the graphs hold."""
@@ -99,18 +93,10 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _takes_first(forward: Callable[..., Any]) -> bool:
+def _takes_first(forward: Callable[..., Any], is_function: bool) -> bool:
     parameters = _parameters(forward)
-    return _FIRST in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _modules_with_flag(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules inside a module whose `forward` takes `is_first_microbatch`."""
-    for child in module.children():
-        if _FIRST in _parameters(child.forward):
-            yield child
-        else:
-            yield from _modules_with_flag(child)
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return FIRST_MICROBATCH in parameters or (is_function and any_name)
 
 
 def replace_forward(
@@ -143,7 +129,7 @@ def not_graphed(function: Callable[..., Any], caches: bool) -> Callable[..., Any
     if caches and subject.module is not None and not subject.takes_first:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return subject.call(args, kwargs, kwargs.pop(_FIRST, None))
+            return subject.call(args, kwargs, kwargs.pop(FIRST_MICROBATCH, None))
 
         replace_forward(subject.module, forward, _nothing)
     else:

@@ -67,6 +67,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
 
     chain: Chain
     return_bias: bool
+    first_microbatch: bool | None = None  # instead of the caller's `is_first_microbatch`
     _parameter_set: ParameterSet
     _shown: ClassVar[tuple[str, ...]] = ()  # attributes that repr names
 
@@ -164,6 +165,8 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             `out[, bias][, tap]`: the bias where it was not applied, the tap of the chain's Norm.
         """
         check_features(self, x, features)
+        if self.first_microbatch is not None:
+            first_microbatch = self.first_microbatch
         if self.delay_wgrad_compute and _is_compiling():
             return _call_outside_of_graph(self, x, features, parameters, bias, first_microbatch)
         stack = autocast_stack()
@@ -193,8 +196,8 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
             return None
         parameters, _ = self.chain_parameters()
         needs = values.with_parameters(parameters) if values.records else ()
-        stack = autocast_stack()
-        return self.plan_for(values.like, parameters, needs, is_first_microbatch, stack), parameters
+        first = is_first_microbatch if self.first_microbatch is None else self.first_microbatch
+        return self.plan_for(values.like, parameters, needs, first, autocast_stack()), parameters
 
     def plan_for(
         self,
