@@ -53,8 +53,12 @@ class Emulated(Graphed):
             self.backward_graph.body = self._backward
 
     def _forward(self) -> None:
+        module = vars(self.subject.module or self)
+        replaced = module.pop("forward", None)  # by what replays this
         with autocast_stack().resumed(self.settings.scope), torch.enable_grad():
             self.fresh = self.run()
+        if replaced is not None:
+            module["forward"] = replaced
         with torch.no_grad():
             for own, new in zip(self.outputs, self.fresh, strict=True):
                 own.copy_(new)
@@ -209,6 +213,22 @@ def test_what_is_refused() -> None:
     model[0].set_extra_state(model[0].get_extra_state())
     with pytest.raises(RuntimeError, match=r"FP8 state of layer .* capture again"):
         part(sample(), is_first_microbatch=True)
+
+
+class Called(nn.Sequential):
+    """Returns another thing than its `forward`, as Megatron's layers do while they are captured."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (super().__call__(x),)
+
+
+def test_a_module_is_called_not_its_forward() -> None:
+    model = nn.ModuleList([Called(*layers(1))])
+    (part,) = graphs(model, [((sample(),), {})], DELAYED)
+    x = sample()
+    with scope("delayed"):
+        (out,) = part(x)
+        assert torch.equal(out, model[0](x)[0])
 
 
 def test_keywords_that_say_nothing() -> None:

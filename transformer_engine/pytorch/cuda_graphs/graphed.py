@@ -140,7 +140,8 @@ class Graphed:
         """Call the callable with the samples; returns flat outputs."""
         first = False if self.settings.caches_weights else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.generates):
-            out = self.subject.call(self.args, self.kwargs, first)
+            # A module may override `__call__`, as Megatron's do: `forward` would be something else.
+            out = self.subject.call(self.args, self.kwargs, first, self.subject.function)
         outputs, self.out_structure = tree_flatten(out)
         return outputs
 

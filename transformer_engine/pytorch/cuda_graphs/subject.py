@@ -45,20 +45,34 @@ class Subject:
         every = () if self.module is None else self.module.parameters()
         return tuple([p for p in every if p.requires_grad])
 
-    def call(self, args: Any, kwargs: Any, first_microbatch: bool | None = None) -> Any:
-        """Run the callable; its modules take this `is_first_microbatch`, whatever callers give."""
+    def call(
+        self,
+        args: Any,
+        kwargs: Any,
+        first_microbatch: bool | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run the callable; its modules take this `is_first_microbatch`, whatever callers say.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            first_microbatch: None leaves the modules what callers say.
+            function: the callable itself, of which a module may replace the `forward`.
+        """
+        function = function or self.forward
         if first_microbatch is None:
-            return self.forward(*args, **kwargs)
+            return function(*args, **kwargs)
         if self.takes_first:
             kwargs = {**kwargs, FIRST_MICROBATCH: first_microbatch}
         parts = [part for module in self.ours for part in module.parts()]
         for part in parts:
             part.first_microbatch = first_microbatch
         try:
-            return self.forward(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             for part in parts:
-                del part.first_microbatch
+                vars(part).pop("first_microbatch", None)
 
     def record_states(self) -> None:
         """Remember the FP8 states, whose addresses the graphs hold."""

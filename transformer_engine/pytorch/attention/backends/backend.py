@@ -260,11 +260,14 @@ _FEW = 16  # queries of a generation step; a prompt has more
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
-# 9.19 on an H200: behind so many elements gradients of queries and keys are wrong.
-CUDNN_ELEMENTS = 1 << 31
+_MOST_ELEMENTS = 1 << 31
+# On an H200, torch 2.11, gradients of queries and keys were wrong behind so many elements, with
+# cuDNN 9.19 of ours and with what torch chose instead.
 FEW_ELEMENTS = Requirement(
-    lambda problem, allowed: not problem.training or problem.elements < CUDNN_ELEMENTS,
-    "has right gradients for fewer than 2^31 elements of queries and of keys alone",
+    lambda problem, allowed: (
+        problem.device == "cpu" or not problem.training or problem.elements < _MOST_ELEMENTS
+    ),
+    "has wrong gradients of 2^31 elements of queries or keys and more; give parts of the batch",
 )
 GPU = Requirement(lambda problem, allowed: problem.device == "cuda", "needs a GPU")
 # Of backends that are graphs of cuDNN, which itself is asked for the rest.

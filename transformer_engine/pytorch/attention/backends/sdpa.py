@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from transformer_engine.pytorch._torch_private import sdpa_order, set_sdpa_order
 from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
-    CUDNN_ELEMENTS,
+    FEW_ELEMENTS,
     HIGH_PRECISION,
     NO_BIAS,
     NO_SINK,
@@ -213,8 +213,8 @@ def _order(
 
     cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
     the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
-    cache, and of a prompt. So it is where its gradients would be wrong. An order that the user has
-    set stays, and so do kernels that the user has switched off.
+    cache, and of a prompt. An order that the user has set stays, and so do kernels that the user
+    has switched off.
     """
     if (
         query.device.type != "cuda"
@@ -225,8 +225,7 @@ def _order(
         return None
     fewer_queries = query.shape[2] < key.shape[2]
     inference = not (recorded or torch.is_grad_enabled())
-    wrong = max(query.numel(), key.numel()) >= CUDNN_ELEMENTS
-    return _CUDNN_LAST if wrong or cached or (fewer_queries and inference) else _CUDNN_FIRST
+    return _CUDNN_LAST if cached or (fewer_queries and inference) else _CUDNN_FIRST
 
 
 def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
@@ -260,6 +259,7 @@ BACKEND = Backend(
             "has no grouped query attention before torch 2.5",
         ),
         SOMETHING,
+        FEW_ELEMENTS,
         Requirement(
             lambda problem, allowed: (
                 not problem.part
