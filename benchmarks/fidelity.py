@@ -83,22 +83,31 @@ def work(rank: int, count: int, todo: list[Settings], options: argparse.Namespac
         print(f"{settings.label}, seed {settings.seed}: {found['validation']:.4f}", flush=True)
 
 
+def pairs_of(done: list[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Of each precision that has two or more: a training and that in bf16 of the same seed."""
+    bf16 = {line["seed"]: line for line in done if line["precision"] == "bf16"}
+    found: dict[str, list[Any]] = {}
+    for line in sorted(done, key=lambda line: line["seed"]):
+        if line["seed"] in bf16:
+            found.setdefault(line["precision"], []).append((line, bf16[line["seed"]]))
+    return {name: pairs for name, pairs in found.items() if len(pairs) > 1}
+
+
+def percent(losses: list[tuple[float, float]]) -> tuple[float, float]:
+    """By how much losses are above those beside them: the mean, and half of its 95 % interval."""
+    apart = [100 * (loss / yardstick - 1) for loss, yardstick in losses]
+    factor = STUDENT[max(n for n in STUDENT if n < len(apart))]
+    return statistics.mean(apart), factor * statistics.stdev(apart) / math.sqrt(len(apart))
+
+
 def differences(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Of each precision: mean loss, and its mean difference from bf16 with the 95 % interval."""
-    losses: dict[str, dict[int, float]] = {}
-    for line in done:
-        losses.setdefault(line["precision"], {})[line["seed"]] = line["validation"]
-    bf16 = losses.get("bf16", {})
-    for name, by_seed in losses.items():
-        pairs = [(by_seed[seed], bf16[seed]) for seed in by_seed if seed in bf16]
-        if len(pairs) < 2:
-            continue
-        apart = [100 * (loss / yardstick - 1) for loss, yardstick in pairs]
-        factor = STUDENT[max(n for n in STUDENT if n < len(pairs))]
-        half = factor * statistics.stdev(apart) / math.sqrt(len(apart))
-        mean = statistics.mean(loss for loss, _ in pairs)
-        row = {"precision": name, "seeds": len(pairs), "loss": round(mean, 4)}
-        yield {**row, "percent": round(statistics.mean(apart), 3), "interval": round(half, 3)}
+    for name, pairs in pairs_of(done).items():
+        losses = [(line["validation"], yardstick["validation"]) for line, yardstick in pairs]
+        mean, half = percent(losses)
+        loss = statistics.mean(loss for loss, _ in losses)
+        row = {"precision": name, "seeds": len(pairs), "loss": round(loss, 4)}
+        yield {**row, "percent": round(mean, 3), "interval": round(half, 3)}
 
 
 def main(arguments: list[str] | None = None) -> None:

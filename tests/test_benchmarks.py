@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_training
 import fidelity
+import fidelity_page
 import goals
 import harness
 import report
@@ -118,6 +119,21 @@ def test_differences_are_those_of_pairs():
     bf16, delayed = fidelity.differences(done)
     assert bf16 == {"precision": "bf16", "seeds": 3, "loss": 2.3333, "percent": 0.0, "interval": 0}
     assert (delayed["percent"], delayed["interval"]) == (2.0, round(4.30 / 3**0.5, 3))
+
+
+def test_the_page_shows_differences_and_their_course(tmp_path):
+    names = ["fp8 current", "bf16", "fp8 delayed"]
+    done = [
+        {"precision": name, "seed": seed, "steps": 4, "validation": loss, "curve": [loss, loss]}
+        for number, name in enumerate(names)
+        for seed, loss in enumerate([1.0 + 0.1 * number, 2.0])
+    ]
+    rows = fidelity_page.differences_table(done).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp8 delayed", "| fp8 current"]
+    assert rows[1].endswith("| 1.6000 | +4.5 ± 57.8 % |")
+    target = tmp_path / "figure.svg"
+    fidelity_page.draw(done, target)
+    assert target.read_text().count("fp8 delayed") and "training loss" in target.read_text()
 
 
 ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]
