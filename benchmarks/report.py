@@ -1,4 +1,4 @@
-"""Makes benchmarks/README.md and benchmarks/chart.svg from benchmarks/results/*.json.
+"""Makes benchmarks/README.md, its charts and a table of README.md from benchmarks/results/*.json.
 
 `python benchmarks/report.py` after the benchmarks have run; `python benchmarks` does both.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from goals import GOALS, Goal
+from training_chart import draw_trainings, put_into, training_table
 
 HERE = Path(__file__).resolve().parent
 INTRODUCTION = """\
@@ -143,6 +144,9 @@ def main() -> None:
     documents = load(HERE / "results")
     has_chart = draw(documents, HERE / "chart.svg")
     (HERE / "README.md").write_text(render(documents, has_chart))
+    draw_trainings(documents, HERE / "trainings.svg")
+    header, *lines = training_table(documents)
+    put_into(HERE.parent / "README.md", table(header, lines))
     print(f"wrote {HERE / 'README.md'} from {len(documents)} results")
 
 

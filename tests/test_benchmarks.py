@@ -14,6 +14,7 @@ import fidelity_page
 import goals
 import harness
 import report
+import training_chart
 import training_models
 
 
@@ -134,6 +135,36 @@ def test_the_page_shows_differences_and_their_course(tmp_path):
     target = tmp_path / "figure.svg"
     fidelity_page.draw(done, target)
     assert target.read_text().count("fp8 delayed") and "training loss" in target.read_text()
+
+
+def test_readme_shows_trainings_that_have_all_rows(tmp_path):
+    def document(model, speed, cases):
+        rows = [
+            {"op": f"training {model} s64", "case": case, "tokens_per_s": speed * (i + 1)}
+            for i, case in enumerate(cases)
+        ]
+        return {"rows": [{**row, "ratio": row["tokens_per_s"] / speed, "gib": 7.6} for row in rows]}
+
+    cases = list(training_chart.SHOWN)
+    documents = {
+        "training_large": document("Large", 1e3, cases),
+        "training_small": document("Small", 9e3, cases),
+        "training_part": document("Part", 1e3, cases[:-1]),
+        "norm": {"rows": [{"op": "norm", "case": "8x8", "ratio": 1.0}]},
+    }
+    header, *lines = training_chart.training_table(documents)
+    assert header[1:] == ["torch", "torch.compile", "ours, bf16", "ours, FP8"]
+    assert [line[0] for line in lines] == ["Small", "Large"]
+    assert lines[1][-1] == "4 (4.00x, 8 GiB)"
+    target, page = tmp_path / "chart.svg", tmp_path / "page.md"
+    training_chart.draw_trainings(documents, target)
+    assert "Large" in target.read_text() and "Part" not in target.read_text()
+    page.write_text(f"before\n{training_chart.BEGIN}old\n{training_chart.END}after\n")
+    training_chart.put_into(page, "new")
+    assert page.read_text().split() == [
+        *f"before {training_chart.BEGIN} new".split(),
+        *f"{training_chart.END} after".split(),
+    ]
 
 
 ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]
