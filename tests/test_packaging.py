@@ -72,3 +72,14 @@ def test_make_has_one_recipe_for_each_target() -> None:
         ["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
+
+
+def test_import_leaves_compilers_and_dtensors_to_those_who_use_them():
+    """They take a second and a half to import."""
+    heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"]
+    code = (
+        "import sys, torch; before = set(sys.modules); import transformer_engine.pytorch;"
+        f" sys.exit(' '.join({{*{heavy}}} & sys.modules.keys() - before) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

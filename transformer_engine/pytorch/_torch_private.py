@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -34,6 +34,7 @@ TreeSpec = _pytree.TreeSpec
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
 View = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
 
 MISSING: list[str] = []
@@ -247,6 +248,15 @@ def without_side_effect_checks(function: Callable[[], Any]) -> Any:
     name = "_disable_side_effect_safety_checks_for_current_subtracer"
     unchecked = getattr(torch._dynamo.utils, name, None)
     return function() if unchecked is None else unchecked(function)
+
+
+def constant_in_graphs(function: F) -> F:
+    """Let compiled code take the function's result for a constant, found when it is traced.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler: that takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @contextmanager

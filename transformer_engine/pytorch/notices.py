@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.fp8.process_state import process_state
 
 
@@ -44,6 +45,6 @@ def _warn_of(about: str, text: str, stacklevel: int, category: type[Warning] = U
         warnings.warn(text, category, stacklevel=stacklevel + 1)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _warn_while_tracing(text: str, about: str, category: type[Warning] = UserWarning) -> None:
     _warn_of(about, text, 2, category)

@@ -15,7 +15,7 @@ import torch
 
 from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.inspector import show_to_inspector
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
@@ -173,12 +173,12 @@ def traced(about: LayerInGraph, quantizers: GemmQuantizers) -> GemmQuantizers:
     return quantizers.replaced(wrapped)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _enter(layer: str, fp8: bool, session: str) -> None:
     process_state().inspector.enter_graph(layer, fp8)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _feed(tensor: str, scaling: str, format: int, *about: Any) -> str:
     """Register the `Feed` of a tensor and return its name; "" if no statistic is ever due."""
     inspector = process_state().inspector

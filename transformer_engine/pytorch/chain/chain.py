@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stages.base import Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
@@ -214,7 +215,7 @@ class Chain:
         """Update `kind` after a setting of a stage has changed."""
         self.kind = _kind_of(self)
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def keep_template(self) -> bool:
         """Register a copy as the template of all chains of this kind. Dynamo calls this."""
         if self.kind not in TEMPLATES:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import compiling, memory_of
+from transformer_engine.pytorch._torch_private import compiling, constant_in_graphs, memory_of
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES
 from transformer_engine.pytorch.chain.gemm import CountingApart
@@ -264,7 +264,7 @@ def _places(inputs: Tensors, made: Tensors) -> list[int | None]:
 _OPERATORS: dict[str, ChainOperator] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def operator_key(*facts: Any) -> str:
     """The key of calls with these `Facts`. Dynamo calls this and takes the result as a constant."""
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

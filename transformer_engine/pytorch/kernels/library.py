@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from transformer_engine.pytorch._torch_private import FakeTensor, keep_calls
+from transformer_engine.pytorch._torch_private import FakeTensor, constant_in_graphs, keep_calls
 from transformer_engine.pytorch.kernels.schema import Argument, schema_of
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def _constant(kind: str, text: str) -> Any:
     return words[text] if text in words else int(text)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _exports_to_onnx() -> bool:
     if not is_exporting():
         return False

@@ -168,7 +168,9 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         if self.first_microbatch is not None:
             first_microbatch = self.first_microbatch
         if self.delay_wgrad_compute and _is_compiling():
-            return _call_outside_of_graph(self, x, features, parameters, bias, first_microbatch)
+            from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
+
+            return outside_of_graphs(self._call, x, features, parameters, bias, first_microbatch)
         stack = autocast_stack()
         if not _is_compiling() and may_recompute(stack):
             plan, step = plan_in_region(self, x, parameters, first_microbatch)
@@ -387,9 +389,3 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         """Sizes, other settings, and the name of the layer."""
         shown = (*self._shown, "name")
         return ", ".join(f"{one.removeprefix('use_')}={getattr(self, one)!r}" for one in shown)
-
-
-@torch.compiler.disable
-def _call_outside_of_graph(module: TransformerEngineBaseModule, *arguments: Any) -> Any:
-    """`_call` outside of compiled graphs, for modules with `delay_wgrad_compute`."""
-    return module._call(*arguments)

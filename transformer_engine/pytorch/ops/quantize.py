@@ -83,7 +83,16 @@ class Quantize(ScaledModule, FusibleOperation):
         if not torch.compiler.is_compiling():
             return self.cast(x)
         scope = autocast_stack().scope
-        return _cast_outside_of_graph(self, x) if scope.enabled or scope.calibrating else x
+        if not (scope.enabled or scope.calibrating):
+            return x
+        from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
+
+        # A quantised tensor that comes out of a graph break has no gradients in the next graph.
+        return outside_of_graphs(self._cast_to_plain, x)
+
+    def _cast_to_plain(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.cast(x)
+        return made.dequantize() if isinstance(made, QuantizedTensor) else made
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor in the open scope; it has passed the checks."""
@@ -146,13 +155,6 @@ class Quantize(ScaledModule, FusibleOperation):
     def extra_repr(self) -> str:
         """The settings."""
         return f"forward={self.casts_input}, backward={self.casts_gradient}"
-
-
-@torch.compiler.disable
-def _cast_outside_of_graph(module: Quantize, x: torch.Tensor) -> torch.Tensor:
-    """`cast` outside of compiled graphs, through which a quantised tensor has no gradients."""
-    made = module.cast(x)
-    return made.dequantize() if isinstance(made, QuantizedTensor) else made
 
 
 class _Cast(torch.autograd.Function):

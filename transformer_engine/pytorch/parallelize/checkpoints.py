@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Cut
 
 from transformer_engine.pytorch.fp8.weights import PART_OF_STATE
 from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.parallelize.dtensors import dtensor_states, dtensors, is_dtensor
 from transformer_engine.pytorch.parallelize.parameters import (
     cut_evenly,
     gather_whole,
@@ -64,7 +62,7 @@ def get_state_dict(
     >>> sorted(get_state_dict(model, torch.optim.Adam(model.parameters()))[0])
     ['bias', 'weight']
     """
-    states: Any = torch_state.get_state_dict(model, optimizers, options=options)
+    states: Any = dtensor_states().get_state_dict(model, optimizers, options=options)
     model_state, optimizer_state = states
     for name, one, mesh in _shared(model):
         saved = optimizer_state.get("state", {}).get(name, {})
@@ -110,7 +108,7 @@ def set_state_dict(
             if isinstance(x, torch.Tensor) and x.dim():
                 state[name][key] = part_like(gather_whole(x, None), shard, like)
     optimizer_state: Any = {**optim_state_dict, "state": state}
-    return torch_state.set_state_dict(
+    return dtensor_states().set_state_dict(
         model,
         optimizers,
         model_state_dict=model_state_dict,
@@ -133,9 +131,11 @@ def _shared(model: nn.Module) -> list[tuple[str, Shard, DeviceMesh]]:
 
 def _distributed(x: torch.Tensor, shard: Shard, mesh: DeviceMesh) -> torch.Tensor:
     """A whole tensor as a DTensor, of the part that this rank has."""
-    if isinstance(x, DTensor) or shard.sections:  # no placement says what they have
+    if is_dtensor(x) or shard.sections:  # no placement says what they have
         return cut_evenly(gather_whole(x, shard), mesh)
-    return DTensor.from_local(x, mesh["tp"], [Cut(shard.dim)], run_check=False)
+    return dtensors().DTensor.from_local(
+        x, mesh["tp"], [dtensors().Shard(shard.dim)], run_check=False
+    )
 
 
 def _share(shards: dict[str, Shard], module: nn.Module, state: Any, prefix: str, _: Any) -> None:
@@ -159,6 +159,6 @@ def _part_of_state(
 ) -> torch.Tensor:
     """This rank's part of what a state dict has for a parameter: whole, cut, or that part."""
     shard, like = shards.get(name), getattr(module, name)
-    if shard is not None and (isinstance(x, DTensor) or x.shape == shard.whole_shape(like.shape)):
+    if shard is not None and (is_dtensor(x) or x.shape == shard.whole_shape(like.shape)):
         return part_like(gather_whole(x, None), shard, like)
     return x

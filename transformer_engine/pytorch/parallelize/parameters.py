@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as Cut
 
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack
 from transformer_engine.pytorch.parallel.shards import Shard
+from transformer_engine.pytorch.parallelize.dtensors import dtensors, is_dtensor
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 
 
@@ -49,10 +48,10 @@ def gather_whole(x: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     piece = piece_of(x)
     if piece is not None:
         x = with_piece(x, piece.dequantize())
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         placements = [*x.placements]
         for i in reversed(range(len(placements))):
-            placements[i] = Replicate()
+            placements[i] = dtensors().Replicate()
             x = x.redistribute(placements=placements)
         x = x.to_local()
     return x if shard is None else shard.whole(all_gather_stack(x, shard.ranks.check()))
@@ -65,9 +64,11 @@ def part_like(whole: torch.Tensor, shard: Shard | None, like: torch.Tensor) -> t
         assert rank is not None
         whole = shard.of(whole, rank)
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return dtensors().distribute_tensor(
+        whole, like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 def gather_parameter(model: nn.Module, name: str, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,4 +122,6 @@ def _named(model: nn.Module, name: str) -> Held:
 
 def cut_evenly(whole: torch.Tensor, mesh: Any) -> torch.Tensor:
     """A whole tensor, cut along its first dimension among all ranks of a mesh; nothing is sent."""
-    return distribute_tensor(whole, mesh, [Cut(0)] * mesh.ndim, src_data_rank=None)
+    return dtensors().distribute_tensor(
+        whole, mesh, [dtensors().Shard(0)] * mesh.ndim, src_data_rank=None
+    )

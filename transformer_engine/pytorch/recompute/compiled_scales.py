@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch._torch_private import graph_task
+from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.scaling_state import ALIGNED
@@ -76,7 +76,7 @@ def count_amaxes(
         torch._foreach_maximum_(amaxes, list(values[1, ::ALIGNED].split(1)))
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def record_scope(kind: str, weights: tuple[tuple[int, int], ...], fp8: bool) -> None:
     """Remember the scope in which a layer is compiled, and check the scope of a recompute.
 

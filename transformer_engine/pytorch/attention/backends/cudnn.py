@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
     FEW_ELEMENTS,
@@ -267,7 +268,7 @@ def _ordinary(problem: Problem) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_here() -> bool:
     return not _refusal(Problem(device="cuda"))
 

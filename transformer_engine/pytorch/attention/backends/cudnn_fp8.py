@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine._env import AttentionVariables
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.backends import unfused_fp8
 from transformer_engine.pytorch.attention.backends.backend import (
     ASKABLE,
@@ -197,7 +198,7 @@ def _ordinary(problem: Problem) -> bool:
     return not problem.windowed and alike and sizes_fit and problem.queries != 1
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_here() -> bool:
     return not _refusal(Problem(device="cuda", key_size=128, value_size=128), True)
 

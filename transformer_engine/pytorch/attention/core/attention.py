@@ -75,7 +75,10 @@ class CoreAttention(Part):
             return exported.attend(query, key, value, call)
         compiling = _is_compiling()
         if compiling and call.context is not None:
-            return _outside_of_graphs(self, query, key, value, call)
+            # Context parallel ranks compare their calls in Python.
+            from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
+
+            return outside_of_graphs(self, query, key, value, call)
         transformed = not compiling and other_autodiff_active()
         inputs = (query, key, value)
         coming = Incoming(inputs, (True,) * 3, True) if transformed else incoming(*inputs)
@@ -101,12 +104,6 @@ def _backend_for(like: torch.Tensor, needs: tuple[bool, ...], call: Call) -> Bac
         found: Backend = call.context.backend_for(like.dtype, needs, call)
         return found
     return choose(like.device, like.dtype, any(needs), call)
-
-
-@torch.compiler.disable
-def _outside_of_graphs(core: CoreAttention, *inputs: Any) -> Any:
-    """Context parallel ranks compare their calls in Python, which breaks the graph."""
-    return core(*inputs)
 
 
 def _needs(values: Incoming, call: Call) -> tuple[bool, ...]:
