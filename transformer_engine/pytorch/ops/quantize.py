@@ -6,21 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.ops.operation import FusibleOperation
-from transformer_engine.pytorch.recompute.module_calls import (
-    is_recompute,
-    may_recompute,
-    recompute_step,
-    record_first_call,
-)
-from transformer_engine.pytorch.recompute.regions import recompute_context
+from transformer_engine.pytorch.recompute.module_calls import made_in_region, may_recompute
+from transformer_engine.pytorch.recompute.regions import Call
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -83,7 +78,7 @@ class Quantize(ScaledModule, FusibleOperation):
         if not torch.compiler.is_compiling():
             return self.cast(x)
         scope = autocast_stack().scope
-        if not (scope.enabled or scope.calibrating):
+        if not _casts_in(scope):
             return x
         from transformer_engine.pytorch.chain.outside_of_graphs import outside_of_graphs  # noqa: PLC0415
 
@@ -115,34 +110,17 @@ class Quantize(ScaledModule, FusibleOperation):
         stack = autocast_stack()
         recording = torch.is_grad_enabled() and x.requires_grad
         if may_recompute(stack):
-            return self._casts_in_region(x.device, recording)
-        if not (stack.scope.enabled or stack.scope.calibrating):
+
+            def make(counts: bool, first: Call | None) -> GemmQuantizers:
+                made = self._quantizers(x.device, counts)
+                return made if first is None else made.for_recompute(first.scales)
+
+            made = made_in_region(self, recording, _casts_in, make)
+            return None if made is None else _Casts(*made)
+        if not _casts_in(stack.scope):
             return None
         quantizers = self._quantizers(x.device, recording)
         return _Casts(quantizers, self.take_backward_end() if recording else None)
-
-    def _casts_in_region(self, device: torch.device, recording: bool) -> _Casts | None:
-        """The casts of a call that may be the first forward or the recompute of a region."""
-        stack = autocast_stack()
-        where = recompute_context(stack.recomputed, stack.regions)
-        counts = recording or where.in_first_forward
-        if graph_task() == -1 or not is_recompute(self, where.recomputed):
-            if not (stack.scope.enabled or stack.scope.calibrating):
-                return None
-            quantizers = self._quantizers(device, counts)
-            call = record_first_call(self, where, counts)
-        else:
-            region = where.recomputed
-            assert region is not None
-            if not region.has_calls_of(self):  # it ran in high precision
-                return None
-            call = region.next_call(self)
-            with stack.resumed(call.scope):
-                quantizers = self._quantizers(device, counts).for_recompute(call.scales)
-            call = call._replace(step=recompute_step(region, call, counts))
-        for record in where.open_regions:
-            record.record_call(self, call)
-        return _Casts(quantizers, call.step if recording else None)
 
     def _quantizers(self, device: torch.device, recording: bool) -> GemmQuantizers:
         stack = autocast_stack()
@@ -155,6 +133,10 @@ class Quantize(ScaledModule, FusibleOperation):
     def extra_repr(self) -> str:
         """The settings."""
         return f"forward={self.casts_input}, backward={self.casts_gradient}"
+
+
+def _casts_in(scope: Scope) -> bool:
+    return scope.enabled or scope.calibrating
 
 
 class _Cast(torch.autograd.Function):

@@ -6,7 +6,8 @@ tensors in both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from transformer_engine.pytorch.recompute.regions import (
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+Made = TypeVar("Made")
 
 
 def may_recompute(stack: AutocastStack) -> bool:
@@ -115,6 +118,46 @@ def record_first_call(module: ScaledModule, where: RecomputeContext, counts: boo
     keeps_state = scope.enabled and rules_of(scope.recipe).keeps_state
     scales = module.scaling[FORWARD].scale.clone() if keeps_state and where.open_regions else None
     return Call(scope, scales, step)
+
+
+def made_in_region(
+    module: ScaledModule,
+    recording: bool,
+    casts: Callable[[Scope], bool],
+    make: Callable[[bool, Call | None], Made],
+) -> tuple[Made, Step | None] | None:
+    """What a call makes that may be the first forward or the recompute of a region.
+
+    Args:
+        module: that is called.
+        recording: autograd records the call.
+        casts: whether a call casts in a scope.
+        make: of whether the call counts, and of its first forward where it is a recompute.
+
+    Returns:
+        What `make` has made, and the step that ends with the backward of the call; None in high
+        precision.
+    """
+    stack = autocast_stack()
+    where = recompute_context(stack.recomputed, stack.regions)
+    counts = recording or where.in_first_forward
+    region = where.recomputed
+    if graph_task() == -1 or not is_recompute(module, region):
+        if not casts(stack.scope):
+            return None
+        made = make(counts, None)
+        call = record_first_call(module, where, counts)
+    else:
+        assert region is not None
+        if not region.has_calls_of(module):  # it ran in high precision
+            return None
+        call = region.next_call(module)
+        with stack.resumed(call.scope):
+            made = make(counts, call)
+        call = call._replace(step=recompute_step(region, call, counts))
+    for record in where.open_regions:
+        record.record_call(module, call)
+    return made, call.step if recording else None
 
 
 def recompute_step(region: RecomputeRegion, call: Call, counts: bool) -> Step | None:

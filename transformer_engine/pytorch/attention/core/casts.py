@@ -34,14 +34,8 @@ from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
-from transformer_engine.pytorch.recompute.module_calls import (
-    is_recompute,
-    recompute_step,
-    record_first_call,
-)
-from transformer_engine.pytorch.recompute.regions import (
-    recompute_context,
-)
+from transformer_engine.pytorch.recompute.module_calls import made_in_region
+from transformer_engine.pytorch.recompute.regions import Call
 
 GEMMS = 3
 # Columns of the state: output of GEMM 1, input of GEMM 2, output of GEMM 3; then gradients of the
@@ -178,27 +172,13 @@ def wants_fp8(recipe: Recipe | None) -> bool:
 
 
 def _in_region(module: ScaledModule, recording: bool, device: torch.device) -> Casts | None:
-    """The casts of a call that may be the first forward or the recompute of a region."""
-    stack = autocast_stack()
-    where = recompute_context(stack.recomputed, stack.regions)
-    counts = recording or where.in_first_forward
-    region = where.recomputed
-    if graph_task() == -1 or not is_recompute(module, region):
-        if not asks(stack.scope, module.name):
-            return None
-        casts = _casts(module, counts, device)
-        call = record_first_call(module, where, counts)
-    else:
-        assert region is not None
-        if not region.has_calls_of(module):  # it ran in high precision
-            return None
-        call = region.next_call(module)
-        with stack.resumed(call.scope):
-            casts = _casts(module, counts, device, call.scales).for_recompute()
-        call = call._replace(step=recompute_step(region, call, counts))
-    for record in where.open_regions:
-        record.record_call(module, call)
-    return casts._replace(step=call.step if recording else None)
+    def make(counts: bool, first: Call | None) -> Casts:
+        if first is None:
+            return _casts(module, counts, device)
+        return _casts(module, counts, device, first.scales).for_recompute()
+
+    made = made_in_region(module, recording, lambda scope: asks(scope, module.name), make)
+    return None if made is None else made[0]._replace(step=made[1])
 
 
 def _casts(
