@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 SOAK = Path(__file__).parents[1] / "tools/soak"
 
@@ -51,6 +52,36 @@ def test_a_job_that_dies_or_hangs_is_a_failure(
         process = subprocess.Popen([sys.executable, "-c", code], stdout=output)
     (failure,) = soak("jobs")._end(process, seconds, place).failures
     assert said in failure
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected", "actual", "differ"),
+    [
+        ("quantize", "uint8", [1] * 999, [1] * 998 + [2], 1),  # casts are the same bits
+        ("activation_forward", "uint8", [1] * 999, [1] * 996 + [2] * 3, 0),
+        ("activation_forward", "uint8", [1] * 999, [1] * 900 + [2] * 99, 99),
+        ("rope", "float32", [1.0, NAN, INF], [1.0001, NAN, INF], 0),
+        ("rope", "float32", [1.0, NAN, INF], [1.001, INF, 1e30], 3),
+        ("gemm", "float32", [1.0, 1.0], [1.001, 1.1], 1),
+        ("norm_forward", "float32", [1.0, INF, -INF, INF], [1.0, NAN, INF, 1.0], 1),
+        ("rope", "float16", [65000.0, INF], [65100.0, 65504.0], 0),
+        ("rope", "float16", [2e-6, 0.0], [2.1e-6, 1e-4], 1),
+    ],
+)
+def test_what_differs_between_cpu_and_gpu(
+    soak: Callable[[str], ModuleType], name: str, dtype: str, expected: list, actual: list, differ
+) -> None:
+    ops, of = soak("ops"), {"dtype": getattr(torch, dtype)}
+    said = ops._difference(name, [torch.tensor(expected, **of)], [torch.tensor(actual, **of)])
+    if dtype == "uint8":
+        assert said == (
+            f"{differ / len(actual):.1%} of the codes of result 0 differ" if differ else ""
+        )
+    else:
+        assert said == (f"{differ} of {len(actual)} elements of result 0 differ" if differ else "")
 
 
 def test_kernels_are_told_by_name_and_first_parameter(soak: Callable[[str], ModuleType]) -> None:
