@@ -21,6 +21,13 @@ _STORAGES = {
 
 # Path: {name: where it is defined}, both relative to the package.
 IMPORT_PATHS: dict[str, dict[str, str]] = {
+    "attention.inference": {
+        "InferenceParams": "attention.cache.inference",
+        "KVCacheManager": "attention.cache.kv_cache",
+        **dict.fromkeys(
+            ("NonPagedKVCacheManager", "PagedKVCacheManager"), "attention.cache.managers"
+        ),
+    },
     "cpu_offload": {
         "get_cpu_offload_context": "offload.cpu_offload",
         "mark_not_offload": "offload.context",

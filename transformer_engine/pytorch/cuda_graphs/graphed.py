@@ -15,7 +15,7 @@ from transformer_engine.pytorch._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from transformer_engine.pytorch.attention.inference import InferenceParams
+from transformer_engine.pytorch.attention.cache.inference import InferenceParams
 from transformer_engine.pytorch.cuda_graphs.saved_scaling import restore_scaling, save_scaling
 from transformer_engine.pytorch.cuda_graphs.subject import FIRST_MICROBATCH, Subject
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack, enter, leave

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
         alike: queries and keys are known to have the same lengths.
         room_between: there is padding between the sequences of thd.
         softmax_type: see `Sink`.
-        cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `inference.py`.
+        cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `cache/inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
         part: these are a part of the keys that the softmax goes over, see `Parts`.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from transformer_engine.pytorch.attention.cache.inference import InferenceParams
 from transformer_engine.pytorch.attention.core import formats
 from transformer_engine.pytorch.attention.core.call import CallArguments, Sequences
-from transformer_engine.pytorch.attention.inference import InferenceParams
 from transformer_engine.pytorch.attention.masks.masks import NO_WINDOW, bottom_right
 from transformer_engine.pytorch.attention.masks.masks import mask_type as known_mask_type
 

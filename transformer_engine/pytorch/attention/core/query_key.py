@@ -10,8 +10,8 @@ from torch import nn
 
 from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.core.projections import HeadLayout
-from transformer_engine.pytorch.attention.rope import Rope, angle_table, check_freqs
-from transformer_engine.pytorch.attention.rope_of_rank import angles_of_rank, sequences_of_rank
+from transformer_engine.pytorch.attention.rope.embedding import Rope, angle_table, check_freqs
+from transformer_engine.pytorch.attention.rope.ranks import angles_of_rank, sequences_of_rank
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.kernels.rope import rope
@@ -96,7 +96,7 @@ class Rotation(Part):
         layout: heads and their size.
         layer_number: that asks `InferenceParams` for positions.
         qkv_format: of queries and keys.
-        interleaved: see `rope.py`.
+        interleaved: see `rope/embedding.py`.
     """
 
     def __init__(

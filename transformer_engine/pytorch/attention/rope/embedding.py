@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.attention.rope_of_rank import (
+from transformer_engine.pytorch.attention.rope.ranks import (
     angles_of_rank,
     check_rank,
     sequences_of_rank,

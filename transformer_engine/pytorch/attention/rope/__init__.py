@@ -1,0 +1,8 @@
+"""Rotary position embedding: its angles and the rotation."""
+
+from transformer_engine.pytorch.attention.rope.embedding import (
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+)
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
