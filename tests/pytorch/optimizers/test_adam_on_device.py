@@ -119,6 +119,10 @@ def test_clipping_takes_no_pass(capturable, device):
     alone = clip_factor(ours[0], 1e-3)
     assert alone[0] == ours[0].grad.norm() and alone[1] < 1
     assert [x.item() for x in clip_factor([nn.Parameter(torch.ones(2))], 1.0)] == [0.0, 1.0]
+    mixed = [nn.Parameter(torch.zeros(1, dtype=t)) for t in (torch.float64, torch.bfloat16)]
+    for parameter, grad in zip(mixed, (3.0, 4.0), strict=True):
+        parameter.grad = torch.full_like(parameter, grad)
+    assert [(x.item(), x.dtype) for x in clip_factor(mixed, 5.0)[:1]] == [(5.0, torch.float32)]
 
 
 def test_resumed_runs_take_the_same_steps(device):

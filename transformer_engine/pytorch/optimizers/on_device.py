@@ -44,8 +44,13 @@ def clip_factor(
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of each gradient, in fp32. torch 2.15 cannot find those of a list of DTensors together."""
-    if any([hasattr(gradient, "to_local") for gradient in gradients]):
-        return [torch.linalg.vector_norm(one, 2, dtype=torch.float32) for one in gradients]
+    if any([hasattr(one, "to_local") or one.dtype is torch.float64 for one in gradients]):
+        return [
+            torch.linalg.vector_norm(
+                one, 2, dtype=torch.promote_types(one.dtype, torch.float32)
+            ).float()
+            for one in gradients
+        ]
     return list(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 
 
