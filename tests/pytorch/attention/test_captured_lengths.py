@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention import inference
-from transformer_engine.pytorch.attention.cache import kv_cache, memory
+from transformer_engine.pytorch.attention.cache import inference, kv_cache, memory
 
 HIDDEN, HEADS, GROUPS, LONGEST, SLOTS = 256, 4, 2, 24, 3
 # Sequences join, end and move up; the newest ones of a step come last.
