@@ -13,9 +13,10 @@ from torch.optim.adamw import adamw
 
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
-from transformer_engine.pytorch.optimizers.on_device import device_count, local_part, step_on_device
+from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
 from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
 from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
+from transformer_engine.pytorch.parallel.dtensors import local_part
 from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
 from transformer_engine.pytorch.tensor.writing import write
 

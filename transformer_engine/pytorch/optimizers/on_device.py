@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
+from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part, whole_value
 from transformer_engine.pytorch.tensor.shards import piece_of
 
 
@@ -38,13 +39,13 @@ def clip_factor(
     if not gradients:
         return torch.zeros(()), torch.ones(())
     with torch.no_grad():
-        norm = _whole(torch.linalg.vector_norm(torch.stack(_norms(gradients))))
+        norm = whole_value(torch.linalg.vector_norm(torch.stack(_norms(gradients))))
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of each gradient, in fp32. torch 2.15 cannot find those of a list of DTensors together."""
-    if any([hasattr(one, "to_local") or one.dtype is torch.float64 for one in gradients]):
+    if any([is_dtensor(one) or one.dtype is torch.float64 for one in gradients]):
         return [
             torch.linalg.vector_norm(
                 one, 2, dtype=torch.promote_types(one.dtype, torch.float32)
@@ -97,7 +98,7 @@ def step_on_device(
     beta1, beta2 = group["betas"]
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
     rate = device_count(group["lr"], values[0].device)
-    factor = None if factor is None else _whole(factor).to(torch.float32).reshape(1)
+    factor = None if factor is None else whole_value(factor).to(torch.float32).reshape(1)
     for (_, weight_dtype), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
@@ -111,13 +112,3 @@ def step_on_device(
         if not parameter.is_contiguous():
             local_part(parameter).copy_(value)
     return values
-
-
-def _whole(value: Any) -> torch.Tensor:
-    """What all ranks of a DTensor have together."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def local_part(value: Any) -> torch.Tensor:
-    """This rank's part of a DTensor."""
-    return value.to_local() if hasattr(value, "to_local") else value

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.parallel.dtensors import is_dtensor
+
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
 _MASTER = STATES[2]
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
@@ -119,7 +121,7 @@ def _encoded(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     largest = _LARGEST.get(dtype)
     if largest is None:
         return value.to(dtype), None
-    if hasattr(value, "to_local"):
+    if is_dtensor(value):
         raise NotImplementedError(
             "[FusedAdam] expected states of DTensors in torch.float32 or torch.bfloat16, got"
             f" {dtype}"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from transformer_engine.pytorch.parallel.dtensors import local_part
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 _TOKENS = "_ranks_with_other_tokens"
@@ -39,7 +40,7 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
             if id(parameter) not in replicated or grad is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            grad = grad.to_local() if hasattr(grad, "to_local") else grad
+            grad = local_part(grad)
             buckets.setdefault((ranks.group, grad.dtype, grad.device), []).append(grad)
     for (group, _, _), grads in buckets.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from transformer_engine.pytorch.fp8.weights import PART_OF_STATE
+from transformer_engine.pytorch.parallel.dtensors import dtensor_states, dtensors, is_dtensor
 from transformer_engine.pytorch.parallel.shards import Shard
-from transformer_engine.pytorch.parallelize.dtensors import dtensor_states, dtensors, is_dtensor
 from transformer_engine.pytorch.parallelize.parameters import (
     cut_evenly,
     gather_whole,

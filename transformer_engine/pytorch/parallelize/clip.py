@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from transformer_engine.pytorch.parallelize.dtensors import is_dtensor
+from transformer_engine.pytorch.parallel.dtensors import local_part, whole_value
 from transformer_engine.pytorch.parallelize.parameters import held
 
 
@@ -45,22 +45,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             (alone if shard is None else parts).append(parameter.grad)
             group = group if shard is None else shard.ranks.group
     if not parts:
-        return _plain(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    square = _plain(nn.utils.get_total_norm(parts)).square()
+        return whole_value(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    square = whole_value(nn.utils.get_total_norm(parts)).square()
     dist.all_reduce(square, group=group)
     if alone:
-        square = square + _plain(nn.utils.get_total_norm(alone)).square()
+        square = square + whole_value(nn.utils.get_total_norm(alone)).square()
     total = square.sqrt()
     for grads in (parts, alone):
         with torch.no_grad():
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([_local(grad) for grad in grads], factor)
+            torch._foreach_mul_([local_part(grad) for grad in grads], factor)
     return total
-
-
-def _plain(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if is_dtensor(norm) else norm
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if is_dtensor(x) else x

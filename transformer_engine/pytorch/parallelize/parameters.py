@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from transformer_engine.pytorch.parallel.dtensors import dtensors, is_dtensor
 from transformer_engine.pytorch.parallel.exchange import all_gather_stack
 from transformer_engine.pytorch.parallel.shards import Shard
-from transformer_engine.pytorch.parallelize.dtensors import dtensors, is_dtensor
 from transformer_engine.pytorch.tensor.shards import piece_of, with_piece
 
 

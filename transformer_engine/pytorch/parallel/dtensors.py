@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_MODULE = "torch.distributed.tensor"
-
 
 def dtensors() -> Any:
     """The module `torch.distributed.tensor`."""
-    return importlib.import_module(_MODULE)
+    return importlib.import_module("torch.distributed.tensor")
 
 
 def dtensor_states() -> Any:
@@ -24,5 +23,14 @@ def dtensor_states() -> Any:
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether it is a DTensor."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(x, module.DTensor)
+    return hasattr(x, "to_local")
+
+
+def local_part(x: Any) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return x.to_local() if is_dtensor(x) else x
+
+
+def whole_value(x: Any) -> torch.Tensor:
+    """What all ranks of a DTensor have together."""
+    return x.full_tensor() if is_dtensor(x) else x
