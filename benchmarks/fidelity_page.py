@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fidelity import KINDS, RESULTS, differences, lines, pairs_of, percent, settings_of
+from pages import figure, put_into
 from report import table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "explanation/fidelity.md"
 FIGURE = DOCS / "figures/fidelity_125m.svg"
-BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->\n"
-GRAY = "#808080"  # seen on light pages and on dark ones
 NAMES = [settings_of(kind, 0, "125m", 1, "cpu").label for kind in KINDS]
 
 
@@ -31,46 +30,27 @@ def differences_table(done: list[dict[str, Any]]) -> str:
 
 def draw(done: list[dict[str, Any]], target: Path) -> None:
     """The differences of the training loss in the course of the trainings."""
-    import matplotlib  # noqa: PLC0415  the table needs no matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     pairs = pairs_of(done)
     names = [name for name in NAMES[1:] if name in pairs]
-    gray = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style = {"svg.hashsalt": "fidelity", "font.size": 8, **dict.fromkeys(gray, GRAY)}
-    with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(
-            1,
-            len(names),
-            figsize=(2.1 * len(names), 2.4),
-            sharey=True,
-            layout="constrained",
-            squeeze=False,
-        )
+    size = (2.1 * len(names), 2.4)
+    with figure(target, 1, len(names), figsize=size, sharey=True, squeeze=False) as (_, axes):
         for axis, name in zip(axes[0], names, strict=True):
             curves = [zip(a["curve"], b["curve"], strict=True) for a, b in pairs[name]]
             found = [percent(list(losses)) for losses in zip(*curves, strict=True)]
-            means = [mean for mean, _ in found]
             steps = [pairs[name][0][0]["steps"] * (i + 0.5) / len(found) for i in range(len(found))]
-            axis.axhline(0.0, color=GRAY, linewidth=0.6)
             below, above = zip(*[(mean - half, mean + half) for mean, half in found], strict=True)
+            axis.axhline(0.0, linewidth=0.6, color="gray")
             axis.fill_between(steps, below, above, color="#4c78a8", alpha=0.3, linewidth=0)
-            axis.plot(steps, means, color="#4c78a8", linewidth=1.2)
-            axis.set_title(name.replace(", ", ",\n"), fontsize=8, color=GRAY)
+            axis.plot(steps, [mean for mean, _ in found], color="#4c78a8", linewidth=1.2)
+            axis.set_title(name.replace(", ", ",\n"), fontsize=8)
             axis.set_xlabel("step")
         axes[0, 0].set_ylabel("training loss above bf16, %")
-        figure.savefig(target, metadata={"Date": None}, transparent=True)
-        pyplot.close(figure)
 
 
 def main() -> None:
     """From the results that are there."""
     done = lines(RESULTS / "fidelity_125m.jsonl")
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{differences_table(done)}\n\n{END}{rest.split(END)[1]}")
+    put_into(PAGE, "differences", differences_table(done))
     draw(done, FIGURE)
     print(f"wrote {PAGE} and {FIGURE} from {len(done)} trainings")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from goals import GOALS, Goal
-from training_chart import draw_trainings, put_into, training_table
+from pages import put_into
+from training_chart import draw_trainings, training_table
 
 HERE = Path(__file__).resolve().parent
 INTRODUCTION = """\
@@ -146,7 +147,7 @@ def main() -> None:
     (HERE / "README.md").write_text(render(documents, has_chart))
     draw_trainings(documents, HERE / "trainings.svg")
     header, *lines = training_table(documents)
-    put_into(HERE.parent / "README.md", table(header, lines))
+    put_into(HERE.parent / "README.md", "trainings", table(header, lines))
     print(f"wrote {HERE / 'README.md'} from {len(documents)} results")
 
 

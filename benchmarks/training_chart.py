@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pages import figure
+
 Document = dict[str, Any]
 
 YARDSTICK = "torch, compiled"
@@ -15,7 +17,6 @@ SHOWN = {
     "ours bf16, in graphs": ("ours, bf16", "#9ecae9"),
     "ours fp8 delayed, in graphs": ("ours, FP8", "#4c78a8"),
 }
-BEGIN, END = "<!-- trainings: python benchmarks/report.py -->\n", "<!-- end of trainings -->\n"
 
 
 def trainings(documents: dict[str, Document]) -> dict[str, dict[str, Any]]:
@@ -45,32 +46,16 @@ def training_table(documents: dict[str, Document]) -> list[list[str]]:
 
 def draw_trainings(documents: dict[str, Document], target: Path) -> None:
     """A bar for each row and model: tokens a second over those of torch.compile."""
-    import matplotlib  # noqa: PLC0415  the tables need no matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    found = trainings(documents)
-    gray = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#808080")
-    with pyplot.rc_context({"svg.hashsalt": "benchmarks", "font.size": 9, **gray}):
-        figure, axes = pyplot.subplots(figsize=(7, 2.6), layout="constrained")
-        width = 0.8 / len(SHOWN)
+    found, width = trainings(documents), 0.8 / len(SHOWN)
+    with figure(target, figsize=(7, 2.6)) as (whole, axes):
         for number, (case, (name, color)) in enumerate(SHOWN.items()):
             ratios = [rows[case]["ratio"] for rows in found.values()]
             places = [place + (number - 1.5) * width for place in range(len(found))]
             bars = axes.bar(places, ratios, 0.94 * width, label=name, color=color)
-            axes.bar_label(bars, fmt="%.2f", padding=1, fontsize=8)
+            axes.bar_label(bars, fmt="%.2f", padding=1)
         axes.set_xticks(range(len(found)), list(found))
         axes.set_ylabel("speed over torch.compile")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_yticks([])
         axes.margins(y=0.12)
-        figure.legend(loc="outside upper center", ncols=len(SHOWN), frameon=False)
-        figure.savefig(target, metadata={"Date": None}, transparent=True)
-        pyplot.close(figure)
-
-
-def put_into(page: Path, table: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}")
+        whole.legend(loc="outside upper center", ncols=len(SHOWN), frameon=False)

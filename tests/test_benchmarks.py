@@ -13,6 +13,7 @@ import fidelity
 import fidelity_page
 import goals
 import harness
+import pages
 import report
 import training_chart
 import training_models
@@ -159,12 +160,9 @@ def test_readme_shows_trainings_that_have_all_rows(tmp_path):
     target, page = tmp_path / "chart.svg", tmp_path / "page.md"
     training_chart.draw_trainings(documents, target)
     assert "Large" in target.read_text() and "Part" not in target.read_text()
-    page.write_text(f"before\n{training_chart.BEGIN}old\n{training_chart.END}after\n")
-    training_chart.put_into(page, "new")
-    assert page.read_text().split() == [
-        *f"before {training_chart.BEGIN} new".split(),
-        *f"{training_chart.END} after".split(),
-    ]
+    page.write_text("before\n<!-- name -->\nold\n<!-- end of name -->\nafter\n")
+    pages.put_into(page, "name", "new")
+    assert page.read_text() == ("before\n<!-- name -->\n\nnew\n\n<!-- end of name -->\nafter\n")
 
 
 ROWS_OF_TRAINING = ["torch", "ours bf16", "ours fp8 (delayed|weights), in graphs"]
