@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_qkv
+from transformer_engine.pytorch.attention.core.projections import (
+    HeadLayout,
+    in_packs,
+    join_gradients,
+    split_qkv,
+    views,
+)
 from transformer_engine.pytorch.kernels.packed import empty_like_parts
 
 LAYOUTS = [
@@ -56,6 +62,28 @@ def test_gradients_that_lie_as_the_parts_do_are_not_copied(layout):
     assert whole.untyped_storage().data_ptr() == gradients[0].untyped_storage().data_ptr()
     for gradient, place in zip(gradients, by_definition(whole, layout), strict=True):
         assert torch.equal(gradient, place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("size", [8, 12])
+def test_copies_do_not_depend_on_alignment(layout, offset, size, device):
+    layout = layout._replace(size=size)
+    features = (layout.heads + 2 * layout.groups) * size
+    memory = torch.randn(15 * features + 1, device=device).bfloat16()
+    x = memory[offset : offset + 15 * features].view(5, 3, features)
+    expected = by_definition(x, layout)
+    for part, wanted in zip(views(x, layout), expected, strict=True):
+        assert torch.equal(part, wanted)
+    apart = [
+        torch.empty(part.numel() + 1, dtype=x.dtype, device=device)[offset:][: part.numel()]
+        .view(part.shape)
+        .copy_(part)
+        for part in expected
+    ]
+    assert torch.equal(join_gradients(tuple(apart), layout), x)
+    packed = in_packs(*apart)
+    assert (packed[0] is apart[0]) == (bool(offset) or size == 12)
 
 
 def test_gradients_of_two_tensors_are_copied():

@@ -24,6 +24,8 @@ from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import packed_base
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
+_PACK = 16  # bytes: what one instruction moves
+
 
 class HeadLayout(NamedTuple):
     """The heads of a projection, and whether queries, key and value of a group are neighbours."""
@@ -96,17 +98,41 @@ _apply = apply_of(_Split)
 
 def join_gradients(gradients: tuple[Any, ...], layout: HeadLayout) -> torch.Tensor:
     """The gradient of the tensor whose parts have these gradients."""
-    if not layout.all_views:
-        query, key, value = gradients
-        query = query.unflatten(-2, (layout.groups, -1))
-        return torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2).flatten(-3)
-    find = packed_base if type(gradients[0]) is torch.Tensor else _whole_in_graph
-    whole = find(gradients, by_head=layout.interleaved)
-    if whole is not None:
-        return whole
-    if layout.interleaved:
-        return torch.stack(gradients, -2).flatten(-3)
-    return torch.cat(gradients, -2).flatten(-2)
+    if layout.all_views:
+        find = packed_base if type(gradients[0]) is torch.Tensor else _whole_in_graph
+        whole = find(gradients, by_head=layout.interleaved)
+        if whole is not None:
+            return whole
+    dtype, parts = gradients[0].dtype, in_packs(*gradients)
+    if not layout.interleaved:
+        return out_of_packs(torch.cat(parts, -2), dtype).flatten(-2)
+    query, key, value = parts
+    query = query.unflatten(-2, (layout.groups, -1))
+    whole = torch.cat((query, key.unsqueeze(-2), value.unsqueeze(-2)), -2)
+    return out_of_packs(whole, dtype).flatten(-3)
+
+
+def in_packs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory in elements of 16 bytes, of which torch copies many times more in a second.
+
+    The tensors themselves where memory is not aligned so, where autograd watches, and in graphs.
+    """
+    watched = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    if torch.compiler.is_compiling() or watched or not all([_has_packs(x) for x in tensors]):
+        return tensors
+    return tuple([x.view(torch.complex128) for x in tensors])
+
+
+def out_of_packs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The way back from `in_packs`; a view of the same dtype would be unknown to autograd."""
+    return x if x.dtype is dtype else x.view(dtype)
+
+
+def _has_packs(x: torch.Tensor) -> bool:
+    plain = type(x) is torch.Tensor and not x.is_meta and not x.is_neg()
+    if not plain or x.stride(-1) != 1 or x.data_ptr() % _PACK:
+        return False
+    return all([n * x.itemsize % _PACK == 0 for n in (x.shape[-1], *x.stride()[:-1])])
 
 
 @composite_op(
@@ -145,7 +171,9 @@ def views(x: torch.Tensor, layout: HeadLayout) -> tuple[torch.Tensor, ...]:
     per_group = heads // groups
     query, key, value = x.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
     # The heads of several groups of queries have no single stride: this copies the queries.
-    return query.reshape(*lead, heads, size), key.squeeze(-2), value.squeeze(-2)
+    (packs,) = in_packs(query)
+    query = out_of_packs(packs.reshape(*lead, heads, packs.shape[-1]), x.dtype)
+    return query, key.squeeze(-2), value.squeeze(-2)
 
 
 def layout_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> HeadLayout | None:
