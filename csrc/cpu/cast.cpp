@@ -12,8 +12,9 @@ void cast(const CastArgs& args) {
       using Out = typename decltype(out)::type;
       const auto* x = args.x.ptr<typename decltype(in)::type>();
       auto* y = args.y.ptr<Out>();
+      const float factor = args.factor ? *args.factor.ptr<float>() : 1.0f;
       parallel_for(args.x.numel(), kElementsPerThread, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) y[i] = Out(static_cast<float>(x[i]));
+        for (int64_t i = first; i < last; ++i) y[i] = Out(factor * static_cast<float>(x[i]));
       });
     });
   });

@@ -23,6 +23,7 @@ struct Cast {
   Out* y;
   int64_t count;
   int64_t packs;  // that are read and written whole
+  const float* factor;
 };
 
 template <class In, class Out>
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const Cast<In, Out> args
   follow_previous_kernel();
   constexpr int V = kElements<In, Out>;
   const int64_t first = int64_t{blockIdx.x} * kThreads * kInFlight + threadIdx.x;
+  const float factor = args.factor == nullptr ? 1.0f : *args.factor;
   Pack<In, V> packs[kInFlight];
 #pragma unroll
   for (int k = 0; k < kInFlight; ++k)
@@ -41,12 +43,14 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const Cast<In, Out> args
     if (pack >= args.packs) break;
     float values[V];
     widen(packs[k], values);
+#pragma unroll
+    for (float& value : values) value *= factor;
     store_pack_global(args.y + pack * V, narrow<Out, V>(values));
   }
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = args.packs * V + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < args.count;
        i += stride)
-    args.y[i] = Out(static_cast<float>(args.x[i]));
+    args.y[i] = Out(factor * static_cast<float>(args.x[i]));
 }
 
 template <class In, class Out>
@@ -60,7 +64,8 @@ void launch(const CastArgs& args, cudaStream_t stream) {
                    Cast<In, Out>{.x = args.x.ptr<In>(),
                                  .y = args.y.ptr<Out>(),
                                  .count = count,
-                                 .packs = wide ? count / V : 0});
+                                 .packs = wide ? count / V : 0,
+                                 .factor = args.factor.ptr<float>()});
 }
 
 }  // namespace

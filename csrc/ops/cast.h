@@ -1,4 +1,4 @@
-// cast: y = x in another dtype of high precision, rounded to nearest even.
+// cast: y = x, or factor * x in fp32, in another dtype of high precision, rounded to nearest even.
 #pragma once
 
 #include "core/tensor_view.h"
@@ -8,6 +8,7 @@ namespace te {
 struct CastArgs {
   TensorView x;  // fp32/fp16/bf16, contiguous
   TensorView y;  // shape of x, any of the three dtypes
+  TensorView factor;  // fp32, one value; may be absent
 };
 
 void cast(const CastArgs& args, Stream stream);

@@ -30,6 +30,7 @@ from transformer_engine.pytorch.cross_entropy import (
     sums_of,
 )
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, in_autocast_dtype
+from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.cross_entropy import cross_entropy_backward_
 from transformer_engine.pytorch.kernels.gemm import gemm, gemm_into
 from transformer_engine.pytorch.parallel.groups import check_group
@@ -185,7 +186,7 @@ class _Gradients(NamedTuple):
         fp32, hidden = torch.float32, problem.hidden
         return cls(
             torch.empty_like(hidden) if wanted[0] else None,
-            hidden.new_zeros(problem.weight.shape, dtype=fp32) if wanted[1] else None,
+            hidden.new_empty(problem.weight.shape, dtype=fp32) if wanted[1] else None,
             hidden.new_zeros(problem.weight.shape[0], dtype=fp32) if wanted[2] else None,
         )
 
@@ -198,7 +199,10 @@ class _Gradients(NamedTuple):
             gemm_into(into, logits, weight, b_transposed=True, accumulate=False)
         if self.weight is not None:
             rows = problem.hidden[tokens]
-            gemm_into(self.weight, logits, rows, a_transposed=True, b_transposed=True)
+            further = tokens.start > 0
+            gemm_into(
+                self.weight, logits, rows, a_transposed=True, b_transposed=True, accumulate=further
+            )
 
 
 def _run(
@@ -228,7 +232,7 @@ def _run(
 
 def _scaled(x: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> Any:
     """The product, rounded once."""
-    return None if x is None else torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
+    return None if x is None else cast(x, dtype, factor.view(1))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -44,6 +44,23 @@ def test_small_casts_stay_in_memory(source, target):
         assert_bitwise(cast(x, target), x.to(target))
 
 
+@pytest.mark.parametrize(("source", "target"), [*PAIRS, (torch.float32,) * 2], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 40_003])
+def test_a_factor_is_multiplied_in_fp32(device, source, target, count):
+    x = torch.cat((torch.tensor(SPECIAL), torch.randn(count) * 100)).to(device, source)
+    factor = torch.tensor([0.3], device=device)
+    assert_bitwise(cast(x, target, factor), (x.float() * factor).to(target))
+    assert_bitwise(cast(x[1:], target, factor), (x[1:].float() * factor).to(target))
+    assert_bitwise(cast(x[::2], target, factor), (x[::2].float() * factor).to(target))
+
+
+def test_factors_that_are_refused():
+    x = torch.randn(4)
+    for factor in (torch.ones(2), torch.ones(1, dtype=torch.float64)):
+        with pytest.raises((TypeError, ValueError), match=r"\[cast\] expected .*factor"):
+            cast(x, torch.bfloat16, factor)
+
+
 def test_what_is_left_to_torch():
     x = torch.randn(4, 6)
     assert cast(x, torch.float32) is x

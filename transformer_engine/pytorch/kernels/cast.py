@@ -10,7 +10,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None) -> torch.Tensor:
     """`x.to(dtype)`, where that computes something by a kernel of ours; no gradient passes.
 
     Compilers fuse torch's own cast, and subclasses of tensors have casts of theirs.
@@ -18,11 +18,12 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Args:
         x: fp32, fp16 or bf16.
         dtype: one of them.
+        factor: fp32 `[1]`, by which values are multiplied in fp32 before they are rounded.
     """
-    if x.dtype is dtype:
+    if x.dtype is dtype and factor is None:
         return x
     if _is_compiling() or type(x) not in _PLAIN_TYPES or x.is_meta or not x.is_contiguous():
-        return x.to(dtype)
+        return (x if factor is None else x.float() * factor).to(dtype)
     y = torch.empty_like(x, dtype=dtype)
-    _C.cast(x, y)
+    _C.cast(x, y, factor)
     return y
