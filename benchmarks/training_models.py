@@ -115,7 +115,10 @@ class Model(nn.Module):
 def our_model(sizes: Architecture) -> Model:
     """Made of this package's modules."""
     gpt = sizes.groups is None
-    style = {} if gpt else {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+    style: dict[str, Any] = {}
+    if not gpt:  # projections as the plain model has them: queries, then keys, then values
+        style = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+        style["qkv_weight_interleaved"] = False
     layers: list[nn.Module] = [
         te.TransformerLayer(
             *(sizes.hidden, sizes.ffn, sizes.heads, sizes.groups),
