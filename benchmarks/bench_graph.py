@@ -12,35 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from bench_gpt import prepare, training_step
 from contenders import step
 from harness import Report, captured, over, require_gpu, time_gpu_each
-from torch.profiler import ProfilerActivity, profile
+from profiling import profile_calls
 
 BAR, IDLE_BAR = 0.68, 0.03
-REPLAYS = 10
-
-
-def idle(replay: Callable[[], None]) -> float:
-    """Share of time in which no kernel runs."""
-    for _ in range(3):
-        replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(REPLAYS):
-            replay()
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1.0 - busy / (reached - spans[0][0])
 
 
 def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge: bool) -> None:
@@ -54,7 +31,8 @@ def measure(report: Report, op: str, steps: dict[str, Callable[[], None]], judge
     for name, replay in graphs.items():
         ours = not name.startswith("torch")
         bar = {"bar": IDLE_BAR, "better": "lower"} if judge and ours else {}
-        report.row(op=f"{op}, idle", case=name, ratio=round(idle(replay), 4), **bar)
+        idle = round(1.0 - profile_calls(replay).busy, 4)
+        report.row(op=f"{op}, idle", case=name, ratio=idle, **bar)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ that is in memory between steps. `loss` is that of the last eight steps.
     bench_training.py --models 125m --rows torch "ours .*"
     bench_training.py --models 350m --largest             the largest batch in 80 GiB
     bench_training.py --losses 200                        train for so many steps
+    bench_training.py --profile                           and say what the time goes to
     bench_training.py --tiny                              on a CPU, to see that all runs
 
 Each model has a file of results, so a run can be split. A row that fails says why and is left out.
@@ -32,6 +33,8 @@ from typing import Any
 
 import torch
 from harness import Report, require_gpu, time_wall_each
+from profiling import profile_calls
+from training_costs import largest_costs
 from training_models import ARCHITECTURES, TINY, Architecture
 from training_steps import BATCHES, ON_GPU, Row, Training
 
@@ -39,6 +42,7 @@ PEAK_FLOPS = 989.4e12  # dense bf16 of Hopper
 TOKENS = 8192
 LIMIT = 80 * 2**30
 TRIES = 6  # to find the largest batch
+KERNELS = 40  # that a profile prints
 YARDSTICK = Row("torch", compiled=True)
 FP8 = (Row("ours", "fp8 delayed"), Row("ours", "fp8 current"), Row("ours", "fp8 delayed", True))
 OURS = (Row("ours"), *FP8)
@@ -72,6 +76,7 @@ def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, 
     while training.done < options.losses - BATCHES:
         training.step()
     loss = training.mean_loss()
+    limits = what_limits(training) if options.profile and ON_GPU else {}
     tokens_per_second = batch * sizes.sequence / timing.median_us * 1e6
     return {
         "batch": batch,
@@ -83,7 +88,16 @@ def train(row: Row, sizes: Architecture, batch: int, options: Any) -> dict[str, 
         "steps": training.done,
         "p10_us": round(timing.p10_us, 1),
         "p90_us": round(timing.p90_us, 1),
+        **limits,
     }
+
+
+def what_limits(training: Training) -> dict[str, Any]:
+    """The share of the time in which a kernel runs, and which kinds of kernels run longest."""
+    profile = profile_calls(training.step, calls=3)
+    for kernel, microseconds in sorted(profile.times.items(), key=lambda item: -item[1])[:KERNELS]:
+        print(f"{microseconds:10.0f} us  {kernel[:150]}")
+    return {"busy": round(profile.busy, 3), "costs": largest_costs(profile)}
 
 
 def free() -> None:
@@ -181,6 +195,7 @@ def options_of(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="in a batch")
     parser.add_argument("--largest", action="store_true", help="the largest batch in 80 GiB")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="train for as long")
+    parser.add_argument("--profile", action="store_true", help="what the time goes to")
     parser.add_argument("--torch-adam", action="store_true", help="torch's optimizer for ours, too")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
     return parser.parse_args(arguments)
@@ -210,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = TINY if options.tiny else ARCHITECTURES
     for name in options.models or list(models):
         sizes = models[name]
-        report = Report(f"training_{name}{'_largest' if options.largest else ''}")
+        kind = "_tiny" * options.tiny + "_largest" * options.largest
+        report = Report(f"training_{name}{kind}")
         found = measure(report, sizes, rows, options)
         judge(report, name, sizes, found)
         report.save()

@@ -14,8 +14,10 @@ import fidelity_page
 import goals
 import harness
 import pages
+import profiling
 import report
 import training_chart
+import training_costs
 import training_models
 
 
@@ -174,7 +176,7 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
     small = ["--tiny", "--tokens", "64", "--models", model]
     assert bench_training.main([*small, "--rows", *ROWS_OF_TRAINING]) == 0
-    rows = json.loads((tmp_path / f"training_{model}.json").read_text())["rows"]
+    rows = json.loads((tmp_path / f"training_{model}_tiny.json").read_text())["rows"]
     assert [row["case"] for row in rows] == [
         "ours fp8 delayed, in graphs",
         "ours fp8 weights, in graphs",
@@ -188,7 +190,7 @@ def test_trainings_run_everywhere(model, tmp_path, monkeypatch):
 def test_trainings_are_compiled(row, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
     assert bench_training.main(["--tiny", "--tokens", "64", "--models", "1.3b", "--rows", row]) == 0
-    (found, *_) = json.loads((tmp_path / "training_1.3b.json").read_text())["rows"]
+    (found, *_) = json.loads((tmp_path / "training_1.3b_tiny.json").read_text())["rows"]
     assert found["case"] == row and found.get("ratio", 1.0) == 1.0
 
 
@@ -196,8 +198,30 @@ def test_a_training_learns(tmp_path, monkeypatch):
     monkeypatch.setenv("TE_BENCH_RESULTS", str(tmp_path))
     arguments = ["--tiny", "--tokens", "256", "--models", "125m", "--losses", "60"]
     bench_training.main([*arguments, "--rows", "ours bf16"])
-    (row,) = json.loads((tmp_path / "training_125m.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "training_125m_tiny.json").read_text())["rows"]
     assert row["steps"] == 60 and row["loss"] < 5.3
+
+
+KERNELS = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
+    "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": "FP8 products",
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "products",
+    "void te::cuda::(anonymous namespace)::adam_kernel<te::BFloat16, te::BFloat16>": "AdamW",
+    "void te::cuda::tile_map_kernel<te::BFloat16, Identity<false>, true, false>": "casts",
+    "te::cuda::tile_map_kernel<te::BFloat16, Backward<te::SigmoidUnit>, true>": "activations",
+    "te::cuda::backward_kernel<te::BFloat16, te::BFloat16, (te::NormKind)1, 2>": "norms",
+    "te::cuda::backward_kernel<te::BFloat16, 8>(te::BFloat16 const*, int*)": "cross entropy",
+    "triton_red_fused__fused_rms_norm__unsafe_view_add_7": "fused by torch.compile",
+    "unheard_of": "other",
+}
+
+
+def test_costs_of_trainings():
+    assert {kernel: training_costs.kind_of(kernel) for kernel in KERNELS} == KERNELS
+    names = list(KERNELS)
+    profile = profiling.Profile(0.9, {names[1]: 60.0, names[2]: 10.0, names[0]: 25.0, "x": 5.0})
+    found = training_costs.largest_costs(profile)
+    assert found == "FP8 products 60%, attention 25%, products 10%"
 
 
 def test_rows_of_trainings():
