@@ -78,7 +78,8 @@ def left_behind(modules: list[nn.Module], recipe: str, offloaded: int) -> Counte
     gc.collect()
     before = requested()
     x = torch.randn(128, HIDDEN, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    x.requires_grad_()  # so that the first layer, too, keeps its weight for the gradient
+    # So that the first layer, too, keeps its weight for the gradient; a leaf itself would stay.
+    x = x + torch.zeros((), dtype=x.dtype, device="cuda", requires_grad=True)
     for module in modules:
         with scope(recipe), context:
             x = module(x)
