@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.backends import (
     flash4,
     unfused,
 )
-from transformer_engine.pytorch.attention.backends.backend import refusal
+from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
 from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
 
@@ -93,6 +93,24 @@ def test_against_definition(version, case):
 def test_private_backwards_against_definition(package, case):
     check(case, "cpu")
     assert len(package.calls) == (case.dropout == 0.0), "the random state of dropout is private"
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_package_that_cannot_be_imported_is_refused(name, monkeypatch):
+    """As flash-attn 4 is without cutlass; the first call says so, once."""
+    module, number = VERSIONS[name]
+    monkeypatch.setattr(module.SOURCE, "version", TorchVersion(number))
+    monkeypatch.setattr(module.SOURCE, "module", "not_there.cute")
+    monkeypatch.setattr(module.KERNELS, "_module", None)
+    monkeypatch.setattr(module.KERNELS, "_failure", None)
+    sizes = dict(dtype=torch.bfloat16, batch=2, queries=8, keys=8, heads=4, groups=4)
+    problem = Problem(device="cuda", capability=(9, 0), key_size=SIZE, value_size=SIZE, **sizes)
+    with pytest.warns(
+        UserWarning, match="cannot be imported, so other attention runs: .*not_there"
+    ):
+        reason = refusal(module.BACKEND, problem, choice.environment())
+    assert "cannot be imported: ModuleNotFoundError: No module named 'not_there'" in reason
+    assert refusal(module.BACKEND, problem, choice.environment()) == reason
 
 
 def test_heads_that_the_package_pads_are_differentiated_by_torch(package):

@@ -10,6 +10,7 @@ imported; the package itself is imported at its first call.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,6 +141,7 @@ class Kernels:
         self.source = source
         self.private = private
         self._module: Any = None
+        self._failure: str | None = None
         packed = VarlenKernel(self._packed_forward, self._gradients)
         self._forward_of_packed, self._backward_of_packed = varlen(packed)
 
@@ -273,6 +275,22 @@ class Kernels:
             self._module = import_module(self.source.module)
         return self._module
 
+    @property
+    def failure(self) -> str:
+        """Why the package cannot be imported, which is said once; "" if it can."""
+        if self._failure is None:
+            self._failure = ""
+            try:
+                self.module  # noqa: B018
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                name = self.source.distribution
+                warnings.warn(
+                    f"{name} cannot be imported, so other attention runs: {self._failure}",
+                    stacklevel=2,
+                )
+        return self._failure
+
     def keywords(self, said: Options, call: Call, device: torch.device) -> dict[str, Any]:
         """Arguments of the version's functions; a version that has more adds them."""
         return said._asdict()
@@ -321,6 +339,18 @@ def aligned(problem: Problem) -> bool:
     if problem.rule.left < 0 and problem.rule.right < 0:
         return True
     return problem.rule.bottom_right or problem.alike
+
+
+def importable(kernels: Kernels) -> Requirement:
+    """The package can be imported, as it cannot where one that it needs is missing.
+
+    To be the last requirement: it imports the package.
+    """
+    name = kernels.source.distribution
+    return Requirement(
+        lambda problem, allowed: not kernels.failure,
+        lambda problem: f"the installed {name} cannot be imported: {kernels.failure}",
+    )
 
 
 def requirements(source: Package, oldest: str) -> tuple[Requirement, ...]:

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
     Private,
+    importable,
     package,
     requirements,
 )
@@ -76,6 +77,7 @@ BACKEND = Backend(
         ),
         NO_SINK,
         NO_DROPOUT_IN_PARTS,
+        importable(KERNELS),
     ),
     differentiable=True,
     parts=PARTS,

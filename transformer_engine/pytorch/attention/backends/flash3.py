@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Private,
+    importable,
     package,
     requirements,
 )
@@ -63,6 +64,7 @@ BACKEND = Backend(
         NO_SINK,
         NO_DROPOUT,
         EAGER,
+        importable(KERNELS),
     ),
     parts=PARTS,
 )

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.attention.backends.flash import (
     Kernels,
     Options,
     Private,
+    importable,
     package,
     requirements,
 )
@@ -69,6 +70,7 @@ BACKEND = Backend(
         NO_BIAS,
         NO_DROPOUT,
         EAGER,
+        importable(KERNELS),
     ),
     parts=PARTS,
 )
