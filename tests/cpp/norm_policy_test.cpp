@@ -63,7 +63,9 @@ TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   EXPECT_TRUE(same(norm_tiles_policy(8192, 4096, 2, kHopper), 64, 2, 8));
   EXPECT_TRUE(same(norm_tiles_policy(8192, 12288, 2, kHopper), 32, 3, 8));
   EXPECT_TRUE(same(norm_tiles_policy(8192, 12288, 4, kHopper), 32, 3, 8));
-  EXPECT_TRUE(same(norm_tiles_policy(64, 768, 4, kHopper), 64, 1, 3));
+  EXPECT_TRUE(same(norm_tiles_policy(8192, 2048, 2, kHopper), 32, 2, 2));
+  EXPECT_TRUE(same(norm_tiles_policy(8192, 768, 2, kHopper), 32, 1, 2));
+  EXPECT_TRUE(same(norm_tiles_policy(64, 768, 4, kHopper), 32, 1, 2));
 }
 
 TEST(NormRowsGrid, SharesOutAFewRowsAndLetsManyCome) {
