@@ -261,8 +261,9 @@ SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
 _MOST_ELEMENTS = 1 << 31
-# On an H200, torch 2.11, gradients of queries and keys were wrong behind so many elements, with
-# cuDNN 9.19 of ours and with what torch chose instead.
+# On an H200 with torch 2.11, cuDNN 9.19 makes wrong gradients of queries and keys behind so many
+# elements, and torch's flash attention reads memory that is not its own. Its memory-efficient
+# kernel is right, but torch takes it last.
 FEW_ELEMENTS = Requirement(
     lambda problem, allowed: (
         problem.device == "cpu" or not problem.training or problem.elements < _MOST_ELEMENTS
