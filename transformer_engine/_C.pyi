@@ -70,6 +70,7 @@ def adam(
     squares: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor | None],
+    amaxes: Sequence[torch.Tensor | None],
     step: torch.Tensor | None,
     rate: torch.Tensor | None,
     factor: torch.Tensor | None,

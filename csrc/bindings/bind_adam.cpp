@@ -12,11 +12,13 @@ using Views = std::vector<TensorView>;
 using Rules = std::tuple<double, double, double, double, bool>;
 
 void adam_step(const Views& parameters, const Views& means, const Views& squares,
-               const Views& gradients, const Views& weights, const TensorView& step,
-               const TensorView& rate, const TensorView& factor, const Rules& rules) {
+               const Views& gradients, const Views& weights, const Views& amaxes,
+               const TensorView& step, const TensorView& rate, const TensorView& factor,
+               const Rules& rules) {
   const size_t count = parameters.size();
   require(means.size() == count && squares.size() == count && gradients.size() == count &&
-              (weights.empty() || weights.size() == count),
+              (weights.empty() || weights.size() == count) &&
+              (amaxes.empty() || amaxes.size() == count),
           Kind::Value, "adam", "expected lists of one length");
   AdamArgs args;
   args.step = step;
@@ -25,7 +27,8 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
   std::tie(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled) = rules;
   for (size_t i = 0; i < count; ++i)
     args.tensors.push_back({parameters[i], means[i], squares[i], gradients[i],
-                            weights.empty() ? TensorView{} : weights[i]});
+                            weights.empty() ? TensorView{} : weights[i],
+                            amaxes.empty() ? TensorView{} : amaxes[i]});
   adam(args, bridge::current_stream(step.device));
 }
 
@@ -34,7 +37,7 @@ void adam_step(const Views& parameters, const Views& means, const Views& squares
 void bind_adam(pybind11::module_& m) {
   using pybind11::arg;
   m.def("adam", &adam_step, arg("parameters"), arg("means"), arg("squares"), arg("gradients"),
-        arg("weights"), arg("step"), arg("rate"), arg("factor"), arg("rules"));
+        arg("weights"), arg("amaxes"), arg("step"), arg("rate"), arg("factor"), arg("rules"));
 }
 
 }  // namespace te::bindings

@@ -1,6 +1,8 @@
 // The meaning of a step of Adam: see ops/adam.h. Elements are shared out among threads.
 #include "ops/adam.h"
 
+#include <cmath>
+
 #include "core/adam.h"
 #include "core/parallel.h"
 
@@ -34,6 +36,12 @@ void round_tensor(const AdamTensors& t) {
   });
 }
 
+void raise_amax(const AdamTensors& t) {
+  const float* parameter = t.parameter.ptr<float>();
+  float& amax = *t.amax.ptr<float>();
+  for (int64_t i = 0; i < t.parameter.numel(); ++i) amax = std::fmax(amax, std::fabs(parameter[i]));
+}
+
 }  // namespace
 
 void adam(const AdamArgs& args) {
@@ -46,6 +54,7 @@ void adam(const AdamArgs& args) {
       step_tensor<typename decltype(tag)::type>(tensors, step);
     });
     if (tensors.weight) round_tensor(tensors);
+    if (tensors.amax) raise_amax(tensors);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
+#include "cuda/device/reduce.cuh"
 #include "ops/adam.h"
 
 namespace te::cuda {
@@ -19,6 +20,7 @@ struct Pointers {
   float *parameter, *mean, *square;
   const void* gradient;
   void* weight;
+  float* amax;
   int64_t count;
 };
 
@@ -44,9 +46,10 @@ __device__ __forceinline__ int tensor_of(const Batch& batch, unsigned block) {
   return low;
 }
 
+// Returns the largest magnitude of the parameters.
 template <class G, class W, int V>
-__device__ __forceinline__ void step_values(const Pointers& t, const AdamStep& step, int64_t at) {
-  float parameter[V], mean[V], square[V], gradient[V];
+__device__ __forceinline__ float step_values(const Pointers& t, const AdamStep& step, int64_t at) {
+  float parameter[V], mean[V], square[V], gradient[V], largest = 0.0f;
   widen(load_pack<float, V>(t.parameter + at), parameter);
   widen(load_pack<float, V>(t.mean + at), mean);
   widen(load_pack<float, V>(t.square + at), square);
@@ -57,12 +60,14 @@ __device__ __forceinline__ void step_values(const Pointers& t, const AdamStep& s
     parameter[k] = now.parameter;
     mean[k] = now.mean;
     square[k] = now.square;
+    largest = fmaxf(largest, fabsf(now.parameter));
   }
   store_pack(t.parameter + at, narrow<float, V>(parameter));
   store_pack(t.mean + at, narrow<float, V>(mean));
   store_pack(t.square + at, narrow<float, V>(square));
   if constexpr (!std::is_void_v<W>)
     store_pack(static_cast<W*>(t.weight) + at, narrow<W, V>(parameter));
+  return largest;
 }
 
 __device__ __forceinline__ bool is_aligned_to_packs(const Pointers& t) {
@@ -72,7 +77,7 @@ __device__ __forceinline__ bool is_aligned_to_packs(const Pointers& t) {
   return all % 16 == 0;
 }
 
-template <class G, class W>
+template <class G, class W, bool kAmax>
 __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Batch batch) {
   follow_previous_kernel();
   const int index = tensor_of(batch, blockIdx.x);
@@ -81,26 +86,36 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
       batch.rules.at(*batch.step, *batch.rate, batch.factor == nullptr ? 1.0f : *batch.factor);
   const int64_t begin = (blockIdx.x - batch.first_block[index]) * kBlock;
   const int64_t end = min(t.count, begin + kBlock);
+  float largest = 0.0f;
   if (is_aligned_to_packs(t) && t.count % kElements == 0) {
     for (int64_t at = begin + threadIdx.x * kElements; at < end; at += kThreads * kElements)
-      step_values<G, W, kElements>(t, step, at);
+      largest = fmaxf(largest, step_values<G, W, kElements>(t, step, at));
   } else {
     for (int64_t at = begin + threadIdx.x; at < end; at += kThreads)
-      step_values<G, W, 1>(t, step, at);
+      largest = fmaxf(largest, step_values<G, W, 1>(t, step, at));
+  }
+  if constexpr (kAmax) {
+    __shared__ BlockAmax<kThreads / 32> of_block;
+    of_block.leave(largest);
+    __syncthreads();
+    if (threadIdx.x == 0) atomic_max(t.amax, of_block.total());
   }
 }
 
 Pointers pointers_of(const AdamTensors& t) {
   return {t.parameter.ptr<float>(), t.mean.ptr<float>(), t.square.ptr<float>(),
-          t.gradient.data,          t.weight.data,       t.parameter.numel()};
+          t.gradient.data,          t.weight.data,       t.amax.ptr<float>(),
+          t.parameter.numel()};
 }
 
-// Calls f(Tag of the gradients, Tag of the weights), void where there are none.
+// Calls f(Tag of the gradients, Tag of the weights, whether there are amaxes), void for no weights.
 template <class F>
 void dispatch(const AdamTensors& like, F&& f) {
   dispatch_high_precision(like.gradient.dtype, "adam", [&](auto gradient) {
-    if (!like.weight) return f(gradient, Tag<void>{});
-    dispatch_high_precision(like.weight.dtype, "adam", [&](auto weight) { f(gradient, weight); });
+    if (like.amax) return f(gradient, Tag<void>{}, std::true_type{});
+    if (!like.weight) return f(gradient, Tag<void>{}, std::false_type{});
+    dispatch_high_precision(like.weight.dtype, "adam",
+                            [&](auto weight) { f(gradient, weight, std::false_type{}); });
   });
 }
 
@@ -118,10 +133,10 @@ void adam(const AdamArgs& args, Stream stream) {
   int64_t blocks = 0;
   const auto launch = [&] {
     if (blocks == 0) return;
-    dispatch(first, [&](auto gradient, auto weight) {
+    dispatch(first, [&](auto gradient, auto weight, auto amax) {
       using G = typename decltype(gradient)::type;
       using W = typename decltype(weight)::type;
-      launch_dependent(adam_kernel<G, W>, static_cast<unsigned>(blocks), kThreads, 0,
+      launch_dependent(adam_kernel<G, W, amax()>, static_cast<unsigned>(blocks), kThreads, 0,
                        stream_of(stream), batch);
     });
     batch.size = 0;

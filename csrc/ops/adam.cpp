@@ -28,6 +28,11 @@ void of_one_kind(const AdamTensors& t, const AdamTensors& first) {
   check::dtype(t.gradient, first.gradient.dtype, kOp, "the gradient");
   require(static_cast<bool>(t.weight) == static_cast<bool>(first.weight), Kind::Value, kOp,
           "expected weights beside all parameters or none");
+  require(static_cast<bool>(t.amax) == static_cast<bool>(first.amax), Kind::Value, kOp,
+          "expected amaxes of all parameters or none");
+  require(!(t.amax && t.weight), Kind::Value, kOp,
+          "expected weights or amaxes beside parameters, got both");
+  if (t.amax) number(t.amax, t.parameter, "the amax");
   if (!t.weight) return;
   check::high_precision(t.weight, kOp, "the weight");
   check::same_shape(t.weight, t.parameter, kOp, "the weight");

@@ -3,6 +3,7 @@
 //   mean += (1 - beta1) * (g - mean);  square += (1 - beta2) * (g * g - square)
 //   p -= rate / (1 - beta1^step) * mean / (sqrt(square / (1 - beta2^step)) + epsilon)
 //   weight = p, rounded to its dtype, where there is one beside p
+//   amax = max(amax, max |p|), NaN ignored, for those who quantise p next
 // Step, rate and factor are read on the device, so that a CUDA graph finds them anew.
 #pragma once
 
@@ -18,6 +19,7 @@ struct AdamTensors {
   TensorView square;     // fp32
   TensorView gradient;   // fp32/fp16/bf16
   TensorView weight;     // fp16/bf16; may be absent
+  TensorView amax;       // fp32, one value; may be absent, and is where there is a weight
 };
 
 struct AdamArgs {

@@ -8,7 +8,11 @@ from rulers import assert_bitwise
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
 from transformer_engine.pytorch.optimizers import FusedAdam, clip_factor
 
@@ -86,6 +90,39 @@ def test_gradients_of_several_dtypes(device):
         torch.testing.assert_close(p.detach(), start - 0.5)
 
 
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, DelayedScaling, Float8BlockScaling])
+def test_fp8_parameters_are_the_cast_of_their_masters(recipe, device):
+    with te.fp8_model_init(recipe=recipe()):
+        model = te.LayerNormMLP(64, 144, params_dtype=torch.bfloat16, device=device)
+    optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True, capturable=True)
+    weights = [p for p in model.parameters() if isinstance(p, te.QuantizedTensor)]
+    addresses = [w.parts[0].data_ptr() for w in weights]
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, device=device).to(p.dtype)
+        optimizer.step()
+        for w in weights:
+            master = optimizer.get_unscaled_state(w, "master_param")
+            for part, wanted in zip(w.parts, w.quantized(master), strict=True):
+                assert part is wanted is None or torch.equal(part, wanted.view(part.shape)), step
+    assert [w.parts[0].data_ptr() for w in weights] == addresses
+
+
+def test_amaxes_are_raised(device):
+    values = [torch.randn(shape, device=device) for shape in ((7,), (5, 4099), (3, 64))]
+    values[1][2, 3], values[2][0, 0] = torch.nan, torch.inf
+    amaxes = torch.tensor([0.0, 0.0, 0.5], device=device).split(1)
+    states = [[torch.zeros_like(v) for v in values] for _ in range(3)]
+    one = torch.ones(1, device=device)
+    rules = AdamRules(0.9, 0.999, 1e-8, 0.0, True)
+    adam(AdamTensors(values, *states, (), amaxes), one, 0 * one, None, rules)
+    wanted = [v.nan_to_num(nan=0.0, posinf=torch.inf).abs().max() for v in values]
+    assert torch.cat(amaxes).tolist() == torch.stack(wanted).tolist()
+    large = torch.full((1,), 9e9, device=device)
+    adam(AdamTensors(values[:1], *[s[:1] for s in states], (), [large]), one, 0 * one, None, rules)
+    assert large.item() == torch.tensor(9e9).item()
+
+
 def test_fp8_parameters():
     with te.fp8_model_init(recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True):
         layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
@@ -159,6 +196,10 @@ def test_lists_that_do_not_fit():
         adam(AdamTensors(x, [torch.ones(3)], x, x, []), one, one, None, rules)
     with pytest.raises(TypeError, match=r"^\[adam\] expected float32 for the parameter"):
         adam(AdamTensors([torch.ones(4).half()], x, x, x, []), one, one, None, rules)
+    with pytest.raises(ValueError, match=r"^\[adam\] expected weights or amaxes .* got both"):
+        adam(AdamTensors(x, x, x, x, [x[0].half()], [one]), one, one, None, rules)
+    with pytest.raises(ValueError, match=r"^\[adam\] expected lists of one length"):
+        adam(AdamTensors(x, x, x, x, [], [one, one]), one, one, None, rules)
 
 
 @pytest.mark.gpu

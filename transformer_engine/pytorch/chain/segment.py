@@ -28,7 +28,9 @@ from transformer_engine.pytorch.fp8.operands import (
 )
 from transformer_engine.pytorch.parallel.collectives import waited
 
-_MOST_BYTES = 512 * 1024 * 1024  # memory of a recorded call: a layer of a host-bound input takes less
+_MOST_BYTES = (
+    512 * 1024 * 1024
+)  # memory of a recorded call: a layer of a host-bound input takes less
 
 _Reader = Callable[[Buffers], Sequence[torch.Tensor | None]]
 

@@ -29,6 +29,8 @@ class AdamTensors(NamedTuple):
         squares: fp32, of their squares.
         gradients: of one dtype, fp32, fp16 or bf16.
         weights: of one dtype, fp16 or bf16, which become the parameters, rounded; or none.
+        amaxes: fp32 `[1]`, raised to the largest magnitude of each parameter; or none, and none
+            where there are weights.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -36,6 +38,7 @@ class AdamTensors(NamedTuple):
     squares: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     weights: Sequence[torch.Tensor]
+    amaxes: Sequence[torch.Tensor] = ()
 
 
 def adam(
@@ -60,10 +63,12 @@ def adam(
         tensors.squares,
         tensors.gradients,
         tensors.weights,
+        tensors.amaxes,
         step,
         rate,
         factor,
         rules,
     )
-    written = (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights)
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version(
+        (*tensors.parameters, *tensors.means, *tensors.squares, *tensors.weights, *tensors.amaxes)
+    )

@@ -61,3 +61,19 @@ def quantize(
             active,
         )
     return codes, transposed, own_scales, bias_grad
+
+
+@library_op(writes=("codes",))
+def quantize_into(
+    x: torch.Tensor, format: int, scales: torch.Tensor, codes: torch.Tensor, *, launch: bool = True
+) -> None:
+    """Codes of `x` into memory that is there.
+
+    Args:
+        x: fp32, fp16 or bf16, contiguous.
+        format: value of `DType` (5 = E4M3, 6 = E5M2).
+        scales: fp32 `[2]` = {1/scale, scale}.
+        codes: uint8, of the shape of `x`, contiguous.
+    """
+    if launch:
+        _C.quantize(x, codes, None, scales, None, None, format, None, None, None)

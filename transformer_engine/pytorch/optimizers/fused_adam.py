@@ -204,8 +204,9 @@ class FusedAdam(torch.optim.Optimizer):
             self.initialize_state(parameter)
         if self.capturable:
             states = [self.state[parameter] for parameter in parameters]
-            values = step_on_device(group, parameters, states, gradients, factor, self.adam_w_mode)
-            _write_quantized(parameters, values)
+            how = (factor, self.adam_w_mode)
+            values, amaxes = step_on_device(group, parameters, states, gradients, *how)
+            _write_quantized(parameters, values, amaxes)
             return
         most = _MOST_VALUES if self._stored.narrow else sys.maxsize
         for some in portions([parameter.numel() for parameter in parameters], most):
@@ -354,11 +355,16 @@ def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     _write_quantized(parameters, values)
 
 
-def _write_quantized(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Round values into FP8 weights, all at once."""
+def _write_quantized(
+    parameters: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Round values into FP8 weights, all at once; see `tensor.writing.write`."""
     pieces = [piece_of(parameter) for parameter in parameters]
-    pairs = [(p, local_part(v)) for p, v in zip(pieces, values, strict=True) if p is not None]
-    write([piece for piece, _ in pairs], [value for _, value in pairs])
+    found = [(i, piece) for i, piece in enumerate(pieces) if piece is not None]
+    known = [amaxes[i] for i, _ in found] if amaxes else []
+    write([piece for _, piece in found], [local_part(values[i]) for i, _ in found], known)
 
 
 def _initial(param: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part, whole_value
 from transformer_engine.pytorch.tensor.shards import piece_of
+from transformer_engine.pytorch.tensor.writing import takes_amax
 
 
 def clip_factor(
@@ -69,7 +70,7 @@ def step_on_device(
     gradients: Sequence[torch.Tensor],
     factor: torch.Tensor | None,
     decoupled: bool,
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Step parameters on one device, and round those of fewer bits.
 
     Args:
@@ -81,7 +82,8 @@ def step_on_device(
         decoupled: AdamW.
 
     Returns:
-        What each parameter is now, in fp32; those in FP8 are not written.
+        What each parameter is now, in fp32, and the largest magnitude of those whose scale in FP8
+        it decides, fp32 `[1]`. Parameters in FP8 are not written.
     """
     values = [
         local_part(state["master_param"])
@@ -89,26 +91,31 @@ def step_on_device(
         else local_part(parameter).float().contiguous()
         for parameter, state in zip(parameters, states, strict=True)
     ]
-    kinds: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    pieces = [piece_of(parameter) for parameter in parameters]
+    scaled = [piece is not None and takes_amax(piece) for piece in pieces]
+    zeros = iter(values[0].new_zeros(sum(scaled)).split(1))
+    amaxes = [next(zeros) if is_scaled else None for is_scaled in scaled]
+    kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[int]] = {}
     for i, parameter in enumerate(parameters):
         rounded = parameter.dtype is not torch.float32 and parameter.is_contiguous()
-        rounded = rounded and piece_of(parameter) is None
-        kind = (gradients[i].dtype, parameter.dtype if rounded else None)
+        rounded = rounded and pieces[i] is None
+        kind = (gradients[i].dtype, parameter.dtype if rounded else None, scaled[i])
         kinds.setdefault(kind, []).append(i)
     beta1, beta2 = group["betas"]
     rules = AdamRules(beta1, beta2, group["eps"], group["weight_decay"], decoupled)
     rate = device_count(group["lr"], values[0].device)
     factor = None if factor is None else whole_value(factor).to(torch.float32).reshape(1)
-    for (_, weight_dtype), members in kinds.items():
+    for (_, weight_dtype, _), members in kinds.items():
         tensors = AdamTensors(
             [values[i] for i in members],
             [local_part(states[i]["exp_avg"]) for i in members],
             [local_part(states[i]["exp_avg_sq"]) for i in members],
             [local_part(gradients[i]).contiguous() for i in members],
             [] if weight_dtype is None else [local_part(parameters[i]) for i in members],
+            [amax for i in members if (amax := amaxes[i]) is not None],
         )
         adam(tensors, group["step"], rate, factor, rules)
     for parameter, value in zip(parameters, values, strict=True):
         if not parameter.is_contiguous():
             local_part(parameter).copy_(value)
-    return values
+    return values, amaxes

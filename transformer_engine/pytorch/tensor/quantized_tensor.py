@@ -209,11 +209,12 @@ class QuantizedTensor(torch.Tensor):
         return plain.to(self.device, to).contiguous().resolve_neg()
 
     def overwrite(self, parts: Parts) -> Any:
-        """Take over the contents of other parts."""
+        """Take over the contents of other parts, some of which may be there already."""
         for own, other in zip(self.parts, parts, strict=True):
             if own is None or other is None:
                 continue
-            own.copy_(other.view(own.shape))
+            if other is not own:
+                own.copy_(other.view(own.shape))
             if not own.is_inference():
                 # Below autograd nothing else tells aliases, and graphs that have saved the codes.
                 torch.autograd.graph.increment_version(own)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.amax import amax
+from transformer_engine.pytorch.kernels.quantize import quantize_into
 from transformer_engine.pytorch.scale_layout import layout_of
 
 if TYPE_CHECKING:
@@ -84,28 +84,51 @@ def write_unless(noop: torch.Tensor, tensor: QuantizedTensor, values: torch.Tens
         part.copy_(torch.where(skip, old, part))
 
 
-def write(tensors: Sequence[QuantizedTensor], values: Sequence[torch.Tensor]) -> None:
+def takes_amax(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor is written with one scale, that of the largest magnitude of its values."""
+    writer: Any = tensor._quantizer
+    return getattr(writer, "writes_weights", False) and not layout_of(tensor._format).in_blocks
+
+
+def write(
+    tensors: Sequence[QuantizedTensor],
+    values: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None] = (),
+) -> None:
     """Quantise values into tensors.
 
     Args:
         tensors: of any kind; the ranks of a group write the same weights in the same order.
         values: of their shapes.
+        amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
+            `takes_amax`; or none.
     """
-    pieces: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
-    for tensor, value in zip(tensors, values, strict=True):
+    pieces: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
+    known = amaxes or [None] * len(tensors)
+    for tensor, value, own in zip(tensors, values, known, strict=True):
         plain = tensor.writable(value)
         if tensor.is_meta:
             continue
         ranks = scale_ranks_of(tensor)
-        if ranks is None or layout_of(tensor._format).in_blocks:
+        if not takes_amax(tensor):
             tensor.overwrite(tensor.quantized(plain))
+            continue
+        largest = amax(plain) if own is None else own
+        if ranks is None:
+            _write_scaled(tensor, plain, largest)
         else:
-            pieces.setdefault((ranks.groups, ranks.layer), []).append((tensor, plain))
+            pieces.setdefault((ranks.groups, ranks.layer), []).append((tensor, plain, largest))
     for found in pieces.values():
         some = found[0][0]
-        largest = some._quantizer.ranks.reduce(torch.cat([amax(x) for _, x in found]), some.label)
-        for (tensor, plain), own in zip(found, largest.split(1), strict=True):
-            quantizer = tensor._quantizer
-            request = OperandRequest(quantizer, True, False)
-            matrix = quantizer.cast(plain, quantizer.scales_of(own.clone()), request).rowwise
-            tensor.overwrite((matrix.codes, matrix.scales))
+        reduced = some._quantizer.ranks.reduce(torch.cat([one for *_, one in found]), some.label)
+        for (tensor, plain, _), largest in zip(found, reduced.split(1), strict=True):
+            _write_scaled(tensor, plain, largest.clone())
+
+
+def _write_scaled(tensor: Any, plain: torch.Tensor, largest: torch.Tensor) -> None:
+    """Cast with the scale of the largest magnitude, into the memory of the codes if they lie so."""
+    scales = tensor._quantizer.scales_of(largest)
+    codes, _ = tensor.parts
+    made = codes if codes.is_contiguous() else torch.empty_like(plain, dtype=torch.uint8)
+    quantize_into(plain, tensor._format, scales, made)
+    tensor.overwrite((made, scales))
