@@ -6,8 +6,8 @@
 namespace te {
 
 struct CastArgs {
-  TensorView x;  // fp32/fp16/bf16, contiguous
-  TensorView y;  // shape of x, any of the three dtypes
+  TensorView x;       // fp32/fp16/bf16, contiguous
+  TensorView y;       // shape of x, any of the three dtypes
   TensorView factor;  // fp32, one value; may be absent
 };
 
