@@ -19,7 +19,7 @@ using norm_tiles::Worker;
 constexpr const char* kOp = "norm_forward";
 
 template <class In, NormKind kKind, int kRows, bool kMoments>
-__global__ void __launch_bounds__(kThreads, kMoments ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, kMoments ? 2 : blocks_sharing(4, 3, kThreads))
     tile_kernel(const __grid_constant__ Problem p) {
   follow_previous_kernel();
   extern __shared__ __align__(128) uint8_t memory[];

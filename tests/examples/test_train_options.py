@@ -53,8 +53,13 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Training, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        run()
+    # A process in the background of a shell starts with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_resume_takes_the_settings_of_the_run() -> None:
