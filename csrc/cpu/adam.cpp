@@ -5,6 +5,7 @@
 
 #include "core/adam.h"
 #include "core/parallel.h"
+#include "cpu/parallel_max.h"
 
 namespace te::cpu {
 namespace {
@@ -38,8 +39,14 @@ void round_tensor(const AdamTensors& t) {
 
 void raise_amax(const AdamTensors& t) {
   const float* parameter = t.parameter.ptr<float>();
-  float& amax = *t.amax.ptr<float>();
-  for (int64_t i = 0; i < t.parameter.numel(); ++i) amax = std::fmax(amax, std::fabs(parameter[i]));
+  float* stored = t.amax.ptr<float>();
+  const auto largest = [&](int64_t first, int64_t last) {
+    float part = 0.0f;
+    for (int64_t i = first; i < last; ++i) part = max_ignoring_nan(part, std::fabs(parameter[i]));
+    return part;
+  };
+  const float amax = parallel_max(t.parameter.numel(), kElementsPerThread, largest);
+  *stored = max_ignoring_nan(*stored, amax);
 }
 
 }  // namespace

@@ -122,7 +122,7 @@ def write(
         some = found[0][0]
         reduced = some._quantizer.ranks.reduce(torch.cat([one for *_, one in found]), some.label)
         for (tensor, plain, _), largest in zip(found, reduced.split(1), strict=True):
-            _write_scaled(tensor, plain, largest.clone())
+            _write_scaled(tensor, plain, largest)
 
 
 def _write_scaled(tensor: Any, plain: torch.Tensor, largest: torch.Tensor) -> None:
