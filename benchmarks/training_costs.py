@@ -21,7 +21,7 @@ KINDS = {
     "sums of columns": r"reduce_kernel<te::",
     "rotation": r"rope_kernel",
     "residuals": r"line_kernel",
-    "cross entropy": r"_kernel<te::\w+, \d>\(te::\w+( const)?\*, int|softmax|nll_loss",
+    "cross entropy": r"cross_entropy|softmax|nll_loss",
     "embedding": r"embedding|index|compute_grad_weight|sum_and_scatter|[sS]ort",
     "copies": r"Memcpy|Memset|copy|Fill",
 }

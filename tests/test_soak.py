@@ -92,7 +92,7 @@ def test_kernels_are_told_by_name_and_first_parameter(soak: Callable[[str], Modu
     for event, expected in {
         f"void {here}cast_kernel<float, __half>({here}Cast<float, __half>)": "cast.cu",
         f"void {here}cast_kernel<float, (bool)1>({here}CastArgs)": "quantize.cu",
-        f"void {here}forward_kernel<__half, te::X<1>>(__half const*, bool const*)": "softmax.cu",
+        f"void {here}softmax_forward_kernel<te::X<1>>(te::BFloat16 const*, bool)": "softmax.cu",
     }.items():
         assert defined[kernels.launched(event)] == expected
     assert kernels.launched("void at::native::cast_kernel<float>(float*)") is None

@@ -37,7 +37,8 @@ struct Part {
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads)
-    forward_kernel(const T* logits, const int* labels, float* sums, int64_t rows, int classes) {
+    cross_entropy_forward_kernel(const T* logits, const int* labels, float* sums, int64_t rows,
+                                 int classes) {
   follow_previous_kernel();
   __shared__ float maxima[kWarps], totals[kWarps], spreads[kWarps];
   const int64_t row = blockIdx.x;
@@ -77,8 +78,9 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const T* logits, const int* labels, const float* log_sums, const float* factors,
-                    float smoothing, float evenly, T* dx, int classes) {
+    cross_entropy_backward_kernel(const T* logits, const int* labels, const float* log_sums,
+                                  const float* factors, float smoothing, float evenly, T* dx,
+                                  int classes) {
   follow_previous_kernel();
   const int64_t row = blockIdx.x, start = row * classes;
   const int label = labels[row];
@@ -139,9 +141,10 @@ void cross_entropy_forward(const CrossEntropyForwardArgs& args, Stream stream) {
   const int64_t rows = logits.rows();
   dispatch(logits, rows_are_aligned(logits), kOp, [&](auto tag, auto v) {
     using T = typename decltype(tag)::type;
-    launch_dependent(forward_kernel<T, decltype(v)::value>, static_cast<unsigned>(rows), kThreads,
-                     0, stream_of(stream), logits.ptr<T>(), args.labels.ptr<int>(),
-                     args.sums.ptr<float>(), rows, static_cast<int>(logits.cols()));
+    launch_dependent(cross_entropy_forward_kernel<T, decltype(v)::value>,
+                     static_cast<unsigned>(rows), kThreads, 0, stream_of(stream), logits.ptr<T>(),
+                     args.labels.ptr<int>(), args.sums.ptr<float>(), rows,
+                     static_cast<int>(logits.cols()));
   });
 }
 
@@ -153,10 +156,11 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, Stream stream)
   const bool aligned = rows_are_aligned(logits) && rows_are_aligned(args.dx);
   dispatch(logits, aligned, kOp, [&](auto tag, auto v) {
     using T = typename decltype(tag)::type;
-    launch_dependent(backward_kernel<T, decltype(v)::value>, static_cast<unsigned>(logits.rows()),
-                     kThreads, 0, stream_of(stream), logits.ptr<T>(), args.labels.ptr<int>(),
-                     args.log_sums.ptr<float>(), args.factors.ptr<float>(), args.smoothing,
-                     args.evenly, args.dx.ptr<T>(), static_cast<int>(logits.cols()));
+    launch_dependent(cross_entropy_backward_kernel<T, decltype(v)::value>,
+                     static_cast<unsigned>(logits.rows()), kThreads, 0, stream_of(stream),
+                     logits.ptr<T>(), args.labels.ptr<int>(), args.log_sums.ptr<float>(),
+                     args.factors.ptr<float>(), args.smoothing, args.evenly, args.dx.ptr<T>(),
+                     static_cast<int>(logits.cols()));
   });
 }
 

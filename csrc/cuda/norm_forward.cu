@@ -133,8 +133,9 @@ struct Row {
       squares += sum_of(values, [=](float value) { return (value - mean) * (value - mean); });
     }
     const float rest = __fmul_rn(row_sum(distances), p.inverse_cols);
-    const float variance = fmaxf(row_sum(squares) * p.inverse_cols - rest * rest, 0.0f);
-    return {mean, rest, rsqrtf(variance + p.epsilon)};
+    const float variance = row_sum(squares) * p.inverse_cols - rest * rest;
+    // Not fmaxf, which would make 0 of NaN.
+    return {mean, rest, rsqrtf((variance < 0.0f ? 0.0f : variance) + p.epsilon)};
   }
 
   // `gamma_row` and `beta_row`: where the first pack of this thread is.

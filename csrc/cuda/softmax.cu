@@ -60,7 +60,7 @@ __device__ __forceinline__ float row_reduce(float value, Op op, float identity, 
 
 template <class T, int V, int P>
 __global__ void __launch_bounds__(kMaxThreads)
-    forward_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
+    softmax_forward_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
   follow_previous_kernel();
   __shared__ float maxima[kMaxThreads / kWarp], sums[kMaxThreads / kWarp];
   if (row_number() >= g.rows) return;  // a whole warp; blocks of one row never leave here
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <class T, int V, int P>
 __global__ void __launch_bounds__(kMaxThreads)
-    backward_kernel(const T* dy, const T* y, T* dx, float scale, int64_t rows, int keys) {
+    softmax_backward_kernel(const T* dy, const T* y, T* dx, float scale, int64_t rows, int keys) {
   follow_previous_kernel();
   __shared__ float sums[kMaxThreads / kWarp];
   const int64_t row = row_number();
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_scores(const T* x, float scale, const Softm
 
 template <class T, int V>
 __global__ void __launch_bounds__(kMaxThreads)
-    forward_loop_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
+    softmax_forward_loop_kernel(const T* x, T* y, float scale, SoftmaxGeometry g) {
   follow_previous_kernel();
   __shared__ float maxima[kMaxThreads / kWarp], sums[kMaxThreads / kWarp];
   const SoftmaxRow row = row_of(g);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <class T, int V>
 __global__ void __launch_bounds__(kMaxThreads)
-    backward_loop_kernel(const T* dy, const T* y, T* dx, float scale, int keys) {
+    softmax_backward_loop_kernel(const T* dy, const T* y, T* dx, float scale, int keys) {
   follow_previous_kernel();
   __shared__ float sums[kMaxThreads / kWarp];
   const int64_t start = static_cast<int64_t>(blockIdx.x) * keys;
@@ -263,9 +263,9 @@ void softmax_forward(const SoftmaxForwardArgs& args, Stream stream) {
                        args.scale, g);
     };
     if constexpr (P == 0)
-      launch(forward_loop_kernel<T, V>);
+      launch(softmax_forward_loop_kernel<T, V>);
     else
-      launch(forward_kernel<T, V, P>);
+      launch(softmax_forward_kernel<T, V, P>);
   });
 }
 
@@ -288,9 +288,9 @@ void softmax_backward(const SoftmaxBackwardArgs& args, Stream stream) {
                        args.dx.ptr<T>(), args.scale, counts...);
     };
     if constexpr (P == 0)
-      launch(backward_loop_kernel<T, V>, keys);
+      launch(softmax_backward_loop_kernel<T, V>, keys);
     else
-      launch(backward_kernel<T, V, P>, rows, keys);
+      launch(softmax_backward_kernel<T, V, P>, rows, keys);
   });
 }
 

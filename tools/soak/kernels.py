@@ -16,7 +16,7 @@ from outcome import ROOT, Outcome
 
 _NEVER_LAUNCHED = ("nothing_kernel",)  # asked for its attributes
 _VALUE = "T"  # the type of a pointer to values
-_PLAIN = ("float", "double", "__half", "__nv_bfloat16", "half")
+_PLAIN = ("float", "double", "__half", "BFloat16")
 _IN_SOURCE = re.compile(
     r"(\w+_kernel)\(\s*(?:const\s+)?(?:__grid_constant__\s+)?(?:\w+::)*(\w*)", re.DOTALL
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(os.environ.get("TE_SOAK_RESULTS") or Path(__file__).with_name("results"))
-_SHOWN = 5
+_SHOWN = 50
 
 
 @dataclass

@@ -112,6 +112,7 @@ def test_many_float_bit_patterns_equal_the_cpu(format):
     assert_bitwise(on_gpu[1], on_cpu[1])
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (0,)], ids=str)
 def test_empty(device, shape):
     x = torch.empty(shape, dtype=torch.bfloat16)
