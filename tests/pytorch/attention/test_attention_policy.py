@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
-from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy
-from transformer_engine.pytorch.attention.backends.backend import FEW_ELEMENTS, Problem
+from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy, sdpa
+from transformer_engine.pytorch.attention.backends.backend import FEW_ELEMENTS, Problem, refusal
 from transformer_engine.pytorch.attention.core import attention as core
 
 LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}
@@ -106,7 +107,11 @@ def test_kernels_with_wrong_gradients_of_large_tensors_are_left_out(sizes):
         problem = one._replace(batch=batch, training=training)
         assert FEW_ELEMENTS.holds(problem, None) is holds
     asked = [backend.name for backend in BACKENDS if FEW_ELEMENTS in backend.requirements]
-    assert set(asked) == {"cudnn", "cudnn_fp8", "sdpa"}
+    assert set(asked) == {"cudnn", "cudnn_fp8"}
+    large = one._replace(batch=most)
+    allowed = AttentionVariables()
+    assert refusal(sdpa.BACKEND, large, allowed) is None
+    assert "2^31" in str(refusal(sdpa.BACKEND, large._replace(compiling=True), allowed))
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])

@@ -161,3 +161,36 @@ def test_sdpa_runs_cudnn_on_hopper(monkeypatch, groups):
     assert "aten::_scaled_dot_product_cudnn_attention" in names
     assert "aten::clone" not in names, "flat heads are a view, and nothing else is copied"
     assert torch._C._get_sdp_priority_order() == order
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_sdpa_of_large_tensors_runs_a_kernel_that_is_right(
+    device, monkeypatch, qkv_format, mask_type, groups
+):
+    """No other kernel of torch 2.11 has right gradients above 2^31 elements."""
+    monkeypatch.setattr(core, "choose", lambda *call: sdpa.BACKEND)
+    module = make_module(
+        kv_channels=64, num_gqa_groups=groups, qkv_format=qkv_format, attn_mask_type=mask_type
+    )
+    shape = (48, 2) if qkv_format == "sbhd" else (2, 48)
+    inputs = [torch.randn(*shape, heads, 64, device=device) for heads in (4, groups, groups)]
+    inputs = [x.bfloat16().requires_grad_() for x in inputs]
+    padding = None
+    if mask_type == "padding":
+        padding = torch.zeros(2, 1, 1, 48, dtype=torch.bool, device=device)
+        padding[1, ..., 40:] = True
+    order, names, results = sdpa.sdpa_order(), set(), []
+    for large in (False, True):
+        monkeypatch.setattr(sdpa, "_is_large", lambda *tensors, large=large: large)
+        with torch.profiler.profile() as profile:
+            out = module(*inputs, attention_mask=padding)
+            gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        results.append((out, *gradients))
+        names = {event.name for event in profile.events()}
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert sdpa.sdpa_order() == order
+    if device == "cuda":
+        assert "aten::_scaled_dot_product_efficient_attention_backward" in names

@@ -260,13 +260,13 @@ _FEW = 16  # queries of a generation step; a prompt has more
 SOMETHING = Requirement(
     lambda problem, allowed: not problem.empty, "needs at least one query and one key"
 )
-_MOST_ELEMENTS = 1 << 31
+MOST_ELEMENTS = 1 << 31
 # On an H200 with torch 2.11, cuDNN 9.19 makes wrong gradients of queries and keys behind so many
 # elements, and torch's flash attention reads memory that is not its own. Its memory-efficient
-# kernel is right, but torch takes it last.
+# kernel is right, so `sdpa` takes that one for them.
 FEW_ELEMENTS = Requirement(
     lambda problem, allowed: (
-        problem.device == "cpu" or not problem.training or problem.elements < _MOST_ELEMENTS
+        problem.device == "cpu" or not problem.training or problem.elements < MOST_ELEMENTS
     ),
     "has wrong gradients of 2^31 elements of queries or keys and more; give parts of the batch",
 )

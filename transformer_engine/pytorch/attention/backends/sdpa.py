@@ -21,6 +21,7 @@ from transformer_engine.pytorch.attention.backends import local_graph
 from transformer_engine.pytorch.attention.backends.backend import (
     FEW_ELEMENTS,
     HIGH_PRECISION,
+    MOST_ELEMENTS,
     NO_BIAS,
     NO_SINK,
     SOMETHING,
@@ -45,6 +46,7 @@ from transformer_engine.pytorch.capture import memoize
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
+_RIGHT_IF_LARGE = [SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
 _TORCH_ORDER: list[int] = sdpa_order()
 _OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
 _CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
@@ -82,14 +84,19 @@ def _forward(
     groups = key.shape[1]
     per_group = query.shape[1] // max(1, groups)
     masked = not (mask.full or mask.causal)
+    large = any(needs) and _is_large(query, key)
+    if per_group > 1 and (masked or large):  # kernels that take these know no groups
+        key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
     if masked:
-        if per_group > 1:  # kernels that take a mask know no groups
-            key, value = (x.repeat_interleave(per_group, dim=1) for x in (key, value))
         seen, blind = _seen(mask, query, key)
-    grouped = per_group > 1 and not masked
+    grouped = per_group > 1 and not (masked or large)
     arguments = Arguments(seen, call.dropout.p, mask.causal, call.scale, grouped)
     inputs = (query, key, value)
-    order = None if masked else _order(query, key, bool(call.cache), any(needs))
+    order = None
+    if large:
+        order = _RIGHT_IF_LARGE
+    elif not masked:
+        order = _order(query, key, bool(call.cache), any(needs))
     if not any(needs):
         out, saved = _attend(*inputs, arguments, order), None
     else:
@@ -206,6 +213,11 @@ def _has_fast_cudnn(device: int) -> bool:
     return bool(_TORCH_ORDER) and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def _is_large(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether the fast kernels of torch have wrong gradients, see `FEW_ELEMENTS`."""
+    return query.is_cuda and max(query.numel(), key.numel()) >= MOST_ELEMENTS
+
+
 def _order(
     query: torch.Tensor, key: torch.Tensor, cached: bool, recorded: bool
 ) -> list[int] | None:
@@ -232,11 +244,12 @@ def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
     """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
     if order is None:
         return run()
+    before = sdpa_order()
     set_sdpa_order(order)
     try:
         return run()
     finally:
-        set_sdpa_order(_TORCH_ORDER)
+        set_sdpa_order(before)
 
 
 forward, backward = dense(Kernel(_forward, _backward))
@@ -259,7 +272,11 @@ BACKEND = Backend(
             "has no grouped query attention before torch 2.5",
         ),
         SOMETHING,
-        FEW_ELEMENTS,
+        Requirement(
+            lambda problem, allowed: not problem.compiling or FEW_ELEMENTS.holds(problem, allowed),
+            "has wrong gradients of 2^31 elements of queries or keys and more in compiled code;"
+            " give parts of the batch",
+        ),
         Requirement(
             lambda problem, allowed: (
                 not problem.part
