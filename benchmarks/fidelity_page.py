@@ -1,14 +1,17 @@
-"""Puts the results of `fidelity.py` into docs/explanation/fidelity.md: a table and a figure.
+"""Puts results of `fidelity.py` and `fidelity_gemms.py` into docs/explanation/fidelity.md.
 
 python benchmarks/fidelity_page.py
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from pathlib import Path
 from typing import Any
 
-from fidelity import KINDS, RESULTS, differences, lines, pairs_of, percent, settings_of
+from fidelity import FP8, KINDS, RESULTS, differences, lines, pairs_of, percent, settings_of
+from fidelity_gemms import GEMMS
 from pages import figure, put_into
 from report import table
 
@@ -26,6 +29,21 @@ def differences_table(done: list[dict[str, Any]]) -> str:
         others = row["precision"] != "bf16"
         cells.append([row["precision"], str(row["seeds"]), f"{row['loss']:.4f}", apart * others])
     return table(["precision", "seeds", "validation loss", "above bf16"], cells)
+
+
+def gemms_table(rows: list[dict[str, Any]]) -> str:
+    """A row for the GEMMs that run in FP8, a column for each recipe; means over the looks."""
+
+    def errors(case: str) -> str:
+        found = [row for row in rows if row["case"] == case]
+        means = [statistics.mean(row[name] for row in found) for name in ("error", "systematic")]
+        return " / ".join(f"{100 * mean:.1f} %" for mean in means)
+
+    recipes = [kind["recipe"] for kind in FP8]
+    cells = [["none, all in bf16", *[errors("bf16")] * len(recipes)]]
+    for gemms in ("all GEMMs", *GEMMS):
+        cells.append([gemms, *[errors(f"fp8 {recipe}, {gemms}") for recipe in recipes]])
+    return table(["in FP8", *recipes], cells)
 
 
 def draw(done: list[dict[str, Any]], target: Path) -> None:
@@ -52,6 +70,8 @@ def main() -> None:
     done = lines(RESULTS / "fidelity_125m.jsonl")
     put_into(PAGE, "differences", differences_table(done))
     draw(done, FIGURE)
+    looks = json.loads((RESULTS / "fidelity_gemms.json").read_text())["rows"]
+    put_into(PAGE, "gemms", gemms_table(looks))
     print(f"wrote {PAGE} and {FIGURE} from {len(done)} trainings")
 
 

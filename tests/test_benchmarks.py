@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_training
 import fidelity
+import fidelity_gemms
 import fidelity_page
 import goals
 import harness
@@ -19,6 +21,8 @@ import report
 import training_chart
 import training_costs
 import training_models
+
+import transformer_engine.pytorch as te
 
 
 def test_report_prints_and_saves_rows(tmp_path, capsys):
@@ -140,6 +144,35 @@ def test_the_page_shows_differences_and_their_course(tmp_path):
     assert target.read_text().count("fp8 delayed") and "training loss" in target.read_text()
 
 
+def test_gradients_are_compared_with_one_kind_of_gemm_in_fp8():
+    settings = fidelity.settings_of(fidelity.FP8[1], 0, "tiny", 1, "cpu")
+    training = fidelity.Training(replace(settings, layers=1), fidelity.load_text(None))
+    batches = [training.batches.training(0)]
+    te.gemm_report(reset=True)
+    with fidelity_gemms.in_fp8_alone("dgrad"):
+        found = fidelity_gemms.gradients(training, batches)
+    counts = te.gemm_report(reset=True).counts
+    assert {gemm for _, gemm, precision in counts if precision.startswith("fp8")} == {"dgrad"}
+    assert found.shape == (1, training.parameters)
+    with torch.no_grad():
+        assert fidelity_gemms.apart(2.0 * found, found) == {"error": 1.0, "systematic": 1.0}
+    opposite = torch.cat([found, -found])
+    assert fidelity_gemms.apart(torch.zeros_like(opposite), opposite)["systematic"] == 0.0
+
+
+def test_the_page_shows_errors_of_gemms():
+    cases = [name for name, *_ in fidelity_gemms.cases()]
+    assert len(cases) == 1 + 3 * 4
+    rows = [
+        {"case": case, "error": 0.01 * step * i, "systematic": 0.001 * i}
+        for step in (1, 3)
+        for i, case in enumerate(cases)
+    ]
+    table = fidelity_page.gemms_table(rows).splitlines()
+    assert table[2] == "| none, all in bf16 " + 3 * "| 0.0 % / 0.0 % " + "|"
+    assert table[4] == "| fprop | 4.0 % / 0.2 % | 12.0 % / 0.6 % | 20.0 % / 1.0 % |"
+
+
 def test_readme_shows_trainings_that_have_all_rows(tmp_path):
     def document(model, speed, cases):
         rows = [
@@ -210,7 +243,7 @@ KERNELS = {
     "void te::cuda::tile_map_kernel<te::BFloat16, Identity<false>, true, false>": "casts",
     "te::cuda::tile_map_kernel<te::BFloat16, Backward<te::SigmoidUnit>, true>": "activations",
     "te::cuda::backward_kernel<te::BFloat16, te::BFloat16, (te::NormKind)1, 2>": "norms",
-    "te::cuda::backward_kernel<te::BFloat16, 8>(te::BFloat16 const*, int*)": "cross entropy",
+    "te::cuda::cross_entropy_backward_kernel<te::BFloat16, 8>(te::BFloat16 const*, int*)": "cross entropy",
     "triton_red_fused__fused_rms_norm__unsafe_view_add_7": "fused by torch.compile",
     "unheard_of": "other",
 }
