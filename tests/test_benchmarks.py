@@ -243,7 +243,7 @@ KERNELS = {
     "void te::cuda::tile_map_kernel<te::BFloat16, Identity<false>, true, false>": "casts",
     "te::cuda::tile_map_kernel<te::BFloat16, Backward<te::SigmoidUnit>, true>": "activations",
     "te::cuda::backward_kernel<te::BFloat16, te::BFloat16, (te::NormKind)1, 2>": "norms",
-    "te::cuda::cross_entropy_backward_kernel<te::BFloat16, 8>(te::BFloat16 const*, int*)": "cross entropy",
+    "te::cuda::cross_entropy_backward_kernel<te::BFloat16>(int*)": "cross entropy",
     "triton_red_fused__fused_rms_norm__unsafe_view_add_7": "fused by torch.compile",
     "unheard_of": "other",
 }

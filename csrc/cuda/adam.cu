@@ -1,19 +1,18 @@
-// Adam for many tensors in few launches: pointers travel as arguments, and a block finds the tensor
-// that its elements are of.
+// Adam for many tensors in few launches.
 #include "core/adam.h"
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/tensor_batch.cuh"
 #include "ops/adam.h"
 
 namespace te::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 4;      // of an access: 16 bytes of fp32
-constexpr int kRounds = 4;        // accesses of a thread
-constexpr int kMostTensors = 48;  // of a launch, whose arguments are at most 4 KiB
+constexpr int kElements = 4;  // of an access: 16 bytes of fp32
+constexpr int kRounds = 4;    // accesses of a thread
 constexpr int64_t kBlock = int64_t{kThreads} * kElements * kRounds;  // elements of a block
 
 struct Pointers {
@@ -25,26 +24,11 @@ struct Pointers {
 };
 
 struct Batch {
-  Pointers tensors[kMostTensors];
-  unsigned first_block[kMostTensors];
-  int size;
+  TensorBatch<Pointers, 48> tensors;  // arguments of a kernel are at most 4 KiB
   AdamRules rules;
   const float *step, *rate, *factor;
 };
 static_assert(sizeof(Batch) <= 4096);
-
-// The last tensor whose blocks begin at or before this one.
-__device__ __forceinline__ int tensor_of(const Batch& batch, unsigned block) {
-  int low = 0, high = batch.size - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= block)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
-}
 
 // Returns the largest magnitude of the parameters.
 template <class G, class W, int V>
@@ -80,11 +64,11 @@ __device__ __forceinline__ bool is_aligned_to_packs(const Pointers& t) {
 template <class G, class W, bool kAmax>
 __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Batch batch) {
   follow_previous_kernel();
-  const int index = tensor_of(batch, blockIdx.x);
-  const Pointers t = batch.tensors[index];
+  const int index = batch.tensors.tensor_of(blockIdx.x);
+  const Pointers t = batch.tensors.tensors[index];
   const AdamStep step =
       batch.rules.at(*batch.step, *batch.rate, batch.factor == nullptr ? 1.0f : *batch.factor);
-  const int64_t begin = (blockIdx.x - batch.first_block[index]) * kBlock;
+  const int64_t begin = (blockIdx.x - batch.tensors.first_block[index]) * kBlock;
   const int64_t end = min(t.count, begin + kBlock);
   float largest = 0.0f;
   if (is_aligned_to_packs(t) && t.count % kElements == 0) {
@@ -125,29 +109,24 @@ void adam(const AdamArgs& args, Stream stream) {
   const AdamTensors& first = args.tensors.front();
   const DeviceGuard guard(first.parameter.device);
   Batch batch;
-  batch.size = 0;
   batch.rules = adam_rules(args.beta1, args.beta2, args.epsilon, args.decay, args.decoupled);
   batch.step = args.step.ptr<float>();
   batch.rate = args.rate.ptr<float>();
   batch.factor = args.factor.ptr<float>();
-  int64_t blocks = 0;
   const auto launch = [&] {
-    if (blocks == 0) return;
+    if (batch.tensors.blocks == 0) return;
     dispatch(first, [&](auto gradient, auto weight, auto amax) {
       using G = typename decltype(gradient)::type;
       using W = typename decltype(weight)::type;
-      launch_dependent(adam_kernel<G, W, amax()>, static_cast<unsigned>(blocks), kThreads, 0,
+      launch_dependent(adam_kernel<G, W, amax()>, batch.tensors.blocks, kThreads, 0,
                        stream_of(stream), batch);
     });
-    batch.size = 0;
-    blocks = 0;
+    batch.tensors.clear();
   };
   for (const AdamTensors& tensors : args.tensors) {
-    if (tensors.parameter.numel() == 0) continue;
-    batch.tensors[batch.size] = pointers_of(tensors);
-    batch.first_block[batch.size++] = static_cast<unsigned>(blocks);
-    blocks += ceil_div(tensors.parameter.numel(), kBlock);
-    if (batch.size == kMostTensors) launch();
+    const int64_t count = tensors.parameter.numel();
+    if (count > 0) batch.tensors.add(pointers_of(tensors), ceil_div(count, kBlock));
+    if (batch.tensors.is_full()) launch();
   }
   launch();
 }

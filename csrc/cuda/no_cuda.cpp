@@ -20,6 +20,7 @@
 #include "ops/quantize_blocks.h"
 #include "ops/rope.h"
 #include "ops/softmax.h"
+#include "ops/sum_squares.h"
 #include "ops/transpose.h"
 
 namespace te::cuda {
@@ -78,6 +79,7 @@ void rope(const RopeArgs&, Stream) { absent("rope"); }
 void softmax_forward(const SoftmaxForwardArgs&, Stream) { absent("softmax_forward"); }
 void softmax_backward(const SoftmaxBackwardArgs&, Stream) { absent("softmax_backward"); }
 void adam(const AdamArgs&, Stream) { absent("adam"); }
+void sum_squares(const SumSquaresArgs&, Stream) { absent("sum_squares"); }
 void cross_entropy_forward(const CrossEntropyForwardArgs&, Stream) {
   absent("cross_entropy_forward");
 }

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
+from transformer_engine.pytorch.kernels.sum_squares import sum_squares
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part, whole_value
 from transformer_engine.pytorch.tensor.shards import piece_of
 from transformer_engine.pytorch.tensor.writing import takes_amax
+
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def clip_factor(
@@ -40,20 +43,20 @@ def clip_factor(
     if not gradients:
         return torch.zeros(()), torch.ones(())
     with torch.no_grad():
-        norm = whole_value(torch.linalg.vector_norm(torch.stack(_norms(gradients))))
+        norm = _norm(gradients)
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each gradient, in fp32. torch 2.15 cannot find those of a list of DTensors together."""
-    if any([is_dtensor(one) or one.dtype is torch.float64 for one in gradients]):
-        return [
-            torch.linalg.vector_norm(
-                one, 2, dtype=torch.promote_types(one.dtype, torch.float32)
-            ).float()
-            for one in gradients
-        ]
-    return list(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of all gradients together, in fp32."""
+    if all([one.dtype in _SUMMED and not is_dtensor(one) for one in gradients]):
+        return sum_squares([one.contiguous() for one in gradients]).sum().sqrt()
+    # torch 2.15 cannot find those of a list of DTensors together.
+    norms = [
+        torch.linalg.vector_norm(one, 2, dtype=torch.promote_types(one.dtype, torch.float32))
+        for one in gradients
+    ]
+    return whole_value(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
 
 
 def device_count(count: Any, device: torch.device) -> torch.Tensor:
