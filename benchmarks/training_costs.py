@@ -14,7 +14,7 @@ KINDS = {
     "FP8 products": r"nvjet_sm\d+_[qr]{2}|e4m3|e5m2",
     "products": r"nvjet|gemm|cutlass|splitK",
     "AdamW": r"adam_kernel|FusedOptimizer|FusedAdam",
-    "norm of gradients": r"LpNorm",
+    "norm of gradients": r"LpNorm|sum_squares",
     "norms": r"NormKind|layer_norm|rms_norm",
     "activations": r"Unit|gelu|silu",
     "casts": r"tile_map|transpose_kernel|update_kernel",
