@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
+
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 _DOCSTRING = re.compile(r"^\{\{ docstring ([\w.]+)\.(\w+) \}\}$", re.M)
@@ -35,8 +38,33 @@ def _docstring(match: re.Match[str]) -> str:
     raise SystemExit(f"docs: no class {match[2]} in {match[1]}")
 
 
+class _FencedExamples(Preprocessor):
+    """Makes code of `>>>` and the lines below it; Markdown takes them for quotations."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        made: list[str] = []
+        indent, fenced = None, False  # indent: of the example that runs
+        for line in [*lines, ""]:
+            if indent is not None and not line.strip():
+                made.append(f"{indent}```")
+                indent = None
+            if indent is None and line.lstrip().startswith("```"):
+                fenced = not fenced
+            elif indent is None and not fenced and line.lstrip().startswith(">>> "):
+                indent = line[: len(line) - len(line.lstrip())]
+                made.append(f"{indent}```pycon")
+            made.append(line)
+        return made[:-1]
+
+
+class _Examples(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(_FencedExamples(md), "examples", 1000)  # before code is seen
+
+
 def on_config(config: Any) -> Any:
-    """Navigation: all decisions, and pages of docs/how-to that mkdocs.yml does not name."""
+    """Examples in docstrings; navigation: decisions, and how-tos that mkdocs.yml does not name."""
+    config.markdown_extensions.append(_Examples())
     docs = Path(config.docs_dir)
     named = str(config.nav)
     for section in config.nav:
@@ -58,7 +86,7 @@ def _table_of_decisions(_: re.Match[str]) -> str:
     for path in _decisions(Path("docs")):
         number, title = path.read_text().splitlines()[0].lstrip("# ").split(". ", 1)
         rows.append(f"| {number} | [{title}]({path.name}) |")
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+    return "\n".join(["| number | decision |", "| --- | --- |", *rows])
 
 
 def on_post_build(*, config: Any, **_: Any) -> None:

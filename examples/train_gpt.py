@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a small GPT on text, byte by byte, in FP8. Losses are in nats per byte.",
         usage="%(prog)s [options]   (--help lists them)",
+        allow_abbrev=False,  # command_to_go_on looks for whole names
     )
     add = parser.add_argument_group("what is trained").add_argument
     add("--data", metavar="FILE", help="text to train on (the Python standard library's sources)")

@@ -10,7 +10,8 @@ from typing import Any
 def assign_layer_names(model: Any, named: Callable[[str], None]) -> None:
     """Set `name` on every module: "model", a dot, and its attribute path.
 
-    Inside a ModuleList, a child's `layer_number` stands for its index, if it has one.
+    Inside a ModuleList, a child's `layer_number` stands for its index, if it has one; where two
+    children would get the same name so, indices stand for all.
 
     Raises:
         ValueError: `model` is no module, no wrapper with a `module`, and no list of these.
@@ -37,8 +38,17 @@ def _assign(module: Any, name: str, named: Callable[[str], None]) -> None:
     if not isinstance(module, module_list):
         module.name = name
         named(name)
-    for attribute, child in module.named_children():
-        key = attribute
-        if isinstance(module, module_list):
-            key = str(getattr(child, "layer_number", attribute))
+    children = dict(module.named_children())
+    keys = _numbers(children) if isinstance(module, module_list) else list(children)
+    for key, child in zip(keys, children.values(), strict=True):
         _assign(child, f"{name}.{key}", named)
+
+
+def _numbers(children: dict[str, Any]) -> list[str]:
+    """Keys of the children of a ModuleList, no two alike."""
+    numbers = [getattr(child, "layer_number", None) for child in children.values()]
+    keys = [
+        index if number is None else str(number)
+        for index, number in zip(children, numbers, strict=True)
+    ]
+    return keys if len(set(keys)) == len(keys) else list(children)

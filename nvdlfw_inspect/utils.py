@@ -128,7 +128,7 @@ def step_number(op: str, argument: str, value: Any) -> int:
 
 
 def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for keywords that look like misspelt ones.
+    """Raise TypeError for keywords that look like misspelt or shortened ones.
 
     Other unknown keywords are accepted: programs for other versions pass them.
 
@@ -139,6 +139,7 @@ def refuse_misspelt(op: str, unknown: Iterable[str], known: Iterable[str]) -> No
     """
     for name in unknown:
         near = difflib.get_close_matches(name, list(known), 1, _MISSPELT)
+        near += [whole for whole in known if whole.startswith(name)]
         if near:
             raise TypeError(f"[{op}] argument {name} is not known; did you mean {near[0]}?")
 

@@ -48,6 +48,12 @@ def test_addresses_are_those_of_files(site: Path) -> None:
             assert not path or "://" in path or (page.parent / path).is_file(), (page, address)
 
 
+def test_examples_in_docstrings_are_code(site: Path) -> None:
+    pages = [page.read_text() for page in site.rglob("*.html")]
+    assert any('<span class="gp">&gt;&gt;&gt; </span>' in page for page in pages)
+    assert not any("<blockquote>\n<blockquote>" in page for page in pages)
+
+
 def test_the_search_needs_no_server(site: Path) -> None:
     """Pages of the file system may neither fetch an index nor start a worker."""
     assert (site / "search" / "search_index.js").is_file()

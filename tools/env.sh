@@ -10,8 +10,9 @@ PYTHON=${PYTHON:-python3}
 has() { command -v "$1" >/dev/null; }
 
 if [ -n "$VENV" ]; then
-  export PATH="$ROOT/$VENV/bin:$PATH"
-  py=$ROOT/$VENV/bin/python
+  case $VENV in /*) bin=$VENV/bin ;; *) bin=$ROOT/$VENV/bin ;; esac
+  export PATH="$bin:$PATH"
+  py=$bin/python
 else
   py=$(command -v "$PYTHON")
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package is built in place

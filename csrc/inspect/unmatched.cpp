@@ -91,8 +91,8 @@ std::string explain_unmatched(const Section& section, const std::vector<std::str
   if (!close.empty()) return concat(head, "; did you mean ", join(close), "?");
   const std::vector<std::string> some(layers.begin(),
                                       layers.begin() + std::min<ptrdiff_t>(5, std::ssize(layers)));
-  return concat(head, "; ", layers.size(), layers.size() == 1 ? " layer" : " layers",
-                " ran, such as ", join(some));
+  return concat(head, " among ", layers.size(), layers.size() == 1 ? " layer" : " layers",
+                ", such as ", join(some));
 }
 
 }  // namespace te::inspect

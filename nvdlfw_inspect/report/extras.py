@@ -24,7 +24,7 @@ def require(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
-        if error.name != package:
+        if (error.name or "").partition(".")[0] != package:
             raise
         raise MissingExtraError(
             f"[report] {purpose} needs {package}, which is not installed: {INSTALL}"

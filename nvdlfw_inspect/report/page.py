@@ -69,6 +69,7 @@ def report_html(verdicts: list[Verdicts]) -> str:
         combined=combined_yaml(advice) if len(advice) > 1 else None,
         table=table_of(first, LIMIT),
         compared=compare(*verdicts) if len(verdicts) == 2 else None,
+        common=any(key in verdicts[-1].by_key for key in first.by_key),
         notes=_notes(verdicts, columns),
         style=asset("page.css"),
         script=asset("page.js"),

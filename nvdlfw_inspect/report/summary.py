@@ -21,6 +21,7 @@ examples:
 
 exit codes: 0 all well, 1 a verdict reached --fail-over, 2 there is nothing to read"""
 LIMIT = 20
+WHY = 20  # columns of a terminal in which the last column of the table can be read
 STYLES = {Level.OK: "green", Level.WATCH: "yellow", Level.BAD: "bold red"}
 
 
@@ -101,7 +102,7 @@ class _Plain:
 
 
 class _Rich:
-    """Colours, and columns that fold where the terminal is too narrow.
+    """Colours, and paragraphs instead of a table where the terminal is too narrow for one.
 
     Raises:
         MissingExtraError: rich is not installed.
@@ -110,6 +111,7 @@ class _Rich:
     def __init__(self, file: IO[str]) -> None:
         self._console = require("rich.console", "the summary").Console(file=file, highlight=False)
         self._text = require("rich.text", "the summary").Text
+        self._padding = require("rich.padding", "the summary").Padding
 
     def line(self, text: str, first: str = "", style: str = "") -> None:
         """Writes a line, its first part in a style, which is that of all where there is none."""
@@ -118,6 +120,10 @@ class _Rich:
 
     def table(self, table: Table) -> None:
         """Writes a table, its first column in the colour of the row."""
+        *others, _ = zip([c.title for c in table.columns], *table.rows, strict=True)
+        if sum(max(map(len, cells)) + 3 for cells in others) + WHY > self._console.width:
+            self._paragraphs(table)
+            return
         rich_table = require("rich.table", "the summary")
         box = require("rich.box", "the summary").SIMPLE_HEAD
         drawn = rich_table.Table(box=box, pad_edge=False)
@@ -125,10 +131,22 @@ class _Rich:
             drawn.add_column(
                 column.title,
                 justify="right" if column.numeric else "left",
-                no_wrap=column.numeric or column.title == "verdict",
+                no_wrap=column.title != "why",
                 overflow="fold",
             )
         for cells, level in zip(table.rows, table.levels, strict=True):
             first = self._text(cells[0], style=STYLES[level])
             drawn.add_row(first, *map(self._text, cells[1:]))
         self._console.print(drawn)
+
+    def _paragraphs(self, table: Table) -> None:
+        """Writes the rows without columns, which would fold after a few letters."""
+        self._console.print()
+        for cells, level in zip(table.rows, table.levels, strict=True):
+            verdict, layer, tensor, statistic, *numbers, why = cells
+            titles = [column.title for column in table.columns if column.numeric]
+            values = ", ".join(f"{t} {n}" for t, n in zip(titles, numbers, strict=True))
+            self.line(layer, first=f"{verdict:6}", style=STYLES[level])
+            below = filter(None, (f"{tensor} {statistic}: {values}", why))
+            self._console.print(self._padding(self._text("\n".join(below)), (0, 0, 0, 6)))
+        self._console.print()

@@ -63,6 +63,25 @@ def test_show_never_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "which is not there" in said
 
 
+@pytest.mark.parametrize(
+    ("stats", "gemms", "said"),
+    [
+        (["mse_columnwise"], ["wgrad"], "one takes it rowwise, see underflows%"),
+        (["mse"], ["fprop"], "one takes it columnwise, see underflows%_columnwise"),
+        (["mse"], ["fprop", "wgrad"], "no GEMM in FP8 takes it, because a feature or the layer"),
+    ],
+)
+def test_a_tensor_that_is_not_cast_inside_autocast_has_another_reason(
+    tmp_path: Path, stats: list[str], gemms: list[str], said: str
+) -> None:
+    config = section("LogFp8TensorStats", tensors=["activation"], stats=stats)
+    config["transformer_engine"]["DisableFP8GEMM"] = {"enabled": True, "gemms": gemms}
+    with debugging(tmp_path, config):
+        train()
+    (reason, *others) = {line.partition(": ")[2] for line in messages(tmp_path) if "Skip" in line}
+    assert said in reason and not others
+
+
 def test_one_warning_for_all_tensors_without_casts(tmp_path: Path) -> None:
     config = section("LogFp8TensorStats", tensors=["weight", "activation"], stats=["mse"])
     model = torch.nn.Sequential(*(te.Linear(16, 16, device="cpu", name=n) for n in "abc"))

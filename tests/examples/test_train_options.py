@@ -62,6 +62,13 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that goes on is found by whole names."""
+    with pytest.raises(SystemExit):
+        run("--check", "whole.pt")
+    assert "unrecognized arguments: --check" in capsys.readouterr().err
+
+
 def test_resume_takes_the_settings_of_the_run() -> None:
     run("--recipe", "current", "--dropout", "0.1", "--sample", "0", "--checkpoint", "whole.pt")
     options = ["--recipe", "current", "--dropout", "0.1", "--stop-after", "16"]

@@ -94,6 +94,20 @@ def test_models_are_named(initialize: Initialize, tmp_path: Path) -> None:
         debug_api.infer_and_assign_layer_names(3)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "names"), [((None, None), "01"), ((3, 3), "01"), ((2, 1), "21")]
+)
+def test_layers_of_a_list_have_names_of_their_own(
+    initialize: Initialize, numbers: tuple[int | None, ...], names: str
+) -> None:
+    initialize()
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    for layer, number in zip(layers, numbers, strict=True):
+        layer.layer_number = number
+    debug_api.infer_and_assign_layer_names(layers)
+    assert [layer.name for layer in layers] == [f"model.{name}" for name in names]
+
+
 def test_the_configuration_of_a_layer(initialize: Initialize) -> None:
     assert ConfigManager.get_config_for_layer("l.router") == {}
     initialize(config(stats=["min"]))

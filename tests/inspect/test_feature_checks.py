@@ -67,7 +67,9 @@ def test_arguments_of_initialize(
 
 
 def test_an_unknown_argument_of_initialize_is_named_with_the_nearest(tmp_path: Path) -> None:
-    text = "argument config is not known; did you mean config_file"
-    with pytest.warns(UserWarning, match=text):
+    with pytest.raises(TypeError, match="argument config is not known; did you mean config_file"):
         debug_api.initialize(config="config.yaml", log_dir=tmp_path)
+    text = "argument log_folder is not known; did you mean log_dir"
+    with pytest.warns(UserWarning, match=text):
+        debug_api.initialize(log_folder="logs", log_dir=tmp_path)
     debug_api.end_debug()

@@ -164,6 +164,13 @@ def test_two_runs_share_columns_and_layers(tmp_path: Path) -> None:
     assert 'id="which"' not in page_of(first)
 
 
+def test_runs_without_a_common_series_are_not_called_alike(tmp_path: Path) -> None:
+    first = write_series(tmp_path / "a", [1.0], layer="x")
+    other = write_series(tmp_path / "b", [1.0], layer="y")
+    assert "Nothing can be compared" in page_of(first, other)
+    assert "has the same verdict in both" in page_of(first, first)
+
+
 def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_series(tmp_path, [1.0])
     output = tmp_path / "report.html"

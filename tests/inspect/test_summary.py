@@ -29,7 +29,7 @@ class NotInstalled:
         self.package = package
 
     def find_spec(self, name: str, *_: object) -> None:
-        if name == self.package:
+        if name.partition(".")[0] == self.package:
             raise ModuleNotFoundError(name=name)
 
 
@@ -176,6 +176,22 @@ def test_a_terminal_gets_colours(tmp_path: Path) -> None:
     terminal = Terminal()
     print_summary(judge(read_run(write_series(tmp_path, [1.0]))), file=terminal)
     assert ESCAPE in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_narrow_terminal_gets_paragraphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    layer = "model.layers.7.layernorm_mlp.fc2"
+    terminal = Terminal()
+    verdicts = judge(read_run(write_series(tmp_path, [1.0, None, float("nan")], layer=layer)))
+    print_summary(verdicts, file=terminal)
+    said = re.sub(f"{ESCAPE}[^m]*m", "", terminal.getvalue())
+    assert (f"bad   {layer}\n      gradient cur_amax: last nan" in said) == (columns == 60)
+    assert ("verdict" in said) == (columns == 200)
 
 
 @pytest.mark.parametrize("command", [name for name, *_ in COMMANDS])

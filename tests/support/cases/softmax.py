@@ -78,6 +78,7 @@ SANITIZE = [
     Case((1, 4, 3, 40), mask=(1, 1, 3, 40)),
     Case((1, 1, 5, 33), right=0),
     Case((1, 1, 2, 2056), left=9, right=0, diagonal=2000),
+    Case((1, 1, 1, 16401)),
 ]
 
 _SQUARE = (4, 32, 2048, 2048)

@@ -180,13 +180,17 @@ def _merge(
 
 
 def cast(
-    x: torch.Tensor | None, side: Any, source: Source, quantizer: Any, of: TensorName
+    x: torch.Tensor | None,
+    sides: tuple[Any, Any],
+    source: Source,
+    quantizer: Any,
+    of: TensorName,
 ) -> Cast | BlockCast | Scales | str:
     """Return what a casts slot is fed with, or the reason why there is nothing.
 
     Args:
         x: the tensor in high precision, None for a parameter that is kept in FP8.
-        side: the operand that was made of it.
+        sides: the operand that was made of it for the direction of the source, and the other one.
         source: of the slot.
         quantizer: that made the operand.
         of: which tensor it is.
@@ -203,13 +207,16 @@ def cast(
         if source.recipe == MX:
             return _cast_to_mx(x, source)
         return _cast_again(x, source, _what_if(source, quantizer, of), of.amax)
-    matrix = _matrix(side, source.columnwise)
+    matrix = _matrix(sides[0], source.columnwise)
     if matrix is None:
-        direction = "columnwise" if source.columnwise else "rowwise"
-        return (
-            f"the tensor is not quantised to FP8 ({direction}); layers cast inside"
-            " te.fp8_autocast(enabled=True)"
-        )
+        directions = ("columnwise", "rowwise") if source.columnwise else ("rowwise", "columnwise")
+        said = f"the tensor is not quantised to FP8 ({directions[0]})"
+        if _matrix(sides[1], not source.columnwise) is not None:
+            name = "underflows%" if source.columnwise else "underflows%_columnwise"
+            return f"{said}: no GEMM takes it so; one takes it {directions[1]}, see {name}"
+        if current:
+            return f"{said}: no GEMM in FP8 takes it, because a feature or the layer says so"
+        return f"{said}; layers cast inside te.fp8_autocast(enabled=True)"
     if x is None:
         return Scales(matrix)
     if matrix.layout.in_blocks:

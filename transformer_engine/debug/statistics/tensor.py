@@ -198,8 +198,8 @@ class TensorStatistics:
             slot = self.slots[source]
             if not self._open(slot, captured):
                 continue
-            side = columnwise if source.columnwise else rowwise
-            found = feeds.cast(x, side, source, quantizer, self.name)
+            sides = (columnwise, rowwise) if source.columnwise else (rowwise, columnwise)
+            found = feeds.cast(x, sides, source, quantizer, self.name)
             if isinstance(found, str):
                 self._skip(found)
                 continue

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
@@ -46,7 +47,7 @@ from transformer_engine.pytorch.capture import memoize
 
 _HAS_GROUPS = TorchVersion(torch.__version__) >= TorchVersion("2.5")
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-_RIGHT_IF_LARGE = [SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
+_RIGHT_IF_LARGE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _TORCH_ORDER: list[int] = sdpa_order()
 _OTHERS = [backend for backend in _TORCH_ORDER if backend != _CUDNN]
 _CUDNN_FIRST, _CUDNN_LAST = [_CUDNN, *_OTHERS], [*_OTHERS, _CUDNN]
@@ -92,20 +93,17 @@ def _forward(
     grouped = per_group > 1 and not (masked or large)
     arguments = Arguments(seen, call.dropout.p, mask.causal, call.scale, grouped)
     inputs = (query, key, value)
-    order = None
-    if large:
-        order = _RIGHT_IF_LARGE
-    elif not masked:
-        order = _order(query, key, bool(call.cache), any(needs))
+    order = None if masked or large else _order(query, key, bool(call.cache), any(needs))
     if not any(needs):
         out, saved = _attend(*inputs, arguments, order), None
     else:
-        kernel = _in_order(order, lambda: _kernel(inputs, arguments))
-        if kernel is None:
-            run = partial(_attend, arguments=arguments, order=order)
-            out, saved = local_graph.forward(run, inputs, needs[:3])
-        else:
-            out, saved = kernel.forward(inputs, arguments, needs)
+        with sdpa_kernel(_RIGHT_IF_LARGE) if large else nullcontext():
+            kernel = _in_order(order, lambda: _kernel(inputs, arguments))
+            if kernel is None:
+                run = partial(_attend, arguments=arguments, order=order)
+                out, saved = local_graph.forward(run, inputs, needs[:3])
+            else:
+                out, saved = kernel.forward(inputs, arguments, needs)
         saved = saved.wrap((blind,), _Facts(kernel, arguments._replace(mask=None), groups))
     return out if blind is None else out.masked_fill(blind, 0), saved
 
@@ -244,12 +242,11 @@ def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
     """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
     if order is None:
         return run()
-    before = sdpa_order()
     set_sdpa_order(order)
     try:
         return run()
     finally:
-        set_sdpa_order(before)
+        set_sdpa_order(_TORCH_ORDER)
 
 
 forward, backward = dense(Kernel(_forward, _backward))
