@@ -66,6 +66,7 @@ TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   EXPECT_TRUE(same(norm_tiles_policy(8192, 2048, 2, kHopper), 32, 2, 2));
   EXPECT_TRUE(same(norm_tiles_policy(8192, 768, 2, kHopper), 32, 1, 2));
   EXPECT_TRUE(same(norm_tiles_policy(64, 768, 4, kHopper), 32, 1, 2));
+  EXPECT_TRUE(same(norm_tiles_policy(131072, 128, 2, kHopper), 64, 1, 1));
 }
 
 TEST(NormRowsGrid, SharesOutAFewRowsAndLetsManyCome) {
