@@ -22,8 +22,6 @@ TOLERATED = {
     ("fp8", "recompute"),
     ("fp8", "tensor"),
     ("fp8.recipes", "fp8"),
-    ("module", "attention"),
-    ("module", "attention.core"),
     ("notices", "fp8"),
 }
 

@@ -53,6 +53,7 @@ from transformer_engine.pytorch.fp8.availability import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.fp8.model_init import fp8_model_init, quantized_model_init
+from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.linear_cross_entropy import linear_cross_entropy
 from transformer_engine.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
 from transformer_engine.pytorch.module.glu_rows import (
@@ -65,7 +66,6 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
-from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.moe.padding import moe_permute_and_pad_with_probs
 from transformer_engine.pytorch.moe.permutation import (
     moe_permute,

@@ -108,7 +108,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     ),
     "tensor.storage": dict.fromkeys(_STORAGES, "tensor"),
     **{f"tensor.storage.{file}": {name: "tensor"} for name, file in _STORAGES.items()},
-    "transformer": {"TransformerLayer": "module.transformer_layer"},
+    "transformer": {"TransformerLayer": "layers.transformer_layer"},
 }
 
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallelize import remake
 from transformer_engine.pytorch.parallelize.checkpoints import share_state

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from transformer_engine.pytorch.module.drop_path import DropPath
-from transformer_engine.pytorch.module.dropout_add import dropout_add
+from transformer_engine.pytorch.layers.drop_path import DropPath
+from transformer_engine.pytorch.layers.residual import dropout_add
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

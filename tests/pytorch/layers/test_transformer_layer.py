@@ -16,7 +16,7 @@ from layer_reference import (
 )
 
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
-from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
+from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 
 BATCH, LENGTH, HIDDEN, FFN, HEADS = 2, 6, 32, 48, 4
 

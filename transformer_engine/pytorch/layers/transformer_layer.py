@@ -21,15 +21,15 @@ from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
-from transformer_engine.pytorch.module.drop_path import DropPath
-from transformer_engine.pytorch.module.dropout_add import Residual
-from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
-from transformer_engine.pytorch.module.layer_checks import (
+from transformer_engine.pytorch.layers.checks import (
     BATCH_DIM,
     check_inputs,
     check_layer,
     check_mask,
 )
+from transformer_engine.pytorch.layers.drop_path import DropPath
+from transformer_engine.pytorch.layers.residual import Residual
+from transformer_engine.pytorch.module.inputs import explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.names import layer_name

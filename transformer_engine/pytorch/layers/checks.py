@@ -13,7 +13,7 @@ from transformer_engine.pytorch.module.arguments import check_numbers, check_siz
 from transformer_engine.pytorch.module.inputs import check_hidden
 
 if TYPE_CHECKING:
-    from transformer_engine.pytorch.module.transformer_layer import TransformerLayer
+    from transformer_engine.pytorch.layers.transformer_layer import TransformerLayer
 
 BATCH_DIM = {"sbhd": 1, "bshd": 0, "thd": 0}
 

@@ -1,0 +1,1 @@
+"""`TransformerLayer`, and what it consists of beside modules and attention."""
