@@ -1,5 +1,7 @@
 """The order of attention backends: speed as measured, and what waits until a GPU has run it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -112,6 +114,26 @@ def test_kernels_with_wrong_gradients_of_large_tensors_are_left_out(sizes):
     allowed = AttentionVariables()
     assert refusal(sdpa.BACKEND, large, allowed) is None
     assert "2^31" in str(refusal(sdpa.BACKEND, large._replace(compiling=True), allowed))
+
+
+@pytest.mark.parametrize("first", [[], ["cudnn"], ["efficient", "math"]], ids=str)
+def test_cudnn_is_last_where_keys_are_cached_also_if_torch_has_put_it_first(monkeypatch, first):
+    """An order of the user stays."""
+    numbers = {"flash": 1, "efficient": 2, "math": 0, "cudnn": 3}
+    torchs = [numbers[name] for name in ("flash", "efficient", "math", "cudnn")]
+    now = sorted(torchs, key=lambda number: number not in [numbers[name] for name in first])
+    monkeypatch.setattr(sdpa, "_TORCH_ORDER", torchs)
+    monkeypatch.setattr(sdpa, "_CUDNN_FIRST", [3, 1, 2, 0])
+    monkeypatch.setattr(sdpa, "_CUDNN_LAST", torchs)
+    monkeypatch.setattr(sdpa, "_has_fast_cudnn", lambda device: True)
+    orders = [now]
+    monkeypatch.setattr(sdpa, "sdpa_order", lambda: orders[-1])
+    monkeypatch.setattr(sdpa, "set_sdpa_order", orders.append)
+    query = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 1, 1, 64))
+    order = sdpa._order(query, query, cached=True, recorded=False)
+    assert order == (None if "math" in first else torchs)
+    assert sdpa._in_order(order, sdpa.sdpa_order) == (now if order is None else torchs)
+    assert orders[-1] == now
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])

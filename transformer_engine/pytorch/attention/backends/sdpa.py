@@ -224,13 +224,13 @@ def _order(
     cuDNN is the first where it is twice as fast as the flash attention (version 2) of torch. It is
     the last where keys are cached: it would make a plan, in 10 to 100 ms, for each length of the
     cache, and of a prompt. An order that the user has set stays, and so do kernels that the user
-    has switched off.
+    has switched off. torch itself puts cuDNN first when it chooses a kernel for the first time.
     """
     if (
         query.device.type != "cuda"
         or torch.compiler.is_compiling()
         or not _has_fast_cudnn(query.device.index)
-        or sdpa_order() != _TORCH_ORDER
+        or sdpa_order() not in (_TORCH_ORDER, _CUDNN_FIRST)
     ):
         return None
     fewer_queries = query.shape[2] < key.shape[2]
@@ -242,11 +242,12 @@ def _in_order(order: list[int] | None, run: Callable[[], R]) -> R:
     """`run()`; `torch.nn.attention.sdpa_kernel(..., set_priority=True)` needs 20 us more."""
     if order is None:
         return run()
+    before = sdpa_order()
     set_sdpa_order(order)
     try:
         return run()
     finally:
-        set_sdpa_order(_TORCH_ORDER)
+        set_sdpa_order(before)
 
 
 forward, backward = dense(Kernel(_forward, _backward))
