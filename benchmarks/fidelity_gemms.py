@@ -4,9 +4,9 @@ The model of `fidelity.py` is trained in bf16. After some of its steps, the grad
 batches and the validation loss are computed from the same weights in fp32, in bf16, and in FP8:
 with all GEMMs in FP8, or one kind alone (the debugger keeps the others in bf16). For each of these:
 
-    error       |g - g32| / |g32| of the gradient g of a batch, the root of the mean square
-    systematic  |mean(g - g32)| / |mean g32| over the batches: what more batches do not remove
-    loss        validation loss over that in fp32, in percent
+    error         |g - g32| / |g32| of the gradient g of a batch, the root of the mean square
+    systematic    |mean(g - g32)| / |mean g32| over the batches: what more batches do not remove
+    loss_percent  by how much the validation loss is above that in fp32
 
 The row `batches` is |g32 - mean g32| / |mean g32|: by how much the batches differ among themselves.
 
@@ -28,7 +28,7 @@ from fidelity import BF16, FP8, SIZES_HERE, STEPS, settings_of
 from harness import Report, require_gpu
 
 import nvdlfw_inspect.api as debug_api
-from gpt.data import load_text
+from gpt.data import Batches, load_text
 from gpt.settings import Settings
 from gpt.training import Training
 
@@ -137,8 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = settings_of(BF16, options.seed, options.size, options.steps, device)
     text = load_text(None)
     training = Training(settings, text)
-    # Windows that the training has not seen.
-    fresh = Training(replace(settings, seed=settings.seed + 1), text).batches
+    fresh = Batches(text, replace(settings, seed=settings.seed + 1))  # not those of the training
     batches = [fresh.training(i) for i in range(min(options.batches, options.steps))]
     report = Report("fidelity_gemms" + ("" if options.size == "125m" else f"_{options.size}"))
     for i in range(options.looks):
