@@ -117,6 +117,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "softmax_forward": lambda: (plain(2, 4, 8, 8), torch.zeros(2, 1, 8, 8).bool(), 0.5, -1, -1, 0),
     "split_qkv": lambda: (plain(5, 2, 96), 4, 4, 8, True),
     "spread": lambda: (plain(COLS), plain(ROWS, COLS), 4),
+    "sum_squares": lambda: ([plain(), plain(3).bfloat16()],),
     "transpose": lambda: (codes(),),
     "transpose_blocks": lambda: (codes(), torch.ones(1, 4)),
 }

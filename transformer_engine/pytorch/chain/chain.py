@@ -12,15 +12,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import Stage
-from transformer_engine.pytorch.chain.stages.matmul import Matmul
+from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.export.onnx import exporting
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.chain.stages.matmul import Matmul
 
 
 class ChainStep(NamedTuple):
@@ -199,7 +201,7 @@ class Chain:
     @property
     def matmuls(self) -> list[Matmul]:
         """Its stages with GEMMs."""
-        return [stage for stage in self.stages if isinstance(stage, Matmul)]
+        return [cast("Matmul", stage) for stage in self.stages if stage.multiplies]
 
     def _gemm_names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.matmuls)

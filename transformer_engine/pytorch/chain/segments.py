@@ -18,6 +18,7 @@ from transformer_engine.pytorch.chain.overlap import overlapped_backward
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, Trace, traced
+from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import (
     ParamGradTask,
     add_grads,
@@ -25,7 +26,6 @@ from transformer_engine.pytorch.chain.stage_by_stage import (
     run_backward,
     run_forward,
 )
-from transformer_engine.pytorch.chain.stages.base import Saved
 from transformer_engine.pytorch.parallel.collectives import waited
 
 # Up to this size of the input the host takes longer than the GPU, and calls are recorded. Larger

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.chain.compiled import operator_key
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache, needs_of
-from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.export.onnx import exporting

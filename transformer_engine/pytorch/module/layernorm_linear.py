@@ -9,8 +9,8 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
+from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.chain.stages import Norm
-from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.linear import SingleGemmModule

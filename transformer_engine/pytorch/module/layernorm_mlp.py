@@ -10,8 +10,8 @@ import torch
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
+from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.chain.stages import Activation, Norm
-from transformer_engine.pytorch.chain.stages.base import Parameters
 from transformer_engine.pytorch.chain.stages.norm import tap_of
 from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.kernels.activation import (

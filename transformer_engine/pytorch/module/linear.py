@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
-from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.overlap_arguments import overlap_arguments, request_overlap

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from transformer_engine.pytorch.chain.stage import Stage
 from transformer_engine.pytorch.chain.stages import Matmul
-from transformer_engine.pytorch.chain.stages.base import Stage
 from transformer_engine.pytorch.chain.stages.collective import before_columns, behind_rows
 from transformer_engine.pytorch.module.parameters import InitMethod, ParameterSpec
 from transformer_engine.pytorch.parallel.groups import TensorParallel

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Planned, incoming
 from transformer_engine.pytorch.chain.plan import CallPlan, PlanCache
-from transformer_engine.pytorch.chain.stages.base import Stage
+from transformer_engine.pytorch.chain.stage import Stage
 
 
 class SingleStageModule(nn.Module):

@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
-from transformer_engine.pytorch.chain.stages.base import Parameters
+from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, Step, autocast_stack
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of

@@ -1,7 +1,7 @@
 """Stages, the parts that every module is a list of."""
 
+from transformer_engine.pytorch.chain.stage import Saved, Stage
 from transformer_engine.pytorch.chain.stages.activation import Activation
-from transformer_engine.pytorch.chain.stages.base import Saved, Stage
 from transformer_engine.pytorch.chain.stages.matmul import Matmul
 from transformer_engine.pytorch.chain.stages.norm import Norm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import (
+from transformer_engine.pytorch.chain.stage import (
     Parameters,
     Results,
     Saved,

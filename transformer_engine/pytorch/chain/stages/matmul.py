@@ -13,7 +13,7 @@ from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.delayed import DelayedTasks
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.chain.stages.row_parts import product_by_rows, product_of_parts
 from transformer_engine.pytorch.chain.stages.sides import (
@@ -71,6 +71,7 @@ class Matmul(Stage):
     """
 
     label = "matmul"
+    multiplies = True
     takes_pending = True
     not_settings = ("name", "part", "results", "cached_weight", "_cached_tensors", "delayed")
 

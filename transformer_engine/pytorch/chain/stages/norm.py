@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stages.base import (
+from transformer_engine.pytorch.chain.stage import (
     Parameters,
     Results,
     Saved,

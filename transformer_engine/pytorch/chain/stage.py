@@ -49,6 +49,7 @@ class Stage:
         results: names of the values that it makes.
         parameter_count: how many tensors it reads beside values.
         draws: its last parameter is a seed, which is drawn for each call that passes None.
+        multiplies: it is a `Matmul`.
         takes_pending: its inputs, and gradients of its results, may be `Pending`.
         takes_strides: its inputs, and gradients of its results, may have any strides; other stages
             get contiguous tensors.
@@ -66,6 +67,7 @@ class Stage:
     results: tuple[str, ...] = ("result",)
     parameter_count = 0
     draws = False
+    multiplies = False
     takes_pending = False
     takes_strides = False
     not_settings: tuple[str, ...] = ()
