@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,13 +50,14 @@ def test_listings_run(
     monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # recipes of a page are its own
     request.addfinalizer(debug_api.end_debug)
     te.gemm_report(reset=True)  # a fresh process, as far as a reader can see
-    names: dict[str, object] = {"__name__": "document"}
+    module = ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", module)  # where compilers look for globals
     for language, listing in LISTING.findall((ROOT / document).read_text()):
         if language == "yaml":  # the configuration of the Python below it
             Path("config.yaml").write_text(listing)
             assert check_config(["check", "--strict", "config.yaml"]) == 0
         else:
-            exec(compile(listing, document, "exec"), names)
+            exec(compile(listing, document, "exec"), module.__dict__)
     debug_api.end_debug()
     assert "WARNING" not in capfd.readouterr().err  # of the debugger
 
