@@ -1,5 +1,7 @@
 """The built-in features that route or modify, against their definitions."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from fake_manager import session
@@ -8,7 +10,12 @@ from precisions import RECIPES, scope
 from rulers import assert_equal
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+)
 from transformer_engine.debug.features.disable_fp8_gemm import DisableFP8GEMM
 from transformer_engine.debug.features.disable_fp8_layer import DisableFP8Layer
 from transformer_engine.debug.features.fake_quant import FakeQuant
@@ -144,6 +151,31 @@ def test_disabled_gemms_win_over_per_tensor_scaling_with_one_warning() -> None:
             "layer: PerTensorScaling leaves weight, gemm fprop as it is: another feature runs this "
             "GEMM in high precision"
         ]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "gemms", "said"),
+    [
+        (["activation"], ["fprop"], "operands of fprop .* got activation alone: add weight"),
+        (["gradient"], ["dgrad"], "operands of dgrad .* got gradient alone: add weight"),
+        (["weight", "gradient"], ["wgrad"], "operands of wgrad .* got gradient alone: add activ"),
+        (["activation", "weight"], ["fprop"], ""),
+        (OPERANDS, ["fprop", "dgrad", "wgrad"], ""),
+    ],
+)
+def test_one_scale_beside_blocks_is_refused_before_anything_runs(
+    tensors: list[str], gemms: list[str], said: str
+) -> None:
+    layer = te.Linear(128, 128, device="cpu", name="layer")
+    x = torch.randn(128, 128, requires_grad=True)
+    config = {"tensors": tensors, "gemms": gemms}
+    with session(("layer", PerTensorScaling(), config)):
+        refused = pytest.raises(ValueError, match=rf"\[PerTensorScaling\] .*{said}.*layer layer")
+        with refused if said else nullcontext(), te.fp8_autocast(fp8_recipe=Float8BlockScaling()):
+            layer(x).sum().backward()
+        if said and "fprop" not in gemms:  # nothing is asked of GEMMs that do not run
+            with torch.no_grad(), te.fp8_autocast(fp8_recipe=Float8BlockScaling()):
+                layer(x)
 
 
 def test_per_tensor_scaling_without_fp8_leaves_a_layer_alone() -> None:

@@ -117,9 +117,10 @@ class Inspector:
     def _inspect(self, module: TransformerEngineBaseModule, call: CallPlan) -> Inspection:
         """Ask the features what to do in every layer (GEMM triple) of the module."""
         provided, names = self.statistics is not None, module.chain.gemm_names
+        about = zip(names, call.quantizers, _gemms_in_blocks(call), strict=True)
         plans = [
-            Planner(self.manager, name, quantizers.fp8, self.iteration, provided).plan()
-            for name, quantizers in zip(names, call.quantizers, strict=True)
+            Planner(self.manager, name, quantizers.fp8, self.iteration, provided, in_blocks).plan()
+            for name, quantizers, in_blocks in about
         ]
         for plan in plans:
             self._log(plan)
@@ -356,3 +357,14 @@ def _wrapping(
     if plan.tensor.is_operand:
         return InspectedQuantizer(inner, plan, calls, dtype)
     return InspectedResult(inner, plan, calls)
+
+
+def _gemms_in_blocks(call: CallPlan) -> list[list[str]]:
+    """Of each Matmul of a call, the GEMMs that run on operands with scales of blocks."""
+    found = []
+    for step, own in zip(call.chain.steps, call.stage_plans, strict=True):
+        if step.stage.multiplies:
+            runs = {"fprop": True, "dgrad": own.needs_input, "wgrad": own.needs_weight}
+            in_blocks = own.fp8 and own.quantizers.input.layout.in_blocks
+            found.append([gemm for gemm, needed in runs.items() if needed and in_blocks])
+    return found

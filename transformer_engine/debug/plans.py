@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from transformer_engine.debug.names import NAMESPACE, ROUTING_CALLS, TENSORS, GemmTensor
+from transformer_engine.debug.names import NAMESPACE, OPERANDS, ROUTING_CALLS, TENSORS, GemmTensor
 
 
 class Plan(Enum):
@@ -83,11 +83,19 @@ class Planner:
     fp8: bool  # the recipe casts operands to FP8
     iteration: int
     kernels_take_statistics: bool = False  # built-in ones need no call of their features
+    gemms_in_blocks: Sequence[str] = ()  # that run on operands with scales of blocks
     next_iteration: int | None = None  # the first at which an answer may differ
 
     def plan(self) -> LayerPlan:
-        """Ask about every tensor."""
+        """Ask about every tensor.
+
+        Raises:
+            ValueError: a feature casts one operand of a GEMM with one scale, the recipe the other
+                one in blocks.
+        """
         tensors = {tensor.name: self._tensor(tensor) for tensor in TENSORS}
+        for gemm in self.gemms_in_blocks:
+            self._check_scales(gemm, tensors)
         return LayerPlan(self.layer, self.fp8, tensors, self.next_iteration)
 
     def _tensor(self, tensor: GemmTensor) -> TensorPlan:
@@ -144,6 +152,29 @@ class Planner:
         return any(
             _has(r, "makes_fp8") for r in self._routed("modify_tensor_enabled", tensor, gemm)
         )
+
+    def _check_scales(self, gemm: str, plans: Mapping[str, TensorPlan]) -> None:
+        """Refuse a GEMM of an operand with one scale and one in blocks, before anything runs."""
+        sides = {
+            tensor: plans[tensor.name].rowwise
+            if tensor.rowwise == gemm
+            else plans[tensor.name].columnwise
+            for tensor in OPERANDS.values()
+            if gemm in (tensor.rowwise, tensor.columnwise)
+        }
+        scaled = [
+            tensor
+            for tensor, plan in sides.items()
+            if plan is Plan.MODIFY and self._makes_fp8(tensor, gemm)
+        ]
+        others = [tensor.name for tensor, plan in sides.items() if plan is Plan.FP8]
+        if scaled and others:
+            feature = self._routed("modify_tensor_enabled", scaled[0], gemm)[0].name
+            raise ValueError(
+                f"[{feature}] expected both operands of {gemm} or neither, because the recipe"
+                f" scales them in blocks, got {scaled[0].name} alone: add {others[0]} to tensors,"
+                f" or leave {gemm} out of gemms (layer {self.layer})"
+            )
 
     def _warn(self, tensor: GemmTensor, gemm: str, why: str) -> None:
         feature = self._routed("modify_tensor_enabled", tensor, gemm)[0].name

@@ -18,10 +18,11 @@ from transformer_engine.debug.scaling import cast
 class PerTensorScaling(Modifying):
     """Cast operands to FP8 with a scale from the tensor in hand instead of its history.
 
-    The format is the recipe's. A GEMM that another feature, or the recipe, runs in high precision
-    stays so: a warning in the log says that its operands are left as they are. Ranks that share a
-    tensor (those of the layer's tensor parallel group, and of the reduction group that was set)
-    scale it alike, by the amax of all of it.
+    The format is the recipe's. Under block scaling it is for both operands of a GEMM or for none:
+    cuBLASLt has no product of one scale and scales of blocks. A GEMM that another feature, or the
+    recipe, runs in high precision stays so: a warning in the log says that its operands are left as
+    they are. Ranks that share a tensor (those of the layer's tensor parallel group, and of the
+    reduction group that was set) scale it alike, by the amax of all of it.
 
     Keys:
         gemms / gemms_struct: fprop, dgrad, wgrad
