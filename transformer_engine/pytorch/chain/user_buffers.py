@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallel.overlap import Overlap
@@ -126,7 +127,7 @@ def initialize_ub(
             f"[initialize_ub] expected tp_size to divide the {dist.get_world_size()} ranks, got"
             f" {ranks}"
         )
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in HIGH_PRECISION:
         raise ValueError(
             f"[initialize_ub] expected dtype float32, float16 or bfloat16, got {dtype}"
         )

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.dtypes import HIGH_PRECISION
 from transformer_engine.pytorch.kernels.adam import AdamRules, AdamTensors, adam
 from transformer_engine.pytorch.kernels.sum_squares import sum_squares
 from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part, whole_value
 from transformer_engine.pytorch.tensor.shards import piece_of
 from transformer_engine.pytorch.tensor.writing import takes_amax
-
-_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def clip_factor(
@@ -49,7 +48,7 @@ def clip_factor(
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Of all gradients together, in fp32."""
-    if all([one.dtype in _SUMMED and not is_dtensor(one) for one in gradients]):
+    if all([one.dtype in HIGH_PRECISION and not is_dtensor(one) for one in gradients]):
         return sum_squares([one.contiguous() for one in gradients]).sum().sqrt()
     # torch 2.15 cannot find those of a list of DTensors together.
     norms = [
