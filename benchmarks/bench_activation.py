@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from cases import activation as cases
 
 BARS = {"forward": 0.90, "forward fp8": 0.85, "backward": 0.90, "backward dbias fp8": 0.84}
+BARS |= {"backward dbias again": 0.90, "backward dbias fp8 again": 0.84}
 
 
 def calls(name: str, x: torch.Tensor, dy: torch.Tensor) -> dict:
@@ -19,17 +20,28 @@ def calls(name: str, x: torch.Tensor, dy: torch.Tensor) -> dict:
     kind = op.activation_kind(name)
     scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     fp8 = dict(plain=False, scale=scale, amax=amax, rowwise=True, columnwise=True)
+    codes = torch.empty(dy.shape[::-1], dtype=torch.uint8, device="cuda")
+    again = dict(again=codes, again_scales=torch.ones(2, device="cuda"))
     leaf = x.detach().requires_grad_()
     y = cases.reference(name, leaf)
     return {
         "forward": lambda: op.activation_forward(x, kind),
         "forward torch": lambda: cases.reference(name, x),
         "forward fp8": lambda: op.activation_forward(x, kind, **fp8),
+        "forward fp8 row-wise": lambda: op.activation_forward(
+            x, kind, **{**fp8, "columnwise": False}
+        ),
         "forward current": lambda: op.activation_forward(x, kind, current=True),
         "backward": lambda: op.activation_backward(dy, x, kind),
         "backward torch": lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True),
         "backward dbias": lambda: op.activation_backward(dy, x, kind, dbias=x.dtype),
         "backward dbias fp8": lambda: op.activation_backward(dy, x, kind, dbias=x.dtype, **fp8),
+        "backward dbias again": lambda: op.activation_backward(
+            dy, x, kind, dbias=x.dtype, again=dy
+        ),
+        "backward dbias fp8 again": lambda: op.activation_backward(
+            dy, x, kind, dbias=x.dtype, **fp8, **again
+        ),
     }
 
 
@@ -37,8 +49,9 @@ def bytes_per_output(call: str, inputs: int) -> int:
     """What must move once per element of `y`; `inputs` = 2 for gated kinds, else 1."""
     written = 2  # bf16, or one byte for each of two sides
     if call.startswith("forward"):
-        return 2 * inputs + written
-    return 2 + 2 * inputs + written * inputs
+        return 2 * inputs + (1 if call.endswith("row-wise") else written)
+    again = 0 if not call.endswith("again") else 1 if "fp8" in call else 2
+    return 2 + 2 * inputs + written * inputs + again
 
 
 def main() -> None:

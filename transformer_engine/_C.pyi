@@ -43,6 +43,10 @@ def activation_backward(
     limit: float = 7.0,
     alpha: float = 1.7020000219345093,
     offset: float = 1.0,
+    again: torch.Tensor | None = None,
+    again_scales: torch.Tensor | None = None,
+    again_format: int = 5,
+    again_rounded: bool = False,
 ) -> None: ...
 def activation_forward(
     x: torch.Tensor | None,

@@ -45,7 +45,8 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
                    const TensorView& scales, const TensorView& scale, const TensorView& amax,
                    const TensorView& current_scales, bool power_of_2, float epsilon,
                    const TensorView& dbias, const TensorView& moments, const TensorView& active,
-                   float limit, float alpha, float offset) {
+                   float limit, float alpha, float offset, const TensorView& again,
+                   const TensorView& again_scales, int again_format, bool again_rounded) {
   const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
@@ -59,8 +60,13 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
                               .current = current,
                               .dbias = dbias,
                               .workspace = {},
-                              .moments = {}};
+                              .moments = {},
+                              .again = {}};
   args.moments = moments_sink(moments, active, x, stream);
+  if (again_scales)
+    args.again = {{}, again, again_scales, static_cast<DType>(again_format), again_rounded};
+  else
+    args.again.y = again;
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   activation_backward(args, stream);
 }
@@ -80,7 +86,9 @@ void bind_activation(pybind11::module_& m) {
         arg("dx"), arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"),
         arg("amax"), arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("dbias"),
         arg("moments") = none(), arg("active") = none(), arg("limit") = kGptOss.limit,
-        arg("alpha") = kGptOss.alpha, arg("offset") = kGptOss.offset);
+        arg("alpha") = kGptOss.alpha, arg("offset") = kGptOss.offset, arg("again") = none(),
+        arg("again_scales") = none(), arg("again_format") = static_cast<int>(DType::Float8E4M3),
+        arg("again_rounded") = false);
   m.def("activation_takes_moments", &activation_takes_moments, arg("x"), arg("dy") = none());
 }
 

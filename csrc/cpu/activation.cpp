@@ -83,6 +83,15 @@ void dispatch(const Args& args, F&& f) {
   });
 }
 
+// Where the result of forward goes once more.
+RowSink sink_of(const ActivationAgain& again, int64_t rows, int64_t cols) {
+  QuantizedView codes;
+  codes.dtype = again.format;
+  codes.columnwise = again.codes;
+  codes.scales = again.scales;
+  return {rows, cols, again.y, codes, {}};
+}
+
 }  // namespace
 
 void activation_forward(const ActivationForwardArgs& args) {
@@ -101,10 +110,18 @@ void activation_forward(const ActivationForwardArgs& args) {
 void activation_backward(const ActivationBackwardArgs& args) {
   const int64_t rows = args.x.rows(), width = args.x.cols(), n = args.dy.cols();
   const RowSink sink(rows, width, args.dx, args.quantized, args.current);
+  const RowSink again = sink_of(args.again, rows, n);
   dispatch(args, [&](auto tag, auto unit, auto factor) {
     using In = typename decltype(tag)::type;
     for_each_row(rows, width, sink, args.dbias, [&](int64_t row, std::vector<float>& dx) {
-      backward_row(unit, factor, args.dy.ptr<In>() + row * n, args.x.ptr<In>() + row * width, dx);
+      const In* x = args.x.ptr<In>() + row * width;
+      backward_row(unit, factor, args.dy.ptr<In>() + row * n, x, dx);
+      if (!args.again) return;
+      std::vector<float> y(static_cast<size_t>(n));
+      forward_row(unit, factor, x, y);
+      if (args.again.rounded)
+        for (float& value : y) value = static_cast<float>(In(value));
+      again.write(row, y);
     });
   });
   if (args.moments) cpu::moments({args.dx, args.moments});

@@ -1,5 +1,5 @@
-// Activation backward by the tile map: dx, its codes both ways, either scaling and the bias
-// gradient, in one pass over dy and x.
+// Activation backward by the tile map: dx, its codes both ways, either scaling, the bias gradient,
+// and the result of forward once more, in one pass over dy and x.
 #include "cuda/column_sum.h"
 #include "cuda/device/tile_map.cuh"
 #include "ops/activation.h"
@@ -10,13 +10,13 @@ namespace {
 constexpr const char* kOp = "activation_backward";
 
 // In: dy, x or dy, x1, x2. Out: dx or dx1, dx2.
-template <class Unit, class Factor>
+template <class Unit, class Factor, bool kWithAgain>
 struct Backward {
   static constexpr bool kGated = Factor::kGated;
   static constexpr int kInputs = kGated ? 3 : 2;
   static constexpr int kOutputs = kGated ? 2 : 1;
   static constexpr int kPitch(int k) { return k == 0 ? 1 : kOutputs; }
-  static constexpr bool kPlain = true, kColumnSums = true, kCopies = false;
+  static constexpr bool kPlain = true, kColumnSums = true, kCopies = false, kAgain = kWithAgain;
   Unit unit;
   Factor factor;
 
@@ -30,15 +30,22 @@ struct Backward {
       out[0] = unit.value_and_gradient(in[1], in[0]).gradient;
     }
   }
+
+  // As forward computes it, bit for bit.
+  __device__ __forceinline__ float again(const float (&in)[kInputs]) const {
+    float y = unit.value(in[1]);
+    if constexpr (kGated) y *= factor.value(in[2]);
+    return y;
+  }
 };
 
-template <class Unit, class Factor>
+template <bool kAgain, class Unit, class Factor>
 void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor& factor,
               cudaStream_t stream) {
   constexpr bool kGated = Factor::kGated;
   const TensorView& x = args.x;
   const int64_t cols = args.dy.cols();
-  TileMap<Backward<Unit, Factor>> map{
+  TileMap<Backward<Unit, Factor, kAgain>> map{
       .function = {unit, factor},
       .inputs = {args.dy.data, x.data},
       .rows = x.rows(),
@@ -47,7 +54,9 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor
       .quantized = sink_of(args.quantized),
       .e5m2 = args.quantized.dtype == DType::Float8E5M2,
       .current = sink_of(args.current),
-      .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr};
+      .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr,
+      .again = {args.again.y.data, args.again.codes.ptr<uint8_t>(), args.again.scales.ptr<float>(),
+                args.again.format == DType::Float8E5M2, args.again.rounded}};
   if constexpr (kGated) map.inputs[2] = x.ptr<char>() + cols * size_of(x.dtype);
   if (!launch_tile_map(map, x.dtype, args.moments, kOp, stream) && args.moments)
     cuda::moments({args.dx, args.moments}, {stream});
@@ -58,8 +67,10 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor
 void activation_backward(const ActivationBackwardArgs& args, Stream on) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t stream = stream_of(on);
-  dispatch_activation(args.kind, args.parameters,
-                      [&](auto unit, auto factor) { backward(args, unit, factor, stream); });
+  dispatch_activation(args.kind, args.parameters, [&](auto unit, auto factor) {
+    dispatch_bool(static_cast<bool>(args.again),
+                  [&](auto again) { backward<again()>(args, unit, factor, stream); });
+  });
   if (args.dbias)
     reduce_column_parts(args.workspace.ptr<float>(), ceil_div(args.x.rows(), kTile), args.x.cols(),
                         args.dbias, stream);

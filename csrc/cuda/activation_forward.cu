@@ -13,7 +13,7 @@ struct Forward {
   static constexpr int kInputs = kGated ? 2 : 1;
   static constexpr int kOutputs = 1;
   static constexpr int kPitch(int) { return kInputs; }  // x1 and x2 are halves of rows
-  static constexpr bool kPlain = true, kColumnSums = false, kCopies = false;
+  static constexpr bool kPlain = true, kColumnSums = false, kCopies = false, kAgain = false;
   Unit unit;
   Factor factor;
 

@@ -82,7 +82,7 @@ template <bool kDbias>
 struct Identity {
   static constexpr int kInputs = 1, kOutputs = 1;
   static constexpr int kPitch(int) { return 1; }
-  static constexpr bool kPlain = false, kColumnSums = kDbias, kCopies = true;
+  static constexpr bool kPlain = false, kColumnSums = kDbias, kCopies = true, kAgain = false;
 
   __device__ __forceinline__ void operator()(const float (&in)[1], float (&out)[1]) const {
     out[0] = in[0];

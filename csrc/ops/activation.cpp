@@ -58,6 +58,22 @@ void check_result(const Result& result, const TensorView& like, std::string_view
   require(!result.quantized, Kind::Value, op, "expected FP8 outputs or a current scale, got both");
 }
 
+void check_again(const ActivationBackwardArgs& args, std::string_view op) {
+  const auto& [y, codes, scales, format, rounded] = args.again;
+  require(!args.moments, Kind::Value, op, "expected moments or the result of forward, got both");
+  if (y) {
+    require(!codes, Kind::Value, op, "expected y or its codes, got both");
+    check::same_shape(y, args.dy, op, "y");
+    check::dtype(y, args.x.dtype, op, "y");
+    return;
+  }
+  QuantizedView view;
+  view.dtype = format;
+  view.columnwise = codes;
+  view.scales = scales;
+  check::quantized(view, args.dy.rows(), args.dy.cols(), args.dy, op);
+}
+
 }  // namespace
 
 bool activation_takes_moments(const TensorView& x, const TensorView& dy) {
@@ -89,6 +105,7 @@ void activation_backward(const ActivationBackwardArgs& args, Stream stream) {
                 activation_takes_moments(args.x, args.dy)},
                args.x, kOp, "dx");
   check::dbias(args.dbias, args.workspace, args.x, kOp);
+  if (args.again) check_again(args, kOp);
   on_device(
       args.x, [&] { cpu::activation_backward(args); },
       [&] { cuda::activation_backward(args, stream); });

@@ -22,6 +22,17 @@ struct ActivationForwardArgs {
   MomentsSink moments;      // of y as rounded to its dtype; may be absent
 };
 
+// The result of forward once more, for a GEMM that did not keep it: plain, or transposed codes.
+struct ActivationAgain {
+  TensorView y;                      // [..., n], dtype of x; may be dy itself
+  TensorView codes;                  // [n, rows], if y is absent
+  TensorView scales;                 // of the codes, fp32 [2] {1 / scale, scale}: read
+  DType format = DType::Float8E4M3;  // of the codes
+  bool rounded = false;              // to the dtype of x before the cast, as current scaling
+
+  explicit operator bool() const { return y || codes; }
+};
+
 struct ActivationBackwardArgs {
   ActivationKind kind = ActivationKind::Gelu;
   ActivationParameters parameters;
@@ -33,6 +44,7 @@ struct ActivationBackwardArgs {
   TensorView dbias;         // [n or 2n]: column sums of the fp32 dx; may be absent
   TensorView workspace;     // column_sum_workspace_bytes(); where dbias is given
   MomentsSink moments;      // of dx as rounded to its dtype; may be absent
+  ActivationAgain again;    // may be absent; excludes moments
 };
 
 // Whether the kernels take moments of what they make of x (and dy) though nobody asks for it plain.

@@ -60,3 +60,16 @@ def test_a_run_with_every_statistic_is_the_same_run(
         inspected = train(device, recipe, debug_api.step)
     assert inspected == plain
     assert len({(i, layer) for i, layer, _ in logged(tmp_path)}) == STEPS * 4
+
+
+@pytest.mark.parametrize("layers", ["fc1", "fc2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_statistics_of_one_of_two_products(
+    tmp_path: Path, device: str, recipe: str, layers: str
+) -> None:
+    """The activation between them serves both: a product that is inspected and one that is not."""
+    plain = train(device, recipe)
+    with debugging(tmp_path, section("LogTensorStats", layers, tensors=SIX, stats=MOMENTS)):
+        inspected = train(device, recipe, debug_api.step)
+    assert inspected == plain
+    assert len({layer for _, layer, _ in logged(tmp_path)}) == 1

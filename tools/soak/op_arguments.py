@@ -114,7 +114,12 @@ def _activation(d: Draw, backward: bool) -> tuple[Any, ...]:
     scaled = (*_fp8(d), False, False, 0.0)
     numbers = (float(d.positive()), float(d.positive()), d.one((0.0, 1.0)))  # of kind 11
     if backward:
-        return (d.plain(), x, kind, d.flag(), *scaled, d.dtype_or_none(), None, None, *numbers)
+        dy = d.plain()
+        codes = (torch.zeros(d.cols, d.rows, dtype=torch.uint8), d.positive(2), d.format, d.flag())
+        plain = ((dy if d.flag() else d.plain()), None, d.format, d.flag())
+        again = d.one(((None, None, d.format, False), plain, codes))
+        scaled = (*scaled, d.dtype_or_none(), None, None)
+        return (dy, x, kind, d.flag(), *scaled, *numbers, *again)
     return (x, kind, d.flag(), *scaled, None, None, *numbers)
 
 

@@ -11,7 +11,9 @@
 //     static constexpr int kPitch(int k);  // input k has rows of kPitch(k) * cols elements
 //     static constexpr bool kPlain, kColumnSums;  // whether these results can be asked for
 //     static constexpr bool kCopies;  // the output is the input
+//     static constexpr bool kAgain;   // a further value is written, as codes by columns or plain
 //     __device__ void operator()(const float (&in)[kInputs], float (&out)[kOutputs]) const;
+//     __device__ float again(const float (&in)[kInputs]) const;  // if kAgain
 //   };
 //
 // The outputs lie side by side: they are the halves of one matrix [rows, kOutputs * cols].
@@ -23,6 +25,7 @@
 #include "cuda/device/pack_io.cuh"
 #include "cuda/device/quantized_sink.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/tile_column_sums.cuh"
 #include "cuda/device/tile_moments.cuh"
 #include "cuda/device/tile_transpose.cuh"
 #include "cuda/device/vector.cuh"
@@ -30,6 +33,15 @@
 #include "cuda/policy/tile_map.h"
 
 namespace te::cuda {
+
+// The further value of functions with `kAgain`: [rows, cols]. Nothing else is written from it.
+struct AgainSink {
+  void* plain = nullptr;          // dtype of the inputs; may be the first input
+  uint8_t* columnwise = nullptr;  // else these
+  const float* scales = nullptr;  // {1 / scale, scale}
+  bool e5m2 = false;
+  bool rounded = false;  // to the dtype of the inputs, before it is multiplied by the scale
+};
 
 template <class Function>
 struct TileMap {
@@ -44,7 +56,8 @@ struct TileMap {
   bool e5m2;  // else E4M3
   CurrentScaleSink current = {};
   float* column_parts = nullptr;  // [tile rows, kOutputs * cols]
-  TileMomentsSink moments = {};   // filled in by the launch
+  AgainSink again = {};
+  TileMomentsSink moments = {};  // filled in by the launch
 };
 
 template <class In, class Function>
@@ -63,6 +76,7 @@ struct MapResults {
   CodeBlock codes[kOutputs];
   float sums[kOutputs][8] = {};
   float amax = 0.0f;
+  CodeBlock again;  // unused without `kAgain`
 };
 
 template <bool kWide, class In>
@@ -110,7 +124,9 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
 #pragma unroll
     for (int k = 0; k < kOutputs; ++k) {
       values[k][j] = out[k];
-      results.amax = fmaxf(results.amax, fabsf(out[k]));
+      // Where the input may be overwritten, what other threads have left of it counts nothing.
+      if (!Function::kAgain || (block.has_row(i) && block.width() > 0))
+        results.amax = fmaxf(results.amax, fabsf(out[k]));
       if constexpr (Function::kColumnSums) {
         if (block.has_row(i)) results.sums[k][j] += out[k];
       }
@@ -136,6 +152,29 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
   }
 }
 
+// The same for the further value. It may overwrite the first input, which has been read.
+template <bool kWide, class In, class Function>
+__device__ __forceinline__ void again_row(const TileMap<Function>& map, TilePlace at, int i,
+                                          float scale, const Octet<In> (&octets)[Function::kInputs],
+                                          CodeBlock& codes) {
+  constexpr int kInputs = Function::kInputs;
+  const TileBlock block(at, map.rows, map.cols, map.cols);
+  float values[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float in[kInputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) in[k] = octets[k][j];
+    values[j] = map.function.again(in);
+    if (map.again.rounded) values[j] = static_cast<float>(In(values[j]));
+  }
+  auto* plain = static_cast<In*>(map.again.plain);
+  if (!plain)
+    codes.rows[i] = map.again.e5m2 ? encode8<E5M2>(values, scale) : encode8<E4M3>(values, scale);
+  else if (block.has_row(i) && block.width() > 0)
+    write_octet<kWide>(block.row_of(plain, i), values, block.width());
+}
+
 // All loads of some rows are issued before the first value is used.
 template <bool kWide, class In, class Function, class Gathered>
 __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlace at,
@@ -148,6 +187,10 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
   constexpr int kRows = kLoads / (kInputs * Octet<In>::kWords);
   static_assert(kRows > 0 && 8 % kRows == 0);
   float scale = 1.0f;
+  [[maybe_unused]] float again_scale = 1.0f;
+  if constexpr (Function::kAgain) {
+    if (!map.again.plain) again_scale = map.again.scales[1];
+  }
 #pragma unroll
   for (int first = 0; first < 8; first += kRows) {
     Octet<In> octets[kRows][kInputs];
@@ -161,8 +204,11 @@ __device__ __forceinline__ void map_block(const TileMap<Function>& map, TilePlac
     if (first == 0 && map.quantized)
       scale = map.quantized.scale_used(at.row == 0 && at.col == 0 && threadIdx.x == 0);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i) {
       map_row<kWide>(map, block, first + i, scale, octets[i], results, moments);
+      if constexpr (Function::kAgain)
+        again_row<kWide>(map, at, first + i, again_scale, octets[i], results.again);
+    }
   }
 }
 
@@ -214,34 +260,22 @@ __device__ __forceinline__ void store_rows(uint8_t* out, int cols, const TileBlo
         write_codes<kWide>(block.row_of(out + k * cols, i), codes[k].rows[i], block.width());
 }
 
-// The sums of a tile's columns: every warp leaves those of its rows, then a thread adds a column.
-template <int kOutputs>
-struct TileColumnSums {
-  static constexpr int kWarps = kTileThreads / 32;
-  float part[kOutputs][kWarps][kTile];
-
-  __device__ __forceinline__ void leave(int k, int col, float (&sums)[8]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], kOctetsPerRow);
-    if (threadIdx.x % 32 >= kOctetsPerRow) return;
-    float* to = part[k][threadIdx.x / 32] + col;
-    store_pack(to, Pack<float, 4>{sums[0], sums[1], sums[2], sums[3]});
-    store_pack(to + 4, Pack<float, 4>{sums[4], sums[5], sums[6], sums[7]});
-  }
-  // `to`: what belongs to the tile's first column of the first output.
-  __device__ __forceinline__ void store(float* to, int cols, int tile_cols) const {
-    const int k = static_cast<int>(threadIdx.x) / kTile, j = static_cast<int>(threadIdx.x) % kTile;
-    if (k >= kOutputs || j >= tile_cols) return;
-    float sum = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) sum += part[k][warp][j];
-    to[k * cols + j] = sum;
-  }
-};
+// The further value's codes, once the tile's memory is free.
+template <class Codes, class Function>
+__device__ __forceinline__ void store_again(const TileMap<Function>& map, TilePlace at,
+                                            void* memory, const CodeBlock& codes) {
+  if (!map.again.columnwise) return;
+  const TileBlock block(at, map.rows, map.cols, map.cols);
+  __syncthreads();
+  Codes(memory).put(block.row, block.col, codes);
+  __syncthreads();
+  Codes(memory).template store<kTileThreads>(target_of(map.again.columnwise, map.rows, at, block));
+}
 
 template <class In, class Function, bool kWide, bool kMoments>
 __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, kMoments))
     tile_map_kernel(const TileMap<Function> map) {
+  static_assert(!(Function::kCopies && Function::kAgain), "a copy is there already");
   constexpr int kOutputs = Function::kOutputs;
   constexpr int kWarps = kTileThreads / 32;
   using Codes = CodeTile<kTile, kTile>;
@@ -275,6 +309,7 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
     if (map.quantized.columnwise)
       Codes(memory[k]).template store<kTileThreads>(target_of(out, map.rows, at, block));
   }
+  if constexpr (Function::kAgain) store_again<Codes>(map, at, memory[0], results.again);
   if constexpr (Function::kColumnSums) {
     if (map.column_parts)
       sums.store(map.column_parts + int64_t{at.row} * block.pitch + at.col * kTile, map.cols,
@@ -303,6 +338,7 @@ bool can_go_wide(const TileMap<Function>& map) {
   bool wide =
       map.cols % 8 == 0 && is_aligned(map.plain, 16) && is_aligned(map.quantized.rowwise, 8);
   for (const void* input : map.inputs) wide = wide && is_aligned(input, 16);
+  wide = wide && is_aligned(map.again.plain, 16);
   return wide;
 }
 
@@ -331,11 +367,15 @@ bool launch_tile_map(TileMap<Function> map, DType dtype, const MomentsSink& mome
       return;
     }
     dispatch_bool(can_go_wide(map), [&](auto wide) {
-      dispatch_moments<In, wide()>(static_cast<bool>(moments), [&](auto takes) {
+      const auto launch = [&](auto takes) {
         taken = takes();
         launch_dependent(tile_map_kernel<In, Function, wide(), takes()>, grid, kTileThreads, 0,
                          stream, map);
-      });
+      };
+      if constexpr (Function::kAgain)
+        launch(std::false_type{});  // which excludes moments
+      else
+        dispatch_moments<In, wide()>(static_cast<bool>(moments), launch);
     });
   });
   return taken;

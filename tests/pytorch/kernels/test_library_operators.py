@@ -66,6 +66,7 @@ BLOCKS = block_layout(1).code(fp8.E4M3)
 CASES: dict[str, Callable[[], Arguments]] = {
     "activation_backward": lambda: (
         *(plain(), plain(ROWS, 2 * COLS), 11, True, *FP8_OUTPUT, *SCALING, F32, *UNSEEN, *NUMBERS),
+        *(plain(), None, fp8.E4M3, False),
     ),
     "activation_forward": lambda: (*(plain(), 11, True, *FP8_OUTPUT, *SCALING, *UNSEEN, *NUMBERS),),
     "amax": lambda: (plain(),),

@@ -234,6 +234,11 @@ class Chain:
         plan.exporting = exporting()
         plan.requires_grad = plan.requires_grad and not plan.exporting
         plans = [step.stage.prepare(plan, step.parameters.start) for step in self.steps]
+        inspected = any([gemm.wrapped for gemm in plan.quantizers])
+        for i, step in enumerate(self.steps):
+            computed_again = step.producer == i - 1 >= 0 and self.steps[i - 1].stage.recomputes
+            if computed_again and not inspected:
+                step.stage.omit_input(plans[i])
         plan.stage_plans = plans
         plan.differentiable = [plan.requires_grad] * len(plans)
         if not plan.compiling and not plan.exporting:

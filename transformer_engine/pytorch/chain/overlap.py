@@ -55,7 +55,7 @@ class RecordedParamGradTask(ParamGradTask):
 
     def gradients(self) -> Sequence[Any]:
         """Compute the gradients, from a recording if possible."""
-        like = [self.carry, Operands(None, waited(self.regathered))]
+        like = [self.carry, Operands(None, waited(self.input_again))]
         main = [] if self.target is None else [self.target.main_grad]
         inputs = (*flatten_values(like), *self.buffers, *main)
         mode = None if self.target is None else self.target.mode
@@ -80,7 +80,7 @@ class RecordedParamGradTask(ParamGradTask):
     def _by_stage(self, read: Sequence[Any], saved: Saved) -> Sequence[Any]:
         plan, i = self.plan, self.number
         carry, regathered = read
-        saved = saved._replace(regathered=regathered.columnwise)
+        saved = saved._replace(input_again=regathered.columnwise)
         return plan.chain.steps[i].stage.backward_params(carry, saved, plan.stage_plans[i])
 
     def _record(self, inputs: Tensors, like: Sequence[Any]) -> Any:

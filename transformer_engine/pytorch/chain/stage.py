@@ -22,6 +22,20 @@ Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its resu
 Results: TypeAlias = tuple[Any, ...]
 
 
+class ResultAgain(NamedTuple):
+    """The form in which a stage computes its first result again.
+
+    Attributes:
+        scales: fp32 `[2]`, {1/scale, scale} of transposed codes; None for the plain result.
+        format: of the codes, a value of `DType`.
+        rounded: the result is rounded to its dtype before it is cast.
+    """
+
+    scales: torch.Tensor | None
+    format: int
+    rounded: bool
+
+
 class Saved(NamedTuple):
     """What a stage saves for its backward.
 
@@ -29,13 +43,16 @@ class Saved(NamedTuple):
         tensors: saved by autograd.
         facts: anything that is no tensor.
         target: where the weight gradient goes, a `WgradTarget`; set for the backward.
-        regathered: the input, gathered again for the backward; see `Stage.regather`.
+        input_again: the input, if it was not saved: gathered again, see `Stage.regather`, or
+            computed again, see `Stage.recomputes`.
+        again: how the stage is to compute its first result again; set for the backward.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
     target: Any = None
-    regathered: Any = None
+    input_again: Any = None
+    again: ResultAgain | None = None
 
 
 class Stage:
@@ -59,6 +76,8 @@ class Stage:
             `Pending`; while its backward runs, the parameter gradients of its consumer are
             computed.
         regathers: see `regather`.
+        recomputes: its `backward_data` can compute its first result again, as `Saved.again` says,
+            and returns it as `carry`: so the next stage need not save it.
         passes_requests: its result is its input, so it hands the request of its consumer on.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
@@ -74,6 +93,7 @@ class Stage:
     records_with_readers = False
     communicates = False
     regathers = False
+    recomputes = False
     passes_requests = False
     delayed: Any = None
 
@@ -87,6 +107,9 @@ class Stage:
     def prepare(self, call: CallPlan, first: int) -> Any:
         """Make the plan; the stage's first parameter is number `first` of the call's inputs."""
         return call
+
+    def omit_input(self, plan: Any) -> None:
+        """Plan not to save the first input, if possible: the stage before computes it again."""
 
     def recordable(self, plan: Any) -> bool:
         """Whether calls do nothing but allocate and call `_C`, the same for equal shapes."""
@@ -159,6 +182,10 @@ class Stage:
             request: of the stage that made the first input; None if other stages read that, too.
         """
         raise NotImplementedError
+
+    def input_again(self, saved: Saved, plan: Any) -> ResultAgain | None:
+        """How the stage before is to compute the first input again; None if it was saved."""
+        return None
 
     def regather(self, saved: Saved, plan: Any) -> Any:
         """Gather the first result again, for `backward_params` of its consumer.

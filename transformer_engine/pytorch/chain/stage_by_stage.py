@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import ChainStep
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stage import Parameters, Saved
+from transformer_engine.pytorch.chain.stage import Parameters, ResultAgain, Saved
 from transformer_engine.pytorch.fp8.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.collectives import waited
@@ -74,7 +74,7 @@ class ParamGradTask:
         number: of the step.
         carry: returned by `backward_data` of the step.
         saved: by its forward.
-        regathered: its input, see `Stage.regather`; it may be pending.
+        input_again: see `Saved`; it may be pending.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class ParamGradTask:
         number: int,
         carry: Any,
         saved: Saved,
-        regathered: Any,
+        input_again: Any,
     ) -> None:
         self.plan, self.grads, self.number = plan, grads, number
-        self.carry, self.saved, self.regathered = carry, saved, regathered
+        self.carry, self.saved, self.input_again = carry, saved, input_again
 
     def finish(self) -> None:
         """Compute and store the gradients; or queue the task, if the stage delays them."""
@@ -103,8 +103,8 @@ class ParamGradTask:
         """Compute the gradients."""
         stage, plan = self.plan.chain.steps[self.number].stage, self.plan.stage_plans[self.number]
         saved = self.saved
-        if self.regathered is not None:
-            saved = saved._replace(regathered=waited(self.regathered))
+        if self.input_again is not None:
+            saved = saved._replace(input_again=waited(self.input_again))
         return stage.backward_params(self.carry, saved, plan)
 
 
@@ -132,6 +132,7 @@ def run_backward(
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     task: ParamGradTask | None = None
+    again: ResultAgain | None = None
     for i in range(stop - 1, start - 1, -1):
         step, saved = steps[i], record.pop()
         output_grads = [grads[v] for v in step.outputs]
@@ -151,15 +152,21 @@ def run_backward(
         request = None
         if step.producer >= 0 and isinstance(output_grads[0], torch.Tensor):
             request = steps[step.producer].stage.grad_request(plans[step.producer], output_grads[0])
+        if again is not None:
+            saved = saved._replace(again=again)
         results, carry = step.stage.backward_data(output_grads, saved, plans[i], request)
         output_grads.clear()
         for v, result in zip(step.inputs, results, strict=True):
             grads[v] = add_grads(grads[v], result)
         del results, result
+        if again is not None:
+            assert task is not None
+            task.input_again, carry = carry, None
         finish(task)
+        again = step.stage.input_again(saved, plans[i])
         task = ParamGradTask(plan, grads, i, carry, saved, regathered if overlaps else None)
         del carry, saved
-        if not (overlaps or step.stage.delays(plans[i])):
+        if not (overlaps or again is not None or step.stage.delays(plans[i])):
             task.finish()
             task = None
     return task

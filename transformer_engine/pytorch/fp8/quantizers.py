@@ -48,6 +48,8 @@ class Quantizer:
         rounds_once: a fused kernel rounds from fp32 to FP8; otherwise it rounds to the dtype of
             activations first.
         recasts_alike: casting the same values again in backward gives the same codes.
+        casts_columns_later: the column-wise side can be made from the values alone, at any time,
+            with the one scale of the row-wise side.
         replaces: `process_gemm_output` may return another tensor than its argument.
         shard_rows: the rows of a shard must be a multiple of this, see `of_shards`.
         public_class: the documented quantizer that does the same; it has a method `of`.
@@ -59,6 +61,7 @@ class Quantizer:
     is_fp8 = False
     rounds_once = False
     recasts_alike = True
+    casts_columns_later = False
     replaces = True
     native = False
     public_class: ClassVar[Any] = None
@@ -216,6 +219,8 @@ class WrappingQuantizer(Quantizer):
 
 class IdentityQuantizer(Quantizer, native=True):
     """No quantisation: both sides are the tensor itself; the GEMM sums the bias gradient."""
+
+    casts_columns_later = True
 
     def constants(self) -> tuple[Any, ...]:
         """None."""

@@ -50,7 +50,9 @@ _UNITS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.nn.functional.silu,
 )
 
-Result = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_Maybe = torch.Tensor | None
+Result = tuple[_Maybe, _Maybe, _Maybe, _Maybe]
+BackwardResult = tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe]
 
 
 def activation_kind(name: str) -> int:
@@ -213,7 +215,7 @@ def activation_forward(
     return results if plain else (None, *results[1:])
 
 
-@library_op()
+@library_op(writes=("again",))
 def activation_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -233,15 +235,13 @@ def activation_backward(
     limit: float = 7.0,
     alpha: float = 1.702,
     offset: float = 1.0,
+    again: torch.Tensor | None = None,
+    again_scales: torch.Tensor | None = None,
+    again_format: int = 5,
+    again_rounded: bool = False,
     *,
     launch: bool = True,
-) -> tuple[
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-]:
+) -> BackwardResult:
     """`dx` of `activation_forward`, and the bias gradient of what made `x`.
 
     Args:
@@ -263,16 +263,20 @@ def activation_backward(
         limit: as in forward; so are `alpha` and `offset`.
         alpha: see `limit`.
         offset: see `limit`.
+        again: written: `y` once more, in the dtype of `x` (`dy` itself may be given); or, with
+            `again_scales`, its transposed codes, uint8 `[n, rows]`.
+        again_scales: fp32 `[2]`, {1/scale, scale} of the codes.
+        again_format: of the codes, a value of `DType`.
+        again_rounded: `y` is rounded to the dtype of `x` before it is cast, as current scaling
+            does.
 
     Returns:
         `(dx, rowwise, columnwise, scales, dbias)`, None where not asked for.
     """
     cols = x.shape[-1]
     delayed = rowwise or columnwise
-    with_plain = plain or (
-        launch and moments is not None and not _C.activation_takes_moments(x, dy)
-    )
-    results = _outputs(x, cols, (with_plain, rowwise, columnwise), delayed or current)
+    for_moments = launch and moments is not None and not _C.activation_takes_moments(x, dy)
+    results = _outputs(x, cols, (plain or for_moments, rowwise, columnwise), delayed or current)
     bias_grad = x.new_empty(cols, dtype=dbias) if dbias is not None else None
     if launch:
         dx, codes, transposed, scales = results
@@ -296,5 +300,9 @@ def activation_backward(
             limit,
             alpha,
             offset,
+            again,
+            again_scales,
+            again_format,
+            again_rounded,
         )
     return results[0] if plain else None, *results[1:], bias_grad

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
+    ResultAgain,
     Results,
     Saved,
     Stage,
     Values,
     quantizer_of,
 )
+from transformer_engine.pytorch.chain.stages.sides import restore
+from transformer_engine.pytorch.dtypes import E4M3
 from transformer_engine.pytorch.fp8.operands import FusedOutputs, OperandRequest, Operands
 from transformer_engine.pytorch.kernels.activation import (
     DEFAULT_PARAMETERS,
@@ -21,6 +26,7 @@ from transformer_engine.pytorch.kernels.activation import (
     activation_forward,
     define_activation,
 )
+from transformer_engine.pytorch.kernels.shapes import rows_of
 
 
 class Activation(Stage):
@@ -28,6 +34,7 @@ class Activation(Stage):
 
     label = "activation"
     results = ("activated",)
+    recomputes = True
 
     def __init__(self, kind: int, numbers: ActivationParameters = DEFAULT_PARAMETERS) -> None:
         self.kind, self.numbers = kind, numbers
@@ -55,13 +62,17 @@ class Activation(Stage):
     def backward_data(
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
-        """The gradient of `x`, quantised and with its column sums where the previous GEMM asks."""
+        """The gradient of `x`, quantised and with its column sums where the previous GEMM asks.
+
+        With `saved.again` also the result of the forward, as a side of operands.
+        """
         (grad,) = grads
         assert not isinstance(grad, Operands)
         (x,) = saved.tensors
         assert x is not None
         quantizer = quantizer_of(request)
         fused = quantizer.fused_arguments(request)
+        again = _room_for(grad, saved.again, plan)
         made = activation_backward(
             grad,
             x,
@@ -71,5 +82,21 @@ class Activation(Stage):
             fused.moments,
             fused.active,
             *self.numbers,
+            again,
+            *_form_of(saved.again),
         )
-        return (quantizer.fused_result(request, FusedOutputs(*made)),), None
+        side = restore(again, *_form_of(saved.again)[:2])
+        return (quantizer.fused_result(request, FusedOutputs(*made)),), side
+
+
+def _form_of(again: ResultAgain | None) -> ResultAgain:
+    return again or ResultAgain(None, E4M3, False)
+
+
+def _room_for(grad: torch.Tensor, again: ResultAgain | None, plan: CallPlan) -> torch.Tensor | None:
+    """Memory for the result of the forward: that of its gradient, which nobody reads afterwards."""
+    if again is None:
+        return None
+    if again.scales is not None:
+        return grad.new_empty((grad.shape[-1], rows_of(grad)), dtype=torch.uint8)
+    return torch.empty_like(grad) if plan.compiling else grad

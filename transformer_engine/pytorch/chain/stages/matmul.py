@@ -13,7 +13,14 @@ from transformer_engine.pytorch._torch_private import top_hooks
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.chain.delayed import DelayedTasks
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.chain.stage import (
+    Parameters,
+    ResultAgain,
+    Results,
+    Saved,
+    Stage,
+    Values,
+)
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.chain.stages.row_parts import product_by_rows, product_of_parts
 from transformer_engine.pytorch.chain.stages.sides import (
@@ -51,7 +58,7 @@ class _Facts(NamedTuple):
     weight_dtype: torch.dtype
     padding: int
     saves_fp8_weight: bool  # the parameter itself, row-wise
-    input_regathered: bool  # the backward reads `Saved.regathered` instead of a saved input
+    input_again: bool  # the backward reads `Saved.input_again` instead of a saved input
 
 
 _NOTHING = Saved(())
@@ -114,6 +121,19 @@ class Matmul(Stage):
             plan.request = OperandRequest(quantizer, True, False)
             plan.input_in_backward = OperandRequest(quantizer, False, True)
         return plan
+
+    def omit_input(self, plan: MatmulPlan) -> None:
+        """Possible if `backward_params` runs behind the stage before."""
+        if plan.needs_input and plan.needs_weight and self.delayed is None:
+            plan.omits_input = plan.quantizers.input.casts_columns_later
+            plan.request.columnwise = not plan.omits_input
+
+    def input_again(self, saved: Saved, plan: MatmulPlan) -> ResultAgain | None:
+        """The side that wgrad takes."""
+        if not plan.omits_input:
+            return None
+        rounded = not plan.quantizers.input.rounds_once
+        return ResultAgain(saved.tensors[1], saved.facts.x_format, rounded)
 
     def recordable(self, plan: MatmulPlan) -> bool:
         """True if quantizers call nothing but `_C`, and the call caches nothing."""
@@ -179,18 +199,21 @@ class Matmul(Stage):
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        regathered = operands.columnwise is None and not isinstance(x, torch.Tensor)
+        again = operands.columnwise is None and not isinstance(x, torch.Tensor)
         column = operands.columnwise
-        if plan.input_in_backward is not None and not regathered:
+        if plan.input_in_backward is not None and not again:
             column = x
+        again = again or plan.omits_input
+        column = operands.rowwise if plan.omits_input else column  # for the scales
         x_data, x_scales, x_format = flatten(column if plan.needs_weight else None)
+        x_data = None if plan.omits_input else x_data
         saves_fp8_weight = plan.fp8_weight and w.columnwise is None
         column = own if saves_fp8_weight else w.columnwise
         w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
         if w_data is not None and plan.fp8 and not plan.compiling and top_hooks(True) is not None:
             # Tell `offload` that this is a parameter, which stays, or a copy of a weight.
             setattr(w_data, "never_offloaded" if saves_fp8_weight else "weight_offloading", True)
-        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, regathered)
+        facts = _Facts(x_format, w_format, weight.dtype, padding, saves_fp8_weight, again)
         return (y,), Saved((x_data, x_scales, w_data, w_scales), facts)
 
     def _operands(self, x: Any, plan: MatmulPlan) -> tuple[Operands, int]:
@@ -325,8 +348,8 @@ class Matmul(Stage):
             return (None, bias_grad)[: self.parameter_count]
         facts = saved.facts
         x = restore(saved.tensors[0], saved.tensors[1], facts.x_format)
-        if facts.input_regathered:
-            x = pad_side(saved.regathered, facts.padding, True)
+        if facts.input_again:
+            x = pad_side(saved.input_again, facts.padding, True)
         elif plan.input_in_backward is not None:
             request = plan.input_in_backward
             x = plan.quantizers.input.padded(x, facts.padding, request).columnwise  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ class MatmulPlan:
         "needs_bias",
         "needs_input",
         "needs_weight",
+        "omits_input",
         "quantizers",
         "request",
         "requires_grad",
@@ -49,6 +50,7 @@ class MatmulPlan:
         self.needs_input = any(needs[:first])
         self.needs_weight, self.needs_bias = needs[first], biased and needs[first + 1]
         self.input_in_backward: OperandRequest | None = None  # of `save_original_input`
+        self.omits_input = False  # the stage before computes it again in the backward
         self.request = OperandRequest(quantizers.input, True, self.needs_weight)
         self.weight_request = OperandRequest(quantizers.weight, True, self.needs_input)
         self.request.active = self.weight_request.active = call.cse_barrier

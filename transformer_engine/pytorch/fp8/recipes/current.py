@@ -26,6 +26,7 @@ class CurrentQuantizer(Fp8Quantizer, native=True):
     """
 
     scaling = "fp8_current_scaling"
+    casts_columns_later = True
 
     def __init__(self, format: int, power_of_2: bool = False, epsilon: float = 0.0) -> None:
         super().__init__(format)

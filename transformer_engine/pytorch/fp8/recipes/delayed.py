@@ -40,6 +40,7 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
     scaling = "fp8_delayed_scaling"
     rounds_once = True
     recasts_alike = False
+    casts_columns_later = True
     shard_rows = 1
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor | None, format: int) -> None:

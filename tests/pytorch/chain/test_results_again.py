@@ -1,0 +1,118 @@
+"""The backward of an activation makes its result again, so that the next GEMM need not save it."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.stages.activation import Activation
+
+HIDDEN, FFN = 32, 64
+RECIPES = {
+    "high precision": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+}
+BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # of an element that wgrad reads
+
+
+def pair(monkeypatch, device, **arguments):
+    """Two equal modules; the second one saves the input of its second GEMM."""
+    made = dict(params_dtype=torch.bfloat16, device=device, **arguments)
+    first, second = (te.LayerNormMLP(HIDDEN, FFN, **made) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    for step in second.chain.steps:
+        if isinstance(step.stage, Activation):
+            monkeypatch.setattr(step.stage, "recomputes", False)
+    return first, second
+
+
+def step(module, recipe, x, grad):
+    """Bytes that are saved, and results of the second of two steps, which may be recorded."""
+    for _ in range(2):
+        leaf, saved = x.clone().requires_grad_(), {}
+
+        def pack(tensor, saved=saved):
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        module.zero_grad()
+        in_fp8 = te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
+        with in_fp8, saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = module(leaf)
+        y.backward(grad)
+    return sum(saved.values()), [y, leaf.grad, *[p.grad for p in module.parameters()]]
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("tokens", [64, 51])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device, monkeypatch):
+    if not recorded:
+        monkeypatch.setattr(segments, "HOST_BOUND_BYTES", 0)
+    again, saving = pair(monkeypatch, device, activation=activation)
+    x = torch.randn(2, tokens, HIDDEN, device=device, dtype=torch.bfloat16)[0]
+    grad = torch.randn_like(x)
+    less, found = step(again, RECIPES[recipe], x, grad)
+    more, expected = step(saving, RECIPES[recipe], x, grad)
+    assert_equal(found, expected)
+    if recipe == "blocks":  # each has a scale of its own
+        assert less == more
+    else:
+        assert more - less >= BYTES[recipe] * tokens * FFN
+
+
+@pytest.mark.parametrize("recipe", ["high precision", "delayed"])
+@pytest.mark.parametrize("frozen", [["fc1_weight", "layer_norm_weight"], ["fc2_weight"]])
+def test_frozen_weights(recipe, frozen, device, monkeypatch):
+    again, saving = pair(monkeypatch, device)
+    for module in (again, saving):
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+    x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    found, expected = (step(m, RECIPES[recipe], x, grad)[1] for m in (again, saving))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("how", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_other_ways_of_weight_gradients(how, device, monkeypatch):
+    modules = pair(monkeypatch, device, **{how: True})
+    x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16)
+    grads = []
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        results = step(module, RECIPES["delayed"], x, torch.ones_like(x))[1]
+        if how == "delay_wgrad_compute":
+            module.backward_dw()
+            module.backward_dw()
+            results = [*results[:2], *[p.grad for p in module.parameters()]]
+        grads.append([*results, *[p.main_grad for p in module.parameters()]])
+    assert_equal(*grads)
+
+
+@pytest.mark.parametrize("recipe", ["high precision", "current"])
+def test_a_graph_that_is_kept_gives_the_same_twice(recipe, device):
+    module = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
+    x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with te.fp8_autocast(enabled=recipe != "high precision", fp8_recipe=RECIPES[recipe]):
+        y = module(x)
+    inputs = [x, *module.parameters()]
+    first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    assert_equal(first, torch.autograd.grad(y.sum(), inputs))
