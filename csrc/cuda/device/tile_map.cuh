@@ -260,15 +260,20 @@ __device__ __forceinline__ void store_rows(uint8_t* out, int cols, const TileBlo
         write_codes<kWide>(block.row_of(out + k * cols, i), codes[k].rows[i], block.width());
 }
 
-// The further value's codes, once the tile's memory is free.
+// The further value's codes have a tile of their own beside one output. Beside two, whose tiles
+// take all static shared memory, they follow in the first one.
+template <class Function>
+constexpr bool kAgainApart = Function::kAgain&& Function::kOutputs == 1;
+
 template <class Codes, class Function>
 __device__ __forceinline__ void store_again(const TileMap<Function>& map, TilePlace at,
                                             void* memory, const CodeBlock& codes) {
-  if (!map.again.columnwise) return;
   const TileBlock block(at, map.rows, map.cols, map.cols);
-  __syncthreads();
-  Codes(memory).put(block.row, block.col, codes);
-  __syncthreads();
+  if constexpr (!kAgainApart<Function>) {
+    __syncthreads();
+    Codes(memory).put(block.row, block.col, codes);
+    __syncthreads();
+  }
   Codes(memory).template store<kTileThreads>(target_of(map.again.columnwise, map.rows, at, block));
 }
 
@@ -279,7 +284,8 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
   constexpr int kOutputs = Function::kOutputs;
   constexpr int kWarps = kTileThreads / 32;
   using Codes = CodeTile<kTile, kTile>;
-  __shared__ alignas(16) uint8_t memory[kOutputs][Codes::kBytes];
+  constexpr int kAgainTile = kAgainApart<Function> ? kOutputs : 0;
+  __shared__ alignas(16) uint8_t memory[kOutputs + kAgainApart<Function>][Codes::kBytes];
   [[maybe_unused]] __shared__ alignas(16) TileColumnSums<kOutputs> sums;
   [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
   __shared__ BlockAmax<kWarps> block_amax;
@@ -297,6 +303,9 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
     if (map.quantized.columnwise) Codes(memory[k]).put(block.row, block.col, results.codes[k]);
     if constexpr (Function::kColumnSums) sums.leave(k, block.col, results.sums[k]);
   }
+  if constexpr (kAgainApart<Function>) {
+    if (map.again.columnwise) Codes(memory[kAgainTile]).put(block.row, block.col, results.again);
+  }
   block_amax.leave(results.amax);
   if constexpr (kMoments) {
     if (map.moments) moments.leave(moments_of_warp(map, at, block, gathered));
@@ -309,7 +318,9 @@ __global__ void __launch_bounds__(kTileThreads, blocks_of<In, Function>(kWide, k
     if (map.quantized.columnwise)
       Codes(memory[k]).template store<kTileThreads>(target_of(out, map.rows, at, block));
   }
-  if constexpr (Function::kAgain) store_again<Codes>(map, at, memory[0], results.again);
+  if constexpr (Function::kAgain) {
+    if (map.again.columnwise) store_again<Codes>(map, at, memory[kAgainTile], results.again);
+  }
   if constexpr (Function::kColumnSums) {
     if (map.column_parts)
       sums.store(map.column_parts + int64_t{at.row} * block.pitch + at.col * kTile, map.cols,

@@ -27,8 +27,10 @@ from transformer_engine.pytorch.chain.stages.sides import (
     columnwise_of,
     detached,
     flatten,
+    for_wgrad,
     own_matrix,
     restore,
+    saved_input,
     shape_of,
     tensors_of,
 )
@@ -199,14 +201,7 @@ class Matmul(Stage):
             y = plan.quantizers.output.process_gemm_output(y)
         if not plan.requires_grad:
             return (y,), _NOTHING
-        again = operands.columnwise is None and not isinstance(x, torch.Tensor)
-        column = operands.columnwise
-        if plan.input_in_backward is not None and not again:
-            column = x
-        again = again or plan.omits_input
-        column = operands.rowwise if plan.omits_input else column  # for the scales
-        x_data, x_scales, x_format = flatten(column if plan.needs_weight else None)
-        x_data = None if plan.omits_input else x_data
+        x_data, x_scales, x_format, again = saved_input(x, operands, plan)
         saves_fp8_weight = plan.fp8_weight and w.columnwise is None
         column = own if saves_fp8_weight else w.columnwise
         w_data, w_scales, w_format = flatten(column if plan.needs_input else None)
@@ -333,7 +328,8 @@ class Matmul(Stage):
             dx = multiply(operands.rowwise)
         if facts.padding:
             dx = dx[: dx.shape[0] - facts.padding].view(*shape_of(grad)[:-1], dx.shape[-1])
-        return (plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx,), operands
+        dx = plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx
+        return (dx,), for_wgrad(operands)
 
     def backward_params(self, carry: Any, saved: Saved, plan: MatmulPlan) -> Parameters:
         """The weight gradient and the bias gradient."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side, Value, transposed
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.tensor import QuantizedTensor
@@ -15,6 +18,19 @@ def flatten(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None
     if isinstance(side, Fp8Matrix):
         return side.codes, side.scales, side.format
     return side, None, -1
+
+
+def saved_input(
+    x: Any, operands: Operands, plan: MatmulPlan
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
+    """What a Matmul saves of its input, see `flatten`, and whether the backward gets it again."""
+    if plan.omits_input:
+        _, scales, format = flatten(operands.rowwise)
+        return None, scales, format, True
+    regathered = operands.columnwise is None and not isinstance(x, torch.Tensor)
+    original = plan.input_in_backward is not None and not regathered
+    side = x if original else operands.columnwise
+    return *flatten(side if plan.needs_weight else None), regathered
 
 
 def restore(data: torch.Tensor | None, scales: torch.Tensor | None, format: int) -> Side | None:
@@ -48,6 +64,13 @@ def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -
     if isinstance(other, Fp8Matrix):
         return transposed(weight)
     return dequantize(weight.codes, weight.format, weight.scales, dtype)
+
+
+def for_wgrad(grad: Operands) -> Operands:
+    """A gradient without the row-wise codes, whose memory is free once dgrad has read them."""
+    if grad.columnwise is None or not isinstance(grad.rowwise, Fp8Matrix):
+        return grad
+    return Operands(None, grad.columnwise, grad.bias_grad)
 
 
 def detached(side: Side | None) -> Side | None:
