@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
+
 Call = Callable[[], Any]
 
 # Ten times the L2 of a Hopper GPU; writing it takes the GPU more than 100 us, in which the host
@@ -100,7 +102,8 @@ def time_gpu(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = Tr
 
 
 def captured(call: Call) -> Call:
-    """The replay of the call as a CUDA graph."""
+    """The replay of the call as a CUDA graph, announced to transformer_engine."""
+    set_capture_start()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -110,6 +113,7 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         call()
+    set_capture_end()
     return graph.replay
 
 

@@ -1,5 +1,7 @@
 """The order of attention backends: speed as measured, and what waits until a GPU has run it."""
 
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from transformer_engine.pytorch.attention import DotProductAttention, attention_
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy, sdpa
 from transformer_engine.pytorch.attention.backends.backend import FEW_ELEMENTS, Problem, refusal
 from transformer_engine.pytorch.attention.core import attention as core
+from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graphs
 
 LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}
 LARGE |= {"max_seqlen_q": 4096, "max_seqlen_kv": 4096, "device": "cuda"}
@@ -95,6 +98,29 @@ def test_flash_attn_4_is_for_large_problems(all_confirmed, changes, large):
     names = order(**{**LARGE, **changes})
     assert (names.index("flash4") < names.index("sdpa")) is large
     assert names[-1] == "unfused"
+
+
+@pytest.mark.parametrize(("length", "faster"), [(2048, "flash4"), (1024, "cudnn")])
+def test_the_time_of_the_host_does_not_count_in_graphs(length, faster):
+    """Of the GPT with 350M parameters that was measured, and with half of its tokens."""
+    question = {"batch_size": 4, "num_attention_heads": 16, "device": "cuda"}
+    question |= {"max_seqlen_q": length, "max_seqlen_kv": length}
+    call = partial(order, **question)
+    assert call()[0] == "cudnn"
+    with capturing_graphs():
+        assert call()[0] == faster
+    assert call()[0] == "cudnn"
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_call_asks_whether_captures_are_announced(announced, monkeypatch):
+    seen = []
+    monkeypatch.setattr(choice, "preference", lambda problem, _: seen.append(problem) or ("sdpa",))
+    attention = DotProductAttention(2, 16, qkv_format="bshd")
+    q = torch.randn(1, 24, 2, 16)
+    with capturing_graphs() if announced else nullcontext():
+        attention(q, q, q)
+    assert [problem.in_graph for problem in seen] == [announced]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"queries": 128}, {"keys": 128}], ids=str)

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.cuda_graphs.graphed import (
 )
 from transformer_engine.pytorch.cuda_graphs.hooks import capture_time_hooks_of
 from transformer_engine.pytorch.cuda_graphs.order import CaptureOrder
+from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graphs
 from transformer_engine.pytorch.cuda_graphs.subject import Subject, not_graphed, replace_forward
 from transformer_engine.pytorch.fp8.autocast import one_of, scope_of
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
@@ -60,7 +61,8 @@ def make_graphed_callables(
     """Capture the forward and the backward of each callable as a CUDA graph.
 
     Calls of the returned callables copy their tensors into the samples' memory and replay. Results
-    equal those of eager mode, bit for bit. They are in the memory of the graph, which the next call
+    equal those of eager mode, bit for bit, where attention runs the same backend: in graphs it is
+    chosen by the time of the GPU alone. They are in the memory of the graph, which the next call
     overwrites. The graphs record amaxes; scales are updated outside of them, at the end of the
     outermost autocast (without one, at the end of the call) and at the end of the backward.
     Callables must be replayed in the order of their capture: forwards as they are listed, backwards
@@ -283,6 +285,7 @@ def _check_inspected(subjects: list[Subject]) -> None:
     inspector.refuse(layers, "a CUDA graph capture", captured=True)
 
 
+@capturing_graphs()
 def _warm_up(
     settings: Settings,
     subjects: list[Subject],
@@ -304,6 +307,7 @@ def _warm_up(
         inspector.discard()
 
 
+@capturing_graphs()
 def _capture(
     subjects: list[Subject],
     graphs: list[Graphed],

@@ -9,7 +9,8 @@ set_capture_end()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,8 +102,22 @@ def restore_fp8_tensors(
     restore_scaling(found, fp8_tensors)
 
 
+@contextmanager
+def capturing_graphs() -> Iterator[None]:
+    """From `set_capture_start` to `set_capture_end`, possibly within another such range."""
+    state = process_state()
+    before, state.captures_graphs = state.captures_graphs, True
+    try:
+        yield
+    finally:
+        state.captures_graphs = before
+
+
 def set_capture_start() -> None:
-    """Announce that the caller begins to warm up and capture CUDA graphs."""
+    """Announce that the caller begins to warm up and capture CUDA graphs.
+
+    Until `set_capture_end` attention backends are chosen by the time of the GPU alone.
+    """
     process_state().captures_graphs = True
 
 

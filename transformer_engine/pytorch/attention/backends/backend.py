@@ -43,6 +43,7 @@ class Problem(NamedTuple):
         cache: of keys and values: `""`, `appended`, `fixed` or `named`, see `cache/inference.py`.
         fp8: queries, keys and values are quantised.
         compiling: inside torch.compile.
+        in_graph: the call is captured into a CUDA graph, or warms one up, as announced.
         part: these are a part of the keys that the softmax goes over, see `Parts`.
     """
 
@@ -73,6 +74,7 @@ class Problem(NamedTuple):
     cache: str = ""
     fp8: bool = False
     compiling: bool = False
+    in_graph: bool = False
     part: bool = False
 
     @property

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.core.environment import environment, r
 from transformer_engine.pytorch.attention.core.formats import check_format
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
 from transformer_engine.pytorch.capture import memoize
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.notices import warn_once
 
@@ -57,7 +58,7 @@ def _facts(
     CallShape,
     torch.device,
     torch.dtype,
-    tuple[bool, float, str, str, bool, bool],
+    tuple[bool, float, str, str, bool, bool, bool],
     _BiasFacts | None,
     _SequenceFacts | None,
     bool,
@@ -74,6 +75,7 @@ def _facts(
             call.sink.type,
             call.cache,
             call.casts is not None,
+            process_state().captures_graphs,
             call.part,
         ),
         None if bias is NO_BIAS else _bias_facts(bias),
@@ -107,13 +109,13 @@ def _problem(
     shape: CallShape,
     device: torch.device,
     dtype: torch.dtype,
-    facts: tuple[bool, float, str, str, bool, bool],
+    facts: tuple[bool, float, str, str, bool, bool, bool],
     bias: _BiasFacts | None,
     sequences: _SequenceFacts | None,
     repeats: bool,
     allowed: AttentionVariables,
 ) -> Problem:
-    training, dropout, softmax_type, cache, fp8, part = facts
+    training, dropout, softmax_type, cache, fp8, in_graph, part = facts
     bias_type, bias_shape, bias_grad, given_slopes, bias_dtype = bias or _NO_BIAS
     queries, keys, by_mask, alike, room = sequences or (None, None, False, True, False)
     packed = shape.qkv_format == "thd"
@@ -145,6 +147,7 @@ def _problem(
         cache=cache,
         fp8=fp8,
         compiling=torch.compiler.is_compiling(),
+        in_graph=in_graph,
         part=part,
     )
 
@@ -274,7 +277,7 @@ def attention_backends(
     """Which attention backends take a problem, and why the others do not.
 
     Arguments are those of `DotProductAttention` and its `forward`; of tensors only the shape, or
-    whether there is one. The environment counts as it is now.
+    whether there is one. The environment counts as it is now, and so does `set_capture_start`.
 
     Args:
         num_attention_heads: query heads.
@@ -341,6 +344,7 @@ def attention_backends(
         softmax_type=check_softmax_type(softmax_type),
         cache=inference_params,
         fp8=fp8,
+        in_graph=process_state().captures_graphs,
         part=cp_comm_type not in (None, "a2a"),
     )
     return table(problem, allowed)
