@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import BACKENDS
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_qkv
 
 Call = Callable[[], Any]

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import sdpa, unfused
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.fp8.autocast_stack import Step
 
 BACKENDS = {"sdpa": sdpa.BACKEND, "unfused": unfused.BACKEND}

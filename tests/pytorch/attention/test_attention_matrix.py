@@ -11,8 +11,8 @@ import pytest
 from cases.attention_factors import FACTORS, HAND_PICKED
 from cases.attention_matrix import HEADS, check, pairwise, product, refusals
 
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice
-from transformer_engine.pytorch.attention.core import attention as core
 
 # What the compiler of flash-attn 4 says of its own kernels.
 pytestmark = pytest.mark.filterwarnings("ignore:Argument .* cannot be converted to a JitArgument")

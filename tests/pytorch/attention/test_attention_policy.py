@@ -9,9 +9,9 @@ import torch
 
 from transformer_engine._env import AttentionVariables
 from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import BACKENDS, choice, policy, sdpa
 from transformer_engine.pytorch.attention.backends.backend import FEW_ELEMENTS, Problem, refusal
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graphs
 
 LARGE = {"num_attention_heads": 32, "kv_channels": 128, "batch_size": 4}

@@ -21,6 +21,8 @@ from torch.torch_version import TorchVersion
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention import core_attention as core
+from transformer_engine.pytorch.attention import stage
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     cudnn,
@@ -32,8 +34,6 @@ from transformer_engine.pytorch.attention.backends import (
     sdpa_kernels,
 )
 from transformer_engine.pytorch.attention.backends.backend import NO_BACKWARD, Needs
-from transformer_engine.pytorch.attention.core import attention as core
-from transformer_engine.pytorch.attention.core import stage
 from transformer_engine.pytorch.fp8.autocast_stack import Step
 
 ALL = Needs(True, True, True)

@@ -10,10 +10,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import choice, cudnn, cudnn_strides
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
 from transformer_engine.pytorch.attention.backends.policy import preference
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES, mask_rule
 from transformer_engine.pytorch.kernels import attention as kernels
 

@@ -11,8 +11,8 @@ from cases.cudnn_attention import CASES, CROSS, LONGEST, SELF, Case
 import transformer_engine.pytorch as te
 from transformer_engine import _C
 from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import cudnn
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.call import (
     NO_SINK,
     Call,

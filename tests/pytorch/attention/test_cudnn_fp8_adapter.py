@@ -8,11 +8,11 @@ from cases import fake_cudnn_fp8
 from cases.fp8_steps import RUNS, Case, assert_near, core_of, steps_of
 from torch._subclasses import FakeTensorMode
 
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
 from transformer_engine.pytorch.attention.backends.choice import ranked
 from transformer_engine.pytorch.attention.backends.policy import preference
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.environment import environment
 from transformer_engine.pytorch.attention.masks.masks import mask_rule
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast

@@ -13,8 +13,8 @@ from rulers import assert_bitwise
 import transformer_engine.pytorch as te
 from transformer_engine import _C
 from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import cudnn_fp8, unfused
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 from transformer_engine.pytorch.kernels import attention_fp8 as kernels
 from transformer_engine.pytorch.kernels.attention import BSHD, SBHD, settings_of

@@ -8,8 +8,8 @@ from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 from cases.attention_matrix import norm_error
 
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import sdpa
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 
 

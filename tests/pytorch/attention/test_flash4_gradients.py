@@ -13,8 +13,8 @@ from cases import fake_flash_attn
 from cases.attention_matrix import norm_error
 
 from transformer_engine.pytorch.attention import DotProductAttention, attention_backends
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import flash4
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.core.projections import HeadLayout, split_qkv
 
 LAYOUTS = [

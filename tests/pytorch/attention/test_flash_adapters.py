@@ -12,6 +12,7 @@ from cases.attention_matrix import HEADS, check, pairwise
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.attention import attention_backends
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import (
     choice,
     flash,
@@ -21,7 +22,6 @@ from transformer_engine.pytorch.attention.backends import (
     unfused,
 )
 from transformer_engine.pytorch.attention.backends.backend import Problem, refusal
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.masks import MASK_TYPES
 
 VERSIONS = {

@@ -7,8 +7,7 @@ from cases.attention import cu_seqlens
 from cases.attention import module as make_module
 from cases.attention import qkv as make_qkv
 
-from transformer_engine.pytorch.attention import dot_product_attention
-from transformer_engine.pytorch.attention.core import max_logit
+from transformer_engine.pytorch.attention import dot_product_attention, max_logit
 
 QUERIES, KEYS, HEADS, SIZE = 5, 7, 4, 8
 LENGTHS = ((3, 4), (5, 7))  # real queries and keys of each sequence

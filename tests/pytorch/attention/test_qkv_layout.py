@@ -6,7 +6,7 @@ from cases.attention import BACKENDS, cu_seqlens
 from cases.attention import module as make_module
 
 from transformer_engine.pytorch.attention import _get_qkv_layout
-from transformer_engine.pytorch.attention.core import attention as core
+from transformer_engine.pytorch.attention import core_attention as core
 
 SIZES = {"s": 6, "b": 2, "t": 12, "h": 4, "d": 8, "3": 3, "2": 2}
 LEADS = {"sbhd": "sb", "bshd": "bs", "thd": "t"}

@@ -2,8 +2,8 @@
 
 import torch
 
+from transformer_engine.pytorch.attention import core_attention as core
 from transformer_engine.pytorch.attention.backends import cudnn
-from transformer_engine.pytorch.attention.core import attention as core
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.kernels import attention as kernels
 from transformer_engine.pytorch.kernels.attention import SBHD, THD

@@ -20,7 +20,6 @@ from transformer_engine.pytorch.attention.core.arguments import (
     checked_inputs,
     refuse_rare,
 )
-from transformer_engine.pytorch.attention.core.attention import CoreAttention
 from transformer_engine.pytorch.attention.core.call import (
     NO_DROPOUT,
     NO_SINK,
@@ -39,8 +38,9 @@ from transformer_engine.pytorch.attention.core.casts import (
     casts_of,
     wants_fp8,
 )
-from transformer_engine.pytorch.attention.core.max_logit import max_logit, refuse_ranks
+from transformer_engine.pytorch.attention.core_attention import CoreAttention
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window, mask_rule
+from transformer_engine.pytorch.attention.max_logit import max_logit, refuse_ranks
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned

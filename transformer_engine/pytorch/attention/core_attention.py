@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.choice import choose
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
 from transformer_engine.pytorch.attention.core.environment import environment, repeatable
-from transformer_engine.pytorch.attention.core.stage import Attention, Options, run_forward
+from transformer_engine.pytorch.attention.stage import Attention, Options, run_forward
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
