@@ -16,7 +16,6 @@ MOST_FLAT = 12  # files in that folder
 # Arrows between rooms that close circles; each is to go, none may come.
 TOLERATED = {
     ("chain", "recompute"),
-    ("fp8", "export"),
     ("fp8", "recompute"),
     ("fp8", "tensor"),
     ("fp8.recipes", "fp8"),

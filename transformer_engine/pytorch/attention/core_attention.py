@@ -26,7 +26,7 @@ from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
 from transformer_engine.pytorch.dtypes import autocast_dtype
-from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 
 _is_compiling = torch.compiler.is_compiling

@@ -44,8 +44,8 @@ from transformer_engine.pytorch.attention.max_logit import max_logit, refuse_ran
 from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Planned
-from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import tensor_parallel

@@ -19,7 +19,7 @@ import torch
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Stage
-from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.exporting import exporting
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.stages.matmul import Matmul

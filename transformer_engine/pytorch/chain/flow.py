@@ -35,8 +35,8 @@ from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segments import is_host_bound
 from transformer_engine.pytorch.dtypes import autocast_dtype
-from transformer_engine.pytorch.export.onnx import exporting
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.parallel.construction import Remakable
 from transformer_engine.pytorch.recompute.module_calls import may_recompute

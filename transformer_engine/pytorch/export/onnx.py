@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ContextDecorator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 
 _VALUES = {  # of every code
     format: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().tolist()
@@ -79,37 +77,6 @@ class onnx_export(ContextDecorator):
 def is_in_onnx_export_mode() -> bool:
     """Whether an enabled `onnx_export` is entered."""
     return autocast_stack().exporting
-
-
-def exporting() -> bool:
-    """Whether this call is traced for ONNX."""
-    return autocast_stack().exporting and torch.compiler.is_exporting()
-
-
-def refuse(what: str, instead: str, layer: str | None) -> NoReturn:
-    """An error for what has no ONNX form."""
-    raise NotImplementedError(
-        f"[onnx_export] {what} cannot be exported: {instead} (layer {layer or 'without a name'})"
-    )
-
-
-def refuse_training(training: bool, probabilities: dict[str, float], layer: str | None) -> None:
-    """An error where a layer would draw random numbers."""
-    for argument, probability in probabilities.items():
-        if training and probability > 0.0:
-            refuse(f"{argument}={probability} in training", "call model.eval() first", layer)
-
-
-def trained_scales(scaling: dict[str, ScalingState], layer: str) -> ScalingState:
-    """The state of the forward; RuntimeError where a layer has none."""
-    state = scaling.get("forward")
-    if state is None:
-        raise RuntimeError(
-            "[onnx_export] expected scales that training or calibration has left, got none: run"
-            " the model under fp8_autocast with this recipe, or load a checkpoint, before exporting"
-            f" it (layer {layer})"
-        )
-    return state
 
 
 def cast_there_and_back(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.export.onnx import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.autocast import autocast
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.calibrating import CalibratingQuantizer
+from transformer_engine.pytorch.fp8.exporting import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers

@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.masks.masks import check_mask_dtype, mask_type
-from transformer_engine.pytorch.export.onnx import exporting, refuse_training
+from transformer_engine.pytorch.fp8.exporting import exporting, refuse_training
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import check_hidden
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.chain.part import Incoming, Planned
 from transformer_engine.pytorch.chain.stage import Parameters
 from transformer_engine.pytorch.chain.stages import Activation, Norm
 from transformer_engine.pytorch.chain.stages.norm import tap_of
-from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.activation import (
     activation_kind,
     activation_parameters,

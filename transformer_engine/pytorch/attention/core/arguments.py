@@ -18,8 +18,8 @@ from transformer_engine.pytorch.attention.core.casts import asks
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.attention.masks.masks import Window, as_window
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, autocast_dtype
-from transformer_engine.pytorch.export.onnx import refuse, refuse_training
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import refuse, refuse_training
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.parallel.groups import TensorParallel

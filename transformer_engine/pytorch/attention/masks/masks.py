@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.capture import memoize
-from transformer_engine.pytorch.export.onnx import exporting
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.notices import warn
 
 Window = tuple[int, int]

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.chain.parallel_report import Sent, count_sent
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
-from transformer_engine.pytorch.export.onnx import refuse
+from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.fp8.operands import (
     Fp8Matrix,
     OperandRequest,
