@@ -17,8 +17,6 @@ MOST_FLAT = 12  # files in that folder
 TOLERATED = {
     ("chain", "recompute"),
     ("fp8", "recompute"),
-    ("fp8", "tensor"),
-    ("fp8.recipes", "fp8"),
     ("notices", "fp8"),
 }
 

@@ -11,7 +11,7 @@ from rulers import assert_equal
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.fp8.quantizers import IdentityQuantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import IdentityQuantizer
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 

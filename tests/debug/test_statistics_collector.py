@@ -11,7 +11,7 @@ from transformer_engine.debug.statistics.buffer import CHUNK
 from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.subscription import Source, Subscription
 from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix
 
 
 def _session(**layers) -> Session:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, transposed
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, transposed
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 from transformer_engine.pytorch.scale_layout import (

@@ -25,8 +25,8 @@ from transformer_engine.debug.statistics import compiled
 from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.chain.plan import CallPlan
+from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers, Quantizer
 from transformer_engine.pytorch.kernels.library import is_exporting
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
-from transformer_engine.pytorch.fp8.padding import resized
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.casts.padding import resized
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
 

@@ -12,15 +12,15 @@ from transformer_engine.debug.operands import as_tensor, matrix
 from transformer_engine.debug.plans import Plan, TensorPlan
 from transformer_engine.debug.statistics.quantizer import StatisticsQuantizer
 from transformer_engine.debug.statistics.tensor import TensorStatistics
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     OperandRequest,
     Operands,
     Side,
     transposed,
 )
-from transformer_engine.pytorch.fp8.padding import pad
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer, WrappingQuantizer
+from transformer_engine.pytorch.fp8.casts.padding import pad
+from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer, WrappingQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.tensor import QuantizedTensor

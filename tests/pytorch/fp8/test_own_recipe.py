@@ -18,8 +18,8 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.process_state import Scope
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.recipes import base
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer

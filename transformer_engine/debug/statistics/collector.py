@@ -29,7 +29,7 @@ from transformer_engine.pytorch.parallel.meeting import group_or_world_size, ran
 
 if TYPE_CHECKING:
     from transformer_engine.debug.calls import FeatureCalls
-    from transformer_engine.pytorch.fp8.quantizers import Quantizer
+    from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 
 _Key = tuple[str, str, torch.device]  # layer, tensor, where it is
 _MOST_PENDING = 64  # copies in flight before `step` waits for the oldest one

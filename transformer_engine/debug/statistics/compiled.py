@@ -17,16 +17,16 @@ from transformer_engine.debug.names import TENSORS
 from transformer_engine.debug.statistics.tensor import TensorStatistics
 from transformer_engine.pytorch._torch_private import constant_in_graphs, graph_task
 from transformer_engine.pytorch.capture import is_capturing
-from transformer_engine.pytorch.fp8.inspector import show_to_inspector
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
-from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.fp8.quantizers import (
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands, Side
+from transformer_engine.pytorch.fp8.casts.quantizers import (
     IDENTITY,
     Fp8Quantizer,
     GemmQuantizers,
     Quantizer,
     WrappingQuantizer,
 )
+from transformer_engine.pytorch.fp8.inspector import show_to_inspector
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 Parts: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, int]  # codes, scales, format
 _OF_FORWARD = ("activation", "weight", "output")

@@ -12,8 +12,8 @@ from transformer_engine.debug.mx import cast_to_mx, seen_along
 from transformer_engine.debug.statistics.rows import WIDTH, Kind
 from transformer_engine.debug.statistics.subscription import Source
 from transformer_engine.pytorch.dtypes import E4M3, HIGH_PRECISION, TORCH_FP8
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, scale_pair
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, scale_pair
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.fp8.recipes.base import rules_named
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.kernels.amax import scales_from_amax

@@ -12,7 +12,7 @@ from transformer_engine.debug.statistics import feeds
 from transformer_engine.debug.statistics.buffer import Asks, DeviceBuffer, Slot
 from transformer_engine.debug.statistics.rows import Kind
 from transformer_engine.debug.statistics.subscription import MOMENTS, Reading, Source, Subscription
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 

@@ -94,7 +94,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "quantized_tensor": {
         "QuantizedTensor": "tensor.quantized_tensor",
         "QuantizedTensorStorage": "tensor",
-        "Quantizer": "fp8.quantizers",
+        "Quantizer": "fp8.casts.quantizers",
         "prepare_for_saving": "tensor.saving",
         "restore_from_saved": "tensor.saving",
     },

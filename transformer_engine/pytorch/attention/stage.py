@@ -11,7 +11,7 @@ from transformer_engine.pytorch.attention.backends.backend import Saved as Saved
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 
 _BIAS, _SINK = CallTensors._fields.index("bias"), CallTensors._fields.index("sink")
 

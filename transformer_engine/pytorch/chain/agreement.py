@@ -13,7 +13,7 @@ from typing import Any
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.user_buffers import note_layer
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 from transformer_engine.pytorch.parallel.agreement import agree, without_addresses
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.fp8.process_state import GemmGroup, process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
 

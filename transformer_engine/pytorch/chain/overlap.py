@@ -19,7 +19,7 @@ from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, reader_of
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import ParamGradTask
-from transformer_engine.pytorch.fp8.operands import Operands, flatten_values, unflatten_values
+from transformer_engine.pytorch.fp8.casts.operands import Operands, flatten_values, unflatten_values
 from transformer_engine.pytorch.parallel.collectives import waited
 
 Buffers = list[torch.Tensor | None]

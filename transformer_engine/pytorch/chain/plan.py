@@ -10,7 +10,7 @@ import torch
 from transformer_engine.pytorch._torch_private import allows_tf32
 
 if TYPE_CHECKING:
-    from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+    from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 
 
 class CallPlan:

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
 from transformer_engine.pytorch.chain.stage import Saved
 from transformer_engine.pytorch.chain.stage_by_stage import add_grads, run_backward, run_forward
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     OPERAND_TENSORS,
     Operands,
     flatten_operands,

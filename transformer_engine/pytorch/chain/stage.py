@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.operands import OperandRequest
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Quantizer
 
 Parameters: TypeAlias = Sequence[torch.Tensor | None]
 Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its results (or None)

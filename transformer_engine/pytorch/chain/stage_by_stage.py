@@ -14,7 +14,7 @@ import torch
 from transformer_engine.pytorch.chain.chain import ChainStep
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, ResultAgain, Saved
-from transformer_engine.pytorch.fp8.operands import PendingCast
+from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.collectives import waited
 

@@ -17,8 +17,8 @@ from torch.torch_version import TorchVersion
 
 from transformer_engine.pytorch.dtypes import TORCH_FP8
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.exporting import refuse
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor, rowwise_of
 
 _VALUES = {  # of every code

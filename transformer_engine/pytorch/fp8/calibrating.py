@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import OperandRequest, Operands
-from transformer_engine.pytorch.fp8.quantizers import (
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.quantizers import (
     IDENTITY,
     IdentityQuantizer,
     Quantizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformer_engine.pytorch.fp8.quantizers import DESCRIBED, GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.quantizers import DESCRIBED, GemmQuantizers
 
 
 def described_gemm(description: Any, columns: Any) -> GemmQuantizers:

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.chain.flow import joins_chains
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.module.arguments import check_numbers
 
 

@@ -20,10 +20,10 @@ from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
+from transformer_engine.pytorch.fp8.casts.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.quantizers import HIGH_PRECISION_GEMM
 from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FEATURE_ALIGNMENT,
     ModuleQuantizers,

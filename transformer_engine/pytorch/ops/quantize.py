@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.process_state import Scope
-from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.inputs import refuse_input

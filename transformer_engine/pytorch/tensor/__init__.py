@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from transformer_engine import _absent
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.tensor import handlers  # noqa: F401 - fills the table
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,

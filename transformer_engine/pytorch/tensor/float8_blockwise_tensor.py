@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands, Side
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.blocks import BlockQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.transpose import transpose

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES, DType
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, scale_pair
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    scale_pair,
+)
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.fp8.recipes.current import CurrentQuantizer
 from transformer_engine.pytorch.fp8.recipes.delayed import DelayedQuantizer
 from transformer_engine.pytorch.kernels.dequantize import dequantize

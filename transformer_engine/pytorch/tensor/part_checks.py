@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_engine.pytorch.dtypes import FP8_NAMES
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.tensor.quantized_tensor import Parts, QuantizedTensor

@@ -17,8 +17,8 @@ from torch import nn
 
 from transformer_engine.pytorch._torch_private import no_torch_function, tree_leaves, tree_map
 from transformer_engine.pytorch.dtypes import HIGH_PRECISION, DType
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix
-from transformer_engine.pytorch.fp8.quantizers import Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix
+from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
 from transformer_engine.pytorch.tensor.transparent import Dequantize

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import block_layout

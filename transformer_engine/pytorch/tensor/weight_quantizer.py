@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer
 from transformer_engine.pytorch.kernels.amax import amax, scales_from_amax
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.scale_layout import ScaleLayout, layout_of

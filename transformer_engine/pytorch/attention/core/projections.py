@@ -18,8 +18,8 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.fp8.exporting import exporting
-from transformer_engine.pytorch.fp8.operands import OperandRequest
 from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import packed_base
 from transformer_engine.pytorch.parallel.groups import TensorParallel

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.chain.chain import Chain
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.parameters import default_device

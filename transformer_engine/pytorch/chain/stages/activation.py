@@ -18,7 +18,7 @@ from transformer_engine.pytorch.chain.stage import (
 )
 from transformer_engine.pytorch.chain.stages.sides import restore
 from transformer_engine.pytorch.dtypes import E4M3
-from transformer_engine.pytorch.fp8.operands import FusedOutputs, OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.operands import FusedOutputs, OperandRequest, Operands
 from transformer_engine.pytorch.kernels.activation import (
     DEFAULT_PARAMETERS,
     ActivationParameters,

@@ -22,14 +22,14 @@ from transformer_engine.pytorch.chain.parallel_report import Sent, count_sent
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
-from transformer_engine.pytorch.fp8.exporting import refuse
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     OperandRequest,
     Operands,
     transposed,
 )
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY, Fp8Quantizer, Quantizer
+from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Fp8Quantizer, Quantizer
+from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, transposed
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, transposed
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
 from transformer_engine.pytorch.scale_layout import ScaleLayout

@@ -35,9 +35,9 @@ from transformer_engine.pytorch.chain.stages.sides import (
     tensors_of,
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands, Side
-from transformer_engine.pytorch.fp8.padding import pad_operands, pad_side
-from transformer_engine.pytorch.fp8.quantizers import IDENTITY
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands, Side
+from transformer_engine.pytorch.fp8.casts.padding import pad_operands, pad_side
+from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY
 from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.gemm import bias_for

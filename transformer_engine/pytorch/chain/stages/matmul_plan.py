@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.fp8.operands import OperandRequest
-from transformer_engine.pytorch.fp8.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 
 
 class MatmulPlan:

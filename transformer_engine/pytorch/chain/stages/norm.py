@@ -16,7 +16,7 @@ from transformer_engine.pytorch.chain.stage import (
     Values,
     quantizer_of,
 )
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     FusedArguments,
     FusedOutputs,
     OperandRequest,

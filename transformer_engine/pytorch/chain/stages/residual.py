@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.fp8.operands import OperandRequest
+from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.kernels.dropout_add import (
     dropout_add_backward,
     dropout_add_forward,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Side
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
 from transformer_engine.pytorch.parallel.collectives import LazyProduct, RankParts
 
 Multiply = Callable[[Side, "torch.Tensor | None"], torch.Tensor]

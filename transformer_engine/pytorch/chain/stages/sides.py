@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side, Value, transposed
+from transformer_engine.pytorch.fp8.casts.operands import (
+    Fp8Matrix,
+    Operands,
+    Side,
+    Value,
+    transposed,
+)
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantized_tensor import rowwise_of

@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.common.recipe import Format, Recipe
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 
 from transformer_engine.common.recipe import Float8BlockScaling, QParams
 from transformer_engine.pytorch.dtypes import E4M3, FP8_NAMES
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, OperandRequest, Operands
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.quantize_blocks import quantize_blocks
 from transformer_engine.pytorch.scale_layout import ScaleLayout, block_layout

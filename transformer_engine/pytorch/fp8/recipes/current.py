@@ -8,8 +8,8 @@ import torch
 
 from transformer_engine.common.recipe import Float8CurrentScaling, QParams
 from transformer_engine.pytorch.dtypes import FP8_NAMES, TORCH_FP8
-from transformer_engine.pytorch.fp8.operands import FusedArguments, OperandRequest, Operands
-from transformer_engine.pytorch.fp8.quantizers import Fp8Quantizer, GemmQuantizers
+from transformer_engine.pytorch.fp8.casts.operands import FusedArguments, OperandRequest, Operands
+from transformer_engine.pytorch.fp8.casts.quantizers import Fp8Quantizer, GemmQuantizers
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, RecipeRules, register
 from transformer_engine.pytorch.kernels.amax import amax, current_scales, scales_from_amax
 from transformer_engine.pytorch.parallel.collectives import all_reduce

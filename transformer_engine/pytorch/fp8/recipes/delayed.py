@@ -8,13 +8,13 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.dtypes import FP8_NAMES
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     FusedArguments,
     FusedOutputs,
     OperandRequest,
     Operands,
 )
-from transformer_engine.pytorch.fp8.quantizers import (
+from transformer_engine.pytorch.fp8.casts.quantizers import (
     Fp8Quantizer,
     GemmQuantizers,
     Quantizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.fp8.operands import Fp8Matrix, Operands, Side
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Operands, Side
 from transformer_engine.pytorch.kernels.shapes import rows_of
 
 

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.kernels.transpose import transpose, transpose_bl
 from transformer_engine.pytorch.scale_layout import ScaleLayout, element_of, layout_of
 
 if TYPE_CHECKING:
-    from transformer_engine.pytorch.fp8.quantizers import Quantizer
+    from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 
 
 class Fp8Matrix:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from transformer_engine.pytorch.dtypes import E4M3, E5M2
-from transformer_engine.pytorch.fp8.operands import (
+from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     FusedArguments,
     FusedOutputs,
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.fp8.operands import (
     Result,
     Value,
 )
-from transformer_engine.pytorch.fp8.padding import pad
+from transformer_engine.pytorch.fp8.casts.padding import pad
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.moments import moments
 from transformer_engine.pytorch.kernels.quantize import quantize

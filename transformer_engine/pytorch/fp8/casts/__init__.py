@@ -1,0 +1,1 @@
+"""How tensors become FP8: the operands that GEMMs take, and the quantizers that make them."""
