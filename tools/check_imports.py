@@ -15,8 +15,6 @@ ROOMS = "transformer_engine.pytorch"  # its folders; a file that lies flat in it
 MOST_FLAT = 12  # files in that folder
 # Arrows between rooms that close circles; each is to go, none may come.
 TOLERATED = {
-    ("chain", "recompute"),
-    ("fp8", "recompute"),
     ("notices", "fp8"),
 }
 

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import _torch_private
-from transformer_engine.pytorch.recompute import regions
+from transformer_engine.pytorch.fp8 import recompute_regions as regions
 
 TRAIN = """
 import torch, transformer_engine.pytorch as te

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.recompute_regions import recompute_context
 from transformer_engine.pytorch.parallel.collectives import (
     Pending,
     all_gather,
@@ -22,7 +23,6 @@ from transformer_engine.pytorch.parallelize.checkpoints import get_state_dict, s
 from transformer_engine.pytorch.parallelize.clip import clip_grad_norm_
 from transformer_engine.pytorch.parallelize.parameters import gather_parameter, shard_parameter
 from transformer_engine.pytorch.recompute.checkpoint import checkpoint
-from transformer_engine.pytorch.recompute.regions import recompute_context
 from transformer_engine.pytorch.rng import (
     CudaRNGStatesTracker,
     get_all_rng_states,

@@ -28,11 +28,11 @@ from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.segment import traced
 from transformer_engine.pytorch.chain.stage_by_stage import run_forward
+from transformer_engine.pytorch.fp8.compiled_scales import refuse_in_backward
 from transformer_engine.pytorch.fp8.described import described_gemm
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
 from transformer_engine.pytorch.kernels.library import composite_op, library_op
-from transformer_engine.pytorch.recompute.compiled_scales import refuse_in_backward
 
 Tensors = Sequence[torch.Tensor | None]
 

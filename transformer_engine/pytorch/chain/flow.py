@@ -37,9 +37,9 @@ from transformer_engine.pytorch.chain.segments import is_host_bound
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exporting
+from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.parallel.construction import Remakable
-from transformer_engine.pytorch.recompute.module_calls import may_recompute
 
 _MOST_PLANS = 16
 Arguments = Sequence[dict[str, Any]]

@@ -28,13 +28,13 @@ from transformer_engine.pytorch.fp8.process_state import (
     process_state,
     reset_process_state,
 )
+from transformer_engine.pytorch.fp8.recompute_regions import RecomputeRegion, in_first_forward
 from transformer_engine.pytorch.fp8.scaling_state import (
     BACKWARD,
     FORWARD,
     ScalingGroup,
     ScalingState,
 )
-from transformer_engine.pytorch.recompute.regions import RecomputeRegion, in_first_forward
 
 
 class Step:

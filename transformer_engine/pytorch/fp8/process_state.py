@@ -47,7 +47,7 @@ class ProcessState:
         backward_pending: likewise.
         has_regions: a recompute region has recorded a call.
         announced: subjects of warnings that were given; see `notices`.
-        compiled_in_fp8: layers, see `recompute.compiled_scales`.
+        compiled_in_fp8: layers, see `compiled_scales`.
         gemm_counts: GEMMs that ran.
         gemm_groups: how often each recording ran, by its GEMMs.
         sent: calls and bytes of collectives, see `chain.parallel_report`.

@@ -15,13 +15,13 @@ from transformer_engine.pytorch.fp8.autocast import autocast
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.calibrating import CalibratingQuantizer
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
+from transformer_engine.pytorch.fp8.compiled_scales import count_amaxes, scales_of_call
 from transformer_engine.pytorch.fp8.exporting import exporting, refuse, trained_scales
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
 from transformer_engine.pytorch.fp8.scaling_state import ALIGNED, BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
-from transformer_engine.pytorch.recompute.compiled_scales import count_amaxes, scales_of_call
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaled_module import ScaledModule

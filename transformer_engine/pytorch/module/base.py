@@ -21,6 +21,7 @@ from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8 import weights as fp8_weights
 from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import HIGH_PRECISION_GEMM
+from transformer_engine.pytorch.fp8.compiled_scales import record_scope
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.model_init import model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
@@ -31,6 +32,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     check_columns,
     with_weight_scales,
 )
+from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.arguments import check_numbers, check_sizes
 from transformer_engine.pytorch.module.delayed_gradients import DelaysGradients
@@ -47,8 +49,7 @@ from transformer_engine.pytorch.parallel.groups import (
     TensorParallel,
     check_amax_group,
 )
-from transformer_engine.pytorch.recompute.compiled_scales import record_scope
-from transformer_engine.pytorch.recompute.module_calls import may_recompute, plan_in_region
+from transformer_engine.pytorch.recompute.module_calls import plan_in_region
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _MOST_PLANS = 64

@@ -10,12 +10,12 @@ from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.casts.quantizers import GemmQuantizers
 from transformer_engine.pytorch.fp8.process_state import Scope
 from transformer_engine.pytorch.fp8.recipe_quantizers import build_quantizers
+from transformer_engine.pytorch.fp8.recompute_regions import Call, may_recompute
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.module.inputs import refuse_input
 from transformer_engine.pytorch.module.names import layer_name
 from transformer_engine.pytorch.ops.operation import FusibleOperation
-from transformer_engine.pytorch.recompute.module_calls import made_in_region, may_recompute
-from transformer_engine.pytorch.recompute.regions import Call
+from transformer_engine.pytorch.recompute.module_calls import made_in_region
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 
 

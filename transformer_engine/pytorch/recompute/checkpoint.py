@@ -14,15 +14,15 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformer_engine.pytorch._torch_private import graph_task, tree_flatten, tree_unflatten
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
-from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.notices import warn
-from transformer_engine.pytorch.parallel.collectives import gather_into
-from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
-from transformer_engine.pytorch.recompute.regions import (
+from transformer_engine.pytorch.fp8.recompute_regions import (
     RecomputeRegion,
     attach_region,
     recompute_context,
 )
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+from transformer_engine.pytorch.notices import warn
+from transformer_engine.pytorch.parallel.collectives import gather_into
+from transformer_engine.pytorch.recompute.compiled import checkpoint_in_graph
 from transformer_engine.pytorch.rng import StatesOf, snapshot
 
 

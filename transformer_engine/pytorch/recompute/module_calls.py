@@ -1,4 +1,4 @@
-"""Calls of modules in recompute regions, whose forward runs twice: see `regions.py`.
+"""Calls of modules in recompute regions, whose forward runs twice: see `fp8/recompute_regions.py`.
 
 Either both forwards run from recordings or both run stage by stage, so that autograd saves the same
 tensors in both.
@@ -11,35 +11,25 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from transformer_engine.pytorch._torch_private import forward_grad_enabled, graph_task, top_hooks
+from transformer_engine.pytorch._torch_private import graph_task
 from transformer_engine.pytorch.chain.plan import CallPlan, needs_of
 from transformer_engine.pytorch.chain.stage import Parameters
-from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, Step, autocast_stack
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.process_state import OUTSIDE, Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
-from transformer_engine.pytorch.fp8.scaling_state import FORWARD
-from transformer_engine.pytorch.recompute.regions import (
+from transformer_engine.pytorch.fp8.recompute_regions import (
     Call,
     RecomputeContext,
     RecomputeRegion,
     recompute_context,
 )
+from transformer_engine.pytorch.fp8.scaling_state import FORWARD
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 Made = TypeVar("Made")
-
-
-def may_recompute(stack: AutocastStack) -> bool:
-    """Whether a call in this scope may be in a recompute region: first forward or recompute."""
-    state = process_state()
-    if (stack.scope.number or state.inspector is not None) and (
-        top_hooks(True) is not None or not forward_grad_enabled()
-    ):
-        return True
-    return state.has_regions and graph_task() != -1
 
 
 def plan_in_region(

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     state_of,
 )
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
+from transformer_engine.pytorch.fp8.recompute_regions import Call
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
@@ -35,7 +36,6 @@ from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
 from transformer_engine.pytorch.notices import warn_once
 from transformer_engine.pytorch.recompute.module_calls import made_in_region
-from transformer_engine.pytorch.recompute.regions import Call
 
 GEMMS = 3
 # Columns of the state: output of GEMM 1, input of GEMM 2, output of GEMM 3; then gradients of the

@@ -1,8 +1,8 @@
 """Scales of compiled layers that a checkpoint recomputes in the backward.
 
-Compiled code has no recompute regions (see `regions`): it uses the open scope and the current
-scales. Inside a graph `te.checkpoint` saves the scales of the first forward (see `compiled`). Where
-a recompute would use other scales than the first forward, it is an error.
+Compiled code has no recompute regions (see `recompute_regions`): it uses the open scope and the
+current scales. Inside a graph `te.checkpoint` saves the scales of the first forward (see
+`recompute/compiled.py`). Where a recompute would use other scales, it is an error.
 """
 
 from __future__ import annotations

@@ -16,15 +16,17 @@ import torch
 
 from transformer_engine.pytorch._torch_private import (
     checkpoint_of_hooks,
+    forward_grad_enabled,
     functions_in_forward,
     graph_task,
     running_node,
     top_hooks,
 )
+from transformer_engine.pytorch.fp8.process_state import process_state
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.chain.plan import CallPlan
-    from transformer_engine.pytorch.fp8.autocast_stack import Step
+    from transformer_engine.pytorch.fp8.autocast_stack import AutocastStack, Step
     from transformer_engine.pytorch.fp8.process_state import Scope
 
 _KEY = "_te_region"
@@ -170,3 +172,13 @@ def attach_region(region: RecomputeRegion) -> None:
 def in_first_forward() -> bool:
     """Whether this is a first forward without autograd, whose recompute will run with autograd."""
     return not torch.is_grad_enabled() and any(True for _ in functions_in_forward())
+
+
+def may_recompute(stack: AutocastStack) -> bool:
+    """Whether a call in this scope may be in a recompute region: first forward or recompute."""
+    state = process_state()
+    if (stack.scope.number or state.inspector is not None) and (
+        top_hooks(True) is not None or not forward_grad_enabled()
+    ):
+        return True
+    return state.has_regions and graph_task() != -1
