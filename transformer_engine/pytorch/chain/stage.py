@@ -22,8 +22,8 @@ Values: TypeAlias = Sequence[Any]  # inputs of a stage, or gradients of its resu
 Results: TypeAlias = tuple[Any, ...]
 
 
-class ResultAgain(NamedTuple):
-    """The form in which a stage computes its first result again.
+class ResultRequest(NamedTuple):
+    """What a stage computes in its backward, if the next one has not saved its input.
 
     Attributes:
         scales: fp32 `[2]`, {1/scale, scale} of transposed codes; None for the plain result.
@@ -45,14 +45,14 @@ class Saved(NamedTuple):
         target: where the weight gradient goes, a `WgradTarget`; set for the backward.
         input_again: the input, if it was not saved: gathered again, see `Stage.regather`, or
             computed again, see `Stage.recomputes`.
-        again: how the stage is to compute its first result again; set for the backward.
+        result_request: of the next stage, for the first result again; set for the backward.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
     facts: Any = None
     target: Any = None
     input_again: Any = None
-    again: ResultAgain | None = None
+    result_request: ResultRequest | None = None
 
 
 class Stage:
@@ -76,8 +76,8 @@ class Stage:
             `Pending`; while its backward runs, the parameter gradients of its consumer are
             computed.
         regathers: see `regather`.
-        recomputes: its `backward_data` can compute its first result again, as `Saved.again` says,
-            and returns it as `carry`: so the next stage need not save it.
+        recomputes: its `backward_data` can compute its first result again, as
+            `Saved.result_request` says, and return it as `carry`: the next stage need not save it.
         passes_requests: its result is its input, so it hands the request of its consumer on.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
@@ -183,8 +183,8 @@ class Stage:
         """
         raise NotImplementedError
 
-    def input_again(self, saved: Saved, plan: Any) -> ResultAgain | None:
-        """How the stage before is to compute the first input again; None if it was saved."""
+    def input_request(self, saved: Saved, plan: Any) -> ResultRequest | None:
+        """The request for the first input, if it was not saved; see `omit_input`."""
         return None
 
     def regather(self, saved: Saved, plan: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.pytorch.chain.chain import ChainStep
 from transformer_engine.pytorch.chain.plan import CallPlan
-from transformer_engine.pytorch.chain.stage import Parameters, ResultAgain, Saved
+from transformer_engine.pytorch.chain.stage import Parameters, ResultRequest, Saved
 from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.collectives import waited
@@ -132,7 +132,7 @@ def run_backward(
     """
     steps, plans = plan.chain.steps, plan.stage_plans
     task: ParamGradTask | None = None
-    again: ResultAgain | None = None
+    result_request: ResultRequest | None = None
     for i in range(stop - 1, start - 1, -1):
         step, saved = steps[i], record.pop()
         output_grads = [grads[v] for v in step.outputs]
@@ -152,21 +152,22 @@ def run_backward(
         request = None
         if step.producer >= 0 and isinstance(output_grads[0], torch.Tensor):
             request = steps[step.producer].stage.grad_request(plans[step.producer], output_grads[0])
-        if again is not None:
-            saved = saved._replace(again=again)
+        if result_request is not None:
+            saved = saved._replace(result_request=result_request)
         results, carry = step.stage.backward_data(output_grads, saved, plans[i], request)
         output_grads.clear()
         for v, result in zip(step.inputs, results, strict=True):
             grads[v] = add_grads(grads[v], result)
         del results, result
-        if again is not None:
+        if result_request is not None:
             assert task is not None
             task.input_again, carry = carry, None
         finish(task)
-        again = step.stage.input_again(saved, plans[i])
+        result_request = step.stage.input_request(saved, plans[i])
         task = ParamGradTask(plan, grads, i, carry, saved, regathered if overlaps else None)
         del carry, saved
-        if not (overlaps or again is not None or step.stage.delays(plans[i])):
+        waits = overlaps or result_request is not None or step.stage.delays(plans[i])
+        if not waits:
             task.finish()
             task = None
     return task

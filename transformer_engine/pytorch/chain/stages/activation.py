@@ -9,7 +9,7 @@ import torch
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
-    ResultAgain,
+    ResultRequest,
     Results,
     Saved,
     Stage,
@@ -27,6 +27,8 @@ from transformer_engine.pytorch.kernels.activation import (
     define_activation,
 )
 from transformer_engine.pytorch.kernels.shapes import rows_of
+
+_PLAIN = ResultRequest(None, E4M3, False)
 
 
 class Activation(Stage):
@@ -64,7 +66,7 @@ class Activation(Stage):
     ) -> tuple[Results, Any]:
         """The gradient of `x`, quantised and with its column sums where the previous GEMM asks.
 
-        With `saved.again` also the result of the forward, as a side of operands.
+        With `saved.result_request` also the result of the forward, as a side of operands.
         """
         (grad,) = grads
         assert not isinstance(grad, Operands)
@@ -72,7 +74,7 @@ class Activation(Stage):
         assert x is not None
         quantizer = quantizer_of(request)
         fused = quantizer.fused_arguments(request)
-        again = _room_for(grad, saved.again, plan)
+        again, form = _room_for(grad, saved.result_request, plan), saved.result_request or _PLAIN
         made = activation_backward(
             grad,
             x,
@@ -83,20 +85,18 @@ class Activation(Stage):
             fused.active,
             *self.numbers,
             again,
-            *_form_of(saved.again),
+            *form,
         )
-        side = restore(again, *_form_of(saved.again)[:2])
+        side = restore(again, *form[:2])
         return (quantizer.fused_result(request, FusedOutputs(*made)),), side
 
 
-def _form_of(again: ResultAgain | None) -> ResultAgain:
-    return again or ResultAgain(None, E4M3, False)
-
-
-def _room_for(grad: torch.Tensor, again: ResultAgain | None, plan: CallPlan) -> torch.Tensor | None:
+def _room_for(
+    grad: torch.Tensor, request: ResultRequest | None, plan: CallPlan
+) -> torch.Tensor | None:
     """Memory for the result of the forward: that of its gradient, which nobody reads afterwards."""
-    if again is None:
+    if request is None:
         return None
-    if again.scales is not None:
+    if request.scales is not None:
         return grad.new_empty((grad.shape[-1], rows_of(grad)), dtype=torch.uint8)
     return torch.empty_like(grad) if plan.compiling else grad

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.chain.delayed import DelayedTasks
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import (
     Parameters,
-    ResultAgain,
+    ResultRequest,
     Results,
     Saved,
     Stage,
@@ -130,12 +130,12 @@ class Matmul(Stage):
             plan.omits_input = plan.quantizers.input.casts_columns_later
             plan.request.columnwise = not plan.omits_input
 
-    def input_again(self, saved: Saved, plan: MatmulPlan) -> ResultAgain | None:
+    def input_request(self, saved: Saved, plan: MatmulPlan) -> ResultRequest | None:
         """The side that wgrad takes."""
         if not plan.omits_input:
             return None
         rounded = not plan.quantizers.input.rounds_once
-        return ResultAgain(saved.tensors[1], saved.facts.x_format, rounded)
+        return ResultRequest(saved.tensors[1], saved.facts.x_format, rounded)
 
     def recordable(self, plan: MatmulPlan) -> bool:
         """True if quantizers call nothing but `_C`, and the call caches nothing."""
