@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
+from transformer_engine.pytorch.cuda_graphs.saved_scaling import capturing_graphs
 
 Call = Callable[[], Any]
 
@@ -101,9 +101,9 @@ def time_gpu(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = Tr
     return time_gpu_each({"": call}, repeats=repeats, warmup=warmup, cold=cold)[""]
 
 
+@capturing_graphs()
 def captured(call: Call) -> Call:
     """The replay of the call as a CUDA graph, announced to transformer_engine."""
-    set_capture_start()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -113,7 +113,6 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         call()
-    set_capture_end()
     return graph.replay
 
 

@@ -64,9 +64,11 @@ void backward_into(const TensorView& dy, const TensorView& x, int kind, const Te
                               .again = {}};
   args.moments = moments_sink(moments, active, x, stream);
   if (again_scales)
-    args.again = {{}, again, again_scales, static_cast<DType>(again_format), again_rounded};
+    args.again.quantized =
+        quantized_view({}, again, again_scales, {}, {}, static_cast<DType>(again_format));
   else
     args.again.y = again;
+  args.again.rounded = again_rounded;
   if (dbias) args.workspace = column_sum_workspace(x.device, stream, x.rows(), x.cols());
   activation_backward(args, stream);
 }

@@ -83,47 +83,39 @@ void dispatch(const Args& args, F&& f) {
   });
 }
 
-// Where the result of forward goes once more.
-RowSink sink_of(const ActivationAgain& again, int64_t rows, int64_t cols) {
-  QuantizedView codes;
-  codes.dtype = again.format;
-  codes.columnwise = again.codes;
-  codes.scales = again.scales;
-  return {rows, cols, again.y, codes, {}};
+// y of `args`, which are those of either direction, to the sink.
+template <class Args>
+void forward_rows(const Args& args, int64_t cols, const RowSink& sink, bool rounded) {
+  const int64_t width = args.x.cols();
+  dispatch(args, [&](auto tag, auto unit, auto factor) {
+    using In = typename decltype(tag)::type;
+    for_each_row(args.x.rows(), cols, sink, {}, [&](int64_t row, std::vector<float>& y) {
+      forward_row(unit, factor, args.x.template ptr<In>() + row * width, y);
+      if (!rounded) return;
+      for (float& value : y) value = static_cast<float>(In(value));
+    });
+  });
 }
 
 }  // namespace
 
 void activation_forward(const ActivationForwardArgs& args) {
-  const int64_t rows = args.x.rows(), width = args.x.cols();
-  const int64_t cols = is_gated(args.kind) ? width / 2 : width;
-  const RowSink sink(rows, cols, args.y, args.quantized, args.current);
-  dispatch(args, [&](auto tag, auto unit, auto factor) {
-    using In = typename decltype(tag)::type;
-    for_each_row(rows, cols, sink, {}, [&](int64_t row, std::vector<float>& y) {
-      forward_row(unit, factor, args.x.ptr<In>() + row * width, y);
-    });
-  });
+  const int64_t rows = args.x.rows(), cols = args.x.cols() / (is_gated(args.kind) ? 2 : 1);
+  forward_rows(args, cols, RowSink(rows, cols, args.y, args.quantized, args.current), false);
   if (args.moments) cpu::moments({args.y, args.moments});
 }
 
 void activation_backward(const ActivationBackwardArgs& args) {
   const int64_t rows = args.x.rows(), width = args.x.cols(), n = args.dy.cols();
   const RowSink sink(rows, width, args.dx, args.quantized, args.current);
-  const RowSink again = sink_of(args.again, rows, n);
   dispatch(args, [&](auto tag, auto unit, auto factor) {
     using In = typename decltype(tag)::type;
     for_each_row(rows, width, sink, args.dbias, [&](int64_t row, std::vector<float>& dx) {
-      const In* x = args.x.ptr<In>() + row * width;
-      backward_row(unit, factor, args.dy.ptr<In>() + row * n, x, dx);
-      if (!args.again) return;
-      std::vector<float> y(static_cast<size_t>(n));
-      forward_row(unit, factor, x, y);
-      if (args.again.rounded)
-        for (float& value : y) value = static_cast<float>(In(value));
-      again.write(row, y);
+      backward_row(unit, factor, args.dy.ptr<In>() + row * n, args.x.ptr<In>() + row * width, dx);
     });
   });
+  const auto& [y, quantized, rounded] = args.again;
+  if (args.again) forward_rows(args, n, RowSink(rows, n, y, quantized, {}), rounded);  // dy is read
   if (args.moments) cpu::moments({args.dx, args.moments});
 }
 

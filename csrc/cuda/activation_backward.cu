@@ -44,6 +44,7 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor
               cudaStream_t stream) {
   constexpr bool kGated = Factor::kGated;
   const TensorView& x = args.x;
+  const QuantizedView& again = args.again.quantized;
   const int64_t cols = args.dy.cols();
   TileMap<Backward<Unit, Factor, kAgain>> map{
       .function = {unit, factor},
@@ -55,8 +56,8 @@ void backward(const ActivationBackwardArgs& args, const Unit& unit, const Factor
       .e5m2 = args.quantized.dtype == DType::Float8E5M2,
       .current = sink_of(args.current),
       .column_parts = args.dbias ? args.workspace.ptr<float>() : nullptr,
-      .again = {args.again.y.data, args.again.codes.ptr<uint8_t>(), args.again.scales.ptr<float>(),
-                args.again.format == DType::Float8E5M2, args.again.rounded}};
+      .again = {args.again.y.data, again.columnwise.ptr<uint8_t>(), again.scales.ptr<float>(),
+                again.dtype == DType::Float8E5M2, args.again.rounded}};
   if constexpr (kGated) map.inputs[2] = x.ptr<char>() + cols * size_of(x.dtype);
   if (!launch_tile_map(map, x.dtype, args.moments, kOp, stream) && args.moments)
     cuda::moments({args.dx, args.moments}, {stream});

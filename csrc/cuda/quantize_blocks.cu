@@ -57,7 +57,7 @@ __device__ __forceinline__ void unpack(const Octet<In>& octet, float (&values)[8
 }
 
 __device__ __forceinline__ uint2 encode_octet(const float (&values)[8], bool e5m2) {
-  return e5m2 ? encode8<E5M2>(values, 1.0f) : encode8<E4M3>(values, 1.0f);
+  return encode8(values, 1.0f, e5m2);
 }
 
 // Eight lanes' values each, of which lane l of 16 gets the maximum over the lanes of value l / 2.

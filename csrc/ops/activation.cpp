@@ -59,19 +59,11 @@ void check_result(const Result& result, const TensorView& like, std::string_view
 }
 
 void check_again(const ActivationBackwardArgs& args, std::string_view op) {
-  const auto& [y, codes, scales, format, rounded] = args.again;
+  const auto& [y, quantized, rounded] = args.again;
   require(!args.moments, Kind::Value, op, "expected moments or the result of forward, got both");
-  if (y) {
-    require(!codes, Kind::Value, op, "expected y or its codes, got both");
-    check::same_shape(y, args.dy, op, "y");
-    check::dtype(y, args.x.dtype, op, "y");
-    return;
-  }
-  QuantizedView view;
-  view.dtype = format;
-  view.columnwise = codes;
-  view.scales = scales;
-  check::quantized(view, args.dy.rows(), args.dy.cols(), args.dy, op);
+  require(!(y && quantized) && !quantized.rowwise, Kind::Value, op,
+          "expected y or its transposed codes alone");
+  check_result({y, quantized, {}, {}, true}, args.dy, op, "y");
 }
 
 }  // namespace

@@ -24,13 +24,11 @@ struct ActivationForwardArgs {
 
 // The result of forward once more, for a GEMM that did not keep it: plain, or transposed codes.
 struct ActivationAgain {
-  TensorView y;                      // [..., n], dtype of x; may be dy itself
-  TensorView codes;                  // [n, rows], if y is absent
-  TensorView scales;                 // of the codes, fp32 [2] {1 / scale, scale}: read
-  DType format = DType::Float8E4M3;  // of the codes
-  bool rounded = false;              // to the dtype of x before the cast, as current scaling
+  TensorView y;             // [..., n], dtype of x; may be dy itself
+  QuantizedView quantized;  // if y is absent: the column-wise side alone, with `scales` to read
+  bool rounded = false;     // to the dtype of x before the cast, as current scaling
 
-  explicit operator bool() const { return y || codes; }
+  explicit operator bool() const { return y || quantized; }
 };
 
 struct ActivationBackwardArgs {

@@ -24,10 +24,13 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> None:
         )
 
 
-def assert_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """As many tensors, each equal to its own."""
+def assert_equal(
+    actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
+) -> None:
+    """As many tensors, each equal to its own, or None where that is None."""
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(a, b), f"tensor {i} differs"
+        same = a is b if a is None or b is None else torch.equal(a, b)
+        assert same, f"tensor {i} differs"
 
 
 def assert_codes_close(actual: torch.Tensor, expected: torch.Tensor, share: float = 1e-3) -> None:

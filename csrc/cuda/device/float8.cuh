@@ -52,6 +52,10 @@ __device__ __forceinline__ uint2 encode8(const float (&value)[8], float scale) {
           encode4<Fp8>(value[4] * scale, value[5] * scale, value[6] * scale, value[7] * scale)};
 }
 
+__device__ __forceinline__ uint2 encode8(const float (&value)[8], float scale, bool e5m2) {
+  return e5m2 ? encode8<E5M2>(value, scale) : encode8<E4M3>(value, scale);
+}
+
 // Both formats are subsets of fp16, so the way through it is exact.
 template <class Fp8>
 __device__ __forceinline__ float2 decode2(uint32_t codes) {

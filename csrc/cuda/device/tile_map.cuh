@@ -139,9 +139,7 @@ __device__ __forceinline__ void map_row(const TileMap<Function>& map, const Tile
       if (plain && block.has_row(i) && block.width() > 0)
         write_octet<kWide>(block.row_of(plain + k * map.cols, i), values[k], block.width());
     }
-    if (map.quantized)
-      results.codes[k].rows[i] =
-          map.e5m2 ? encode8<E5M2>(values[k], scale) : encode8<E4M3>(values[k], scale);
+    if (map.quantized) results.codes[k].rows[i] = encode8(values[k], scale, map.e5m2);
     if constexpr (kTakesMoments<Gathered>) {
       if constexpr (Function::kCopies)
         moments.add(octets[k]);
@@ -170,7 +168,7 @@ __device__ __forceinline__ void again_row(const TileMap<Function>& map, TilePlac
   }
   auto* plain = static_cast<In*>(map.again.plain);
   if (!plain)
-    codes.rows[i] = map.again.e5m2 ? encode8<E5M2>(values, scale) : encode8<E4M3>(values, scale);
+    codes.rows[i] = encode8(values, scale, map.again.e5m2);
   else if (block.has_row(i) && block.width() > 0)
     write_octet<kWide>(block.row_of(plain, i), values, block.width());
 }

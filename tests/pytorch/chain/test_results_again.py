@@ -2,24 +2,15 @@
 
 import pytest
 import torch
+from precisions import RECIPES, scope
+from rulers import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-)
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.stages.activation import Activation
 
 HIDDEN, FFN = 32, 64
-RECIPES = {
-    "high precision": None,
-    "delayed": DelayedScaling(),
-    "current": Float8CurrentScaling(),
-    "blocks": Float8BlockScaling(),
-}
 BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # of an element that wgrad reads
 
 
@@ -45,17 +36,10 @@ def step(module, recipe, x, grad):
             return tensor
 
         module.zero_grad()
-        in_fp8 = te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
-        with in_fp8, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
             y = module(leaf)
         y.backward(grad)
     return sum(saved.values()), [y, leaf.grad, *[p.grad for p in module.parameters()]]
-
-
-def assert_equal(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -68,8 +52,8 @@ def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device
     again, saving = pair(monkeypatch, device, activation=activation)
     x = torch.randn(2, tokens, HIDDEN, device=device, dtype=torch.bfloat16)[0]
     grad = torch.randn_like(x)
-    less, found = step(again, RECIPES[recipe], x, grad)
-    more, expected = step(saving, RECIPES[recipe], x, grad)
+    less, found = step(again, recipe, x, grad)
+    more, expected = step(saving, recipe, x, grad)
     assert_equal(found, expected)
     if recipe == "blocks":  # each has a scale of its own
         assert less == more
@@ -86,7 +70,7 @@ def test_frozen_weights(recipe, frozen, device, monkeypatch):
             module.get_parameter(name).requires_grad_(False)
     x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16)
     grad = torch.randn_like(x)
-    found, expected = (step(m, RECIPES[recipe], x, grad)[1] for m in (again, saving))
+    found, expected = (step(m, recipe, x, grad)[1] for m in (again, saving))
     assert_equal(found, expected)
 
 
@@ -98,7 +82,7 @@ def test_other_ways_of_weight_gradients(how, device, monkeypatch):
     for module in modules:
         for parameter in module.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        results = step(module, RECIPES["delayed"], x, torch.ones_like(x))[1]
+        results = step(module, "delayed", x, torch.ones_like(x))[1]
         if how == "delay_wgrad_compute":
             module.backward_dw()
             module.backward_dw()
@@ -111,7 +95,7 @@ def test_other_ways_of_weight_gradients(how, device, monkeypatch):
 def test_a_graph_that_is_kept_gives_the_same_twice(recipe, device):
     module = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
     x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
-    with te.fp8_autocast(enabled=recipe != "high precision", fp8_recipe=RECIPES[recipe]):
+    with scope(recipe):
         y = module(x)
     inputs = [x, *module.parameters()]
     first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)

@@ -4,16 +4,12 @@ import fp8_reference as fp8
 import pytest
 import torch
 from cases import activation as cases
+from cases.activation import inputs
 from rulers import assert_bitwise
 
 from transformer_engine.pytorch.kernels import activation as op
 from transformer_engine.pytorch.kernels.moments import EMPTY_MOMENTS
 from transformer_engine.pytorch.kernels.quantize import quantize
-
-
-def inputs(name, rows, n, dtype, device):
-    x = (torch.randn(rows, cases.width(name, n), device="cpu") * 2).to(dtype)
-    return x.to(device), torch.randn(rows, n, device="cpu").to(dtype).to(device)
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)

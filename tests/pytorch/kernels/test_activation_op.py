@@ -4,6 +4,7 @@ import fp8_reference as fp8
 import pytest
 import torch
 from cases import activation as cases
+from cases.activation import inputs
 from rulers import assert_bitwise, assert_codes_close
 
 from transformer_engine.pytorch.kernels import activation as op
@@ -11,12 +12,6 @@ from transformer_engine.pytorch.kernels import activation as op
 # fp32 arithmetic plus one rounding to the dtype; half an ulp is 2^-11 and 2^-8.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 EXACT = {"relu", "srelu", "reglu", "sreglu"}  # no transcendental function: bitwise on both devices
-
-
-def inputs(name, rows, n, dtype, device):
-    x = (torch.randn(rows, cases.width(name, n), device="cpu") * 2).to(dtype)
-    dy = torch.randn(rows, n, device="cpu").to(dtype)
-    return x.to(device), dy.to(device)
 
 
 def assert_column_sums(got, terms):

@@ -61,3 +61,12 @@ def reference_backward(
 def width(name: str, n: int) -> int:
     """The last size of `x` for `n` outputs."""
     return 2 * n if name in GATED else n
+
+
+def inputs(
+    name: str, rows: int, n: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` and `dy` of `n` outputs, drawn on the CPU."""
+    x = (torch.randn(rows, width(name, n), device="cpu") * 2).to(dtype)
+    dy = torch.randn(rows, n, device="cpu").to(dtype)
+    return x.to(device), dy.to(device)
