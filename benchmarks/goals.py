@@ -178,4 +178,13 @@ GOALS = [
             ("peak memory over the least of others", "<= 1.00x", "1.00", ".* peak memory .*"),
         )
     ),
+    *(
+        Goal(
+            f"training {model} on 2 GPUs (DDP, FSDP2, TP2 + SP), tokens over one GPU's",
+            ">= 1.9x",
+            "-",
+            f"training_ranks_{name}",
+        )
+        for name, model in (("125m", "GPT 125M"), ("350m", "GPT 350M"), ("1.3b", "Llama 1.3B"))
+    ),
 ]

@@ -62,7 +62,7 @@ ARCHITECTURES = {
 }
 TINY = {
     "125m": Architecture("GPT", 2, 64, 128, 4, 32, vocabulary=256),
-    "1.3b": Architecture("Llama", 2, 64, 128, 4, 32, groups=1, vocabulary=256),
+    "1.3b": Architecture("Llama", 2, 64, 128, 4, 32, groups=2, vocabulary=256),
 }
 
 
@@ -101,19 +101,22 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy of each of `tokens` behind the first, `[batch, sequence + 1]`."""
-        x = self.token(tokens[:, :-1])
-        if self.position is not None:
-            x = x + self.position.weight
+        x = self.embed(tokens[:, :-1])
         for layer in self.layers:
             x = layer(x, **self.each)
         return self.loss(self.norm(x), self.head, tokens[:, 1:])
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the first layer takes."""
+        x: torch.Tensor = self.token(tokens)
+        return x if self.position is None else x + self.position.weight
 
 
 # ---- Ours ---------------------------------------------------------------------------------------
 
 
-def our_model(sizes: Architecture) -> Model:
-    """Made of this package's modules."""
+def our_model(sizes: Architecture, kind: type[Model] = Model, **arguments: Any) -> Model:
+    """Made of this package's modules; `arguments` are those of layers."""
     gpt = sizes.groups is None
     style: dict[str, Any] = {}
     if not gpt:  # projections as the plain model has them: queries, then keys, then values
@@ -127,10 +130,9 @@ def our_model(sizes: Architecture) -> Model:
             init_method=partial(nn.init.normal_, std=DEVIATION),
             output_layer_init_method=partial(nn.init.normal_, std=_residual_deviation(sizes)),
             fuse_qkv_params=True,
-            attn_input_format="bshd",
             params_dtype=DTYPE,
             device=DEVICE,
-            **style,
+            **{"attn_input_format": "bshd", **style, **arguments},
         )
         for _ in range(sizes.layers)
     ]
@@ -140,7 +142,7 @@ def our_model(sizes: Architecture) -> Model:
     if not gpt:
         angles = te.RotaryPositionEmbedding(sizes.head_size)(sizes.sequence)
         each["rotary_pos_emb"] = angles.to(DEVICE)
-    return Model(sizes, layers, norm, te.linear_cross_entropy, each)
+    return kind(sizes, layers, norm, te.linear_cross_entropy, each)
 
 
 def _residual_deviation(sizes: Architecture) -> float:

@@ -1,4 +1,4 @@
-"""Complete training steps of bench_training: what one row of it does, whatever library it uses."""
+"""Complete training steps: what one row of bench_training does, whatever library it uses."""
 
 from __future__ import annotations
 
@@ -61,24 +61,54 @@ class Row:
         return "torchao" if self.library == "torchao" and find_spec("torchao") is None else None
 
 
-def build(row: Row, sizes: Architecture) -> Model:
-    """The model of a row, with random weights."""
+def build(row: Row, sizes: Architecture, **options: Any) -> Model:
+    """The model of a row, with random weights; `options` are those of `our_model`."""
     torch.manual_seed(0)
     if row.library == "ours":
         recipe = RECIPES[row.precision]
         with te.fp8_model_init(row.fp8_weights, recipe, preserve_high_precision_init_val=True):
-            return our_model(sizes)
+            return our_model(sizes, **options)
     model = plain_model(sizes)
     if row.library == "torchao":
         import_module("torchao.float8").convert_to_float8_training(model.layers)
     return model
 
 
-def scope(row: Row) -> AbstractContextManager[Any]:
+def scope(row: Row, group: Any = None) -> AbstractContextManager[Any]:
     """What a forward runs in: our precision, or the attention that torch is fastest with."""
     if row.library == "ours":
-        return precision(row.precision)
+        return precision(row.precision, group)
     return sdpa_kernel(FASTEST_ATTENTION, set_priority=True) if ON_GPU else nullcontext()
+
+
+class OneGpu:
+    """How a training runs on a GPU of its own; ways to share it among ranks override this.
+
+    Args:
+        group: of ranks that have their FP8 scales together; None is all.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    def build(self, row: Row, sizes: Architecture) -> Model:
+        """The model, or this rank's part of it."""
+        return build(row, sizes)
+
+    def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What is called in place of the model."""
+        return model
+
+    def own(self, data: torch.Tensor) -> torch.Tensor:
+        """The sequences that this rank trains on, of those of all ranks."""
+        return data
+
+    def finish(self, model: Model) -> None:
+        """Sum what gradients of a backward still lack."""
+
+    def clip_factor(self, weights: list[nn.Parameter]) -> torch.Tensor:
+        """What clips the gradients of all weights together."""
+        return te.optimizers.clip_factor(weights, LARGEST_NORM)[1]
 
 
 class TorchAdam:
@@ -117,8 +147,8 @@ class TorchAdam:
 class OurAdam:
     """The same in one pass."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = list(model.parameters())
+    def __init__(self, model: nn.Module, way: OneGpu) -> None:
+        self.weights, self.way = list(model.parameters()), way
         self.optimizer = te.optimizers.FusedAdam(
             _groups(self.weights),
             lr=LEARNING_RATE,
@@ -129,8 +159,7 @@ class OurAdam:
 
     def step(self) -> None:
         """Clip, step, round. Gradients are gone afterwards."""
-        _, factor = te.optimizers.clip_factor(self.weights, LARGEST_NORM)
-        self.optimizer.step(grad_factor=factor)
+        self.optimizer.step(grad_factor=self.way.clip_factor(self.weights))
         for weight in self.weights:
             weight.grad = None
 
@@ -170,26 +199,40 @@ def batches(sizes: Architecture, batch: int) -> torch.Tensor:
 class Training:
     """A model on its way; `step` is what is measured.
 
+    Args:
+        batch: sequences of a step, those of all ranks.
+        torch_adam: torch's optimizer for our model, too.
+        way: how ranks share the training.
+
     Attributes:
         done: steps after the first ones.
         peak: bytes, of the steps that `start` has run.
     """
 
-    def __init__(self, row: Row, sizes: Architecture, batch: int, torch_adam: bool = False) -> None:
+    def __init__(
+        self,
+        row: Row,
+        sizes: Architecture,
+        batch: int,
+        torch_adam: bool = False,
+        way: OneGpu | None = None,
+    ) -> None:
         self.row, self.done, self.peak = row, 0, 0
-        self.model = build(row, sizes)
-        self.call: Callable[[torch.Tensor], torch.Tensor] = self.model
+        self.way = way or OneGpu()
+        self.model = self.way.build(row, sizes)
+        self.call = self.way.wrap(self.model)
         ours = row.library == "ours" and not torch_adam
-        self.optimizer = (OurAdam if ours else TorchAdam)(self.model)
-        self.data = batches(sizes, batch)
+        self.optimizer = OurAdam(self.model, self.way) if ours else TorchAdam(self.model)
+        self.data = self.way.own(batches(sizes, batch))
         self.tokens = self.data[0].clone()  # where a graph reads them
         self.loss = torch.zeros((), device=DEVICE)
         self.run: Callable[[], Any] = self._step
 
     def _step(self) -> None:
-        with scope(self.row):
+        with scope(self.row, self.way.group):
             loss = self.call(self.tokens)
         loss.backward()
+        self.way.finish(self.model)
         self.optimizer.step()
         self.loss.copy_(loss.detach())
 

@@ -21,6 +21,8 @@ import report
 import training_chart
 import training_costs
 import training_models
+from benchmark_ranks import dry_run
+from ranks import run_ranks
 
 import transformer_engine.pytorch as te
 
@@ -233,6 +235,18 @@ def test_a_training_learns(tmp_path, monkeypatch):
     bench_training.main([*arguments, "--rows", "ours bf16"])
     (row,) = json.loads((tmp_path / "training_125m_tiny.json").read_text())["rows"]
     assert row["steps"] == 60 and row["loss"] < 5.3
+
+
+@pytest.mark.timeout(300)  # ranks wait for each other, and processors may be busy
+@pytest.mark.parametrize(("model", "precision"), [("125m", "fp8 delayed"), ("1.3b", "bf16")])
+def test_two_ranks_train_as_one_process(model, precision):
+    (rows, alone), (others, _) = run_ranks(2, dry_run, model, precision)
+    assert others == [], "only the first rank reports"
+    assert [row["way"] for row in rows] == ["one GPU", "DDP", "FSDP2", "TP2 + SP"]
+    assert [row.get("bar") for row in rows] == [None, 1.9, 1.9, 1.9]
+    for row in rows[1:]:
+        assert row["loss"] == pytest.approx(alone, abs=2e-3), row
+        assert any(goal.covers(f"training_ranks_{model}", row["op"]) for goal in goals.GOALS)
 
 
 KERNELS = {

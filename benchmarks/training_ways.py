@@ -1,0 +1,103 @@
+"""How two ranks share a training of bench_training_ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import DEVICE
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training_models import Architecture, Model
+from training_steps import LARGEST_NORM, OneGpu, Row, build
+from two_gpus import RANKS
+
+import transformer_engine.pytorch as te
+
+
+class Replicas(OneGpu):
+    """Each rank has the model, and sequences of its own (DDP)."""
+
+    def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def own(self, data: torch.Tensor) -> torch.Tensor:
+        return data.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+
+
+class Shards(Replicas):
+    """Each rank has a part of every weight, and sequences of its own (FSDP2)."""
+
+    def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+        mesh = init_device_mesh(DEVICE, (RANKS,))
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
+        return model
+
+
+class SharedLayers(OneGpu):
+    """Ranks share layers, words and, between layers, tokens of the same sequences (TP + SP)."""
+
+    def build(self, row: Row, sizes: Architecture) -> Model:
+        options = {"attn_input_format": "sbhd", "ub_tp_comm_overlap": True}
+        model = build(row, sizes, kind=SharedModel, **options)
+        of_tokens = [name for name in ("norm", "position") if getattr(model, name) is not None]
+        mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
+        te.parallelize(model, mesh, dict.fromkeys(of_tokens, "tokens"), sequence_parallel=True)
+        assert isinstance(model, SharedModel)
+        model.share_words()
+        return model
+
+    def finish(self, model: Model) -> None:
+        te.all_reduce_sequence_parallel_grads(model)
+
+    def clip_factor(self, weights: list[nn.Parameter]) -> torch.Tensor:
+        parts = [one for one in weights if getattr(one, "tensor_model_parallel", False)]
+        whole = [one for one in weights if not getattr(one, "tensor_model_parallel", False)]
+        square = te.optimizers.clip_factor(parts, LARGEST_NORM)[0].square()
+        dist.all_reduce(square)
+        norm = (square + te.optimizers.clip_factor(whole, LARGEST_NORM)[0].square()).sqrt()
+        return (LARGEST_NORM / (norm + 1e-6)).clamp(max=1.0)
+
+
+class SharedModel(Model):
+    """A model of ours behind `te.parallelize`: `[sequence, batch, hidden]`, cut along sequences."""
+
+    def share_words(self) -> None:
+        """Go on with this rank's part of the vocabulary."""
+        tied = self.head is self.token.weight
+        self.token.weight = self._part(self.token.weight)
+        self.head = self.token.weight if tied else self._part(self.head)
+        self.scatter = te.ops.ReduceScatter(dist.group.WORLD)
+        self.loss = self._loss
+
+    @staticmethod
+    def _part(weight: torch.Tensor) -> nn.Parameter:
+        part: Any = nn.Parameter(weight.detach().chunk(RANKS)[dist.get_rank()].clone())
+        part.tensor_model_parallel = True
+        return part
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's tokens: each rank looks up its words of all."""
+        rank, words = dist.get_rank(), self.token.weight.shape[0]
+        tokens = tokens.t() - rank * words
+        other = (tokens < 0) | (tokens >= words)
+        x = self.token(tokens.masked_fill(other, 0)).masked_fill(other.unsqueeze(-1), 0.0)
+        x = self.scatter(x)
+        if self.position is None:
+            return x
+        return x + self.position.weight.chunk(RANKS)[rank].unsqueeze(1)
+
+    @staticmethod
+    def _loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Of all tokens, by the words of all ranks."""
+        group = dist.group.WORLD
+        parts = [*te.distributed.gather_along_first_dim(hidden.detach(), group)[0].chunk(RANKS)]
+        parts[dist.get_rank()] = hidden  # whose gradient is whole: ranks have summed it
+        return te.linear_cross_entropy(
+            torch.cat(parts), weight, target.t(), dist_process_group=group
+        )
