@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from debug_session import debugging, logged, section
-from fused_layers import batch, build, is_fused, results
+from fused_layers import KINDS, batch, build, is_fused, make_of, moved, results
 from precisions import RECIPES, scope
 from rulers import assert_bitwise
 from torch.utils.checkpoint import checkpoint
@@ -14,37 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.chain import flow
+from transformer_engine.pytorch.chain import run_layer
 
-
-def tracker():
-    states = te.CudaRNGStatesTracker("cuda" if torch.cuda.is_available() else "cpu")
-    states.add("model-parallel-rng", 1)
-    return states
-
-
-KINDS = {
-    "encoder": {},
-    "sbhd, fused weights": {"attn_input_format": "sbhd", "fuse_qkv_params": True},
-    "groups": {"num_gqa_groups": 2, "qkv_weight_interleaved": False, "fuse_qkv_params": True},
-    "interleaved groups": {"num_gqa_groups": 2, "kv_channels": 24},
-    "RMSNorm, swiglu": {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
-    "residual after norm": {"apply_residual_connection_post_layernorm": True},
-    "window": {"window_size": (5, 0), "layer_number": 3},
-    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
-    "dropout of a tracker": {"attention_dropout": 0.3, "get_rng_state_tracker": tracker},
-    "no mask": {"self_attn_mask_type": "no_mask", "zero_centered_gamma": True},
-    "decoder": {"layer_type": "decoder"},
-    "decoder with groups": {"layer_type": "decoder", "num_gqa_groups": 2, "hidden_dropout": 0.1},
-    "parallel": {"parallel_attention_mlp": True, "hidden_dropout": 0.1},
-    "norm at the end": {"output_layernorm": True},
-    "dropped paths": {"drop_path_rate": 0.5, "hidden_dropout": 0.1},
-    "norms of heads": {"qk_norm_type": "RMSNorm"},
-    "L2 norms of heads": {"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True},
-    "sink": {"softmax_type": "learnable"},
-    "attention alone": {"kind": te.MultiheadAttention},
-    "attention without a norm": {"kind": te.MultiheadAttention, "input_layernorm": False},
-}
 CALLS = {
     "mask type": {"self_attn_mask_type": "no_mask"},
     "mask type as it is": {"self_attn_mask_type": "causal"},
@@ -87,26 +58,7 @@ def _repeatable(monkeypatch):
 @pytest.fixture
 def by_parts(monkeypatch):
     """A switch: every layer runs part by part."""
-    return lambda: monkeypatch.setattr(flow, "_may_fuse", lambda x: False)
-
-
-def make_of(kind, device):
-    options = dict(KINDS[kind])
-    if options.get("kind") is not te.MultiheadAttention:
-        return build(device, **options)
-    torch.manual_seed(0)
-    del options["kind"]
-    options = {"input_layernorm": True, "qkv_format": "bshd", "attention_dropout": 0.0, **options}
-    return te.MultiheadAttention(
-        64, 4, params_dtype=torch.bfloat16, device=device, name="layer", **options
-    )
-
-
-def moved(call, device):
-    def move(x):
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
-    return {name: move(value) for name, value in call.items()}
+    return lambda: monkeypatch.setattr(run_layer, "_may_fuse", lambda x: False)
 
 
 def assert_same(make, recipe, device, by_parts, **call):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.cache.generation import check_params, with_cache
 from transformer_engine.pytorch.attention.context.settings import context_group
 from transformer_engine.pytorch.attention.core import formats
@@ -314,15 +315,25 @@ class DotProductAttention(SharedByRanks, ScaledModule):
         if more or asks(autocast_stack().scope):
             return None
         own = arguments_of(self, attention_mask, **arguments)
-        like, key_like, _ = values.likes
-        queries, keys = like.shape[:-1], key_like.shape[:-1]
-        heads, groups = self.local_heads, self.local_groups
-        shapes = (
-            torch.Size((*queries, heads, self.key_channels)),
-            torch.Size((*keys, groups, self.key_channels)),
-            torch.Size((*keys, groups, self.value_channels)),
+        if torch.compiler.is_compiling() and (own.checkpoint or self._drops()):
+            return None
+        shapes = formats.shapes_of_heads(
+            [like.shape[:-1] for like in values.likes],
+            (self.local_heads, self.local_groups),
+            (self.key_channels, self.value_channels),
         )
-        return self._core.plan_call(values, self._call(shapes, like.device, own))
+        call = self._call(shapes, values.like.device, own)
+        if torch.compiler.is_compiling():
+            fixed = call._replace(scale=self._constant_scale())
+            if call.scale != fixed.scale:
+                return None
+            call = fixed
+        return self._core.plan_call(values, call)
+
+    @constant_in_graphs
+    def _constant_scale(self) -> float:
+        """`softmax_scale`, which Dynamo may have made a symbol. It calls this."""
+        return self.softmax_scale
 
     def _call(
         self,
@@ -364,9 +375,11 @@ class DotProductAttention(SharedByRanks, ScaledModule):
             return Sink("learnable", self.softmax_offset)
         return Sink(self.softmax_type, torch.zeros(self.local_heads, device=device))
 
+    def _drops(self) -> bool:
+        return self.training and self.attention_dropout > 0.0
+
     def _dropout(self) -> Dropout:
-        p = self.attention_dropout if self.training else 0.0
-        return NO_DROPOUT if p == 0.0 else Dropout(p, self._tracker())
+        return Dropout(self.attention_dropout, self._tracker()) if self._drops() else NO_DROPOUT
 
     def _tracker(self) -> Any:
         """RNG states of dropout: with sequence parallelism all ranks draw alike."""

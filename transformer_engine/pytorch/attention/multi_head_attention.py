@@ -12,7 +12,8 @@ from transformer_engine.pytorch.attention.core.projections import HeadLayout, He
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
-from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains, run_layer
+from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains
+from transformer_engine.pytorch.chain.run_layer import run_layer
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
 from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear

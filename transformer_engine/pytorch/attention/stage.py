@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.backends.backend import NO_BACKWARD, Backend, Needs
 from transformer_engine.pytorch.attention.backends.backend import Saved as SavedByBackend
-from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+from transformer_engine.pytorch.attention.core.call import (
+    TENSORS,
+    Call,
+    CallTensors,
+    plain_call,
+    shape_of,
+)
+from transformer_engine.pytorch.attention.core.formats import shapes_of_heads
+from transformer_engine.pytorch.attention.masks.masks import MaskRule, MaskType
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
 from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
@@ -52,6 +62,30 @@ class Attention(Stage):
     results = ("context",)
     parameter_count = TENSORS + 1
     draws = True
+    options_vary = True
+
+    def describe_options(self, options: Options) -> tuple[Any, ...] | None:
+        """Of calls without tensors and without random numbers, where the backend can be recorded.
+
+        Other backends gain nothing: the compiler fuses what they run.
+        """
+        backend, call, *_, fixed = options
+        shape = call.shape
+        if not call.is_plain or shape.band is None or not backend.recordable(call):
+            return None
+        rule = (tuple(shape.rule.type), *shape.rule[1:])
+        heads, sizes = (shape.heads, shape.groups), (shape.key_size, shape.value_size)
+        settings = (call.scale, call.training, fixed)
+        return (backend.name, shape.qkv_format, rule, heads, sizes, *settings)
+
+    def options_in(self, described: tuple[Any, ...], shapes: Sequence[torch.Size]) -> Options:
+        """The options of calls with these tokens."""
+        name, qkv_format, (kind, *sides), heads, sizes, scale, training, fixed = described
+        rule = MaskRule(MaskType(*kind), *sides)
+        tokens = shapes_of_heads([x[:-1] for x in shapes], heads, sizes)
+        shape = shape_of(qkv_format, heads, sizes, tokens, rule)
+        backend = next(one for one in BACKENDS if one.name == name)
+        return Options(backend, plain_call(shape, scale, training), False, False, fixed)
 
     def prepare(self, call: CallPlan, first: int) -> _Plan:
         """Which gradients are wanted."""

@@ -36,6 +36,7 @@ class CallPlan:
         fp8_weights: numbers of the inputs that are weights kept in FP8.
         caching: the stages that read tensors which earlier calls have cached, with their plans.
         operator: in compiled code the key of the operator that runs the call; else empty.
+        facts: of a plan of an operator: the elements of `PartFacts`; else None.
         cse_barrier: an empty tensor that kernels of the forward take as an argument, so that a
             compiler does not merge them with equal kernels of another call; None if it may.
         state: of a plan of an operator: the memory of scaling state, or stand-ins for it.
@@ -59,6 +60,7 @@ class CallPlan:
         "differentiable",
         "dtype",
         "exporting",
+        "facts",
         "first_microbatch",
         "fp8_weights",
         "in_first_forward",
@@ -109,6 +111,7 @@ class CallPlan:
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""
+        self.facts: tuple[Any, ...] | None = None
         self.cse_barrier: torch.Tensor | None = None
 
     @property
@@ -132,6 +135,32 @@ class CallPlan:
 def needs_of(input_needs: bool, parameters: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
     """`CallPlan.needs` of a chain of one value, where autograd records."""
     return (input_needs, *[p is not None and p.requires_grad for p in parameters])
+
+
+def joined_plan(chain: Any, plans: Sequence[CallPlan], needs: tuple[bool, ...]) -> CallPlan:
+    """The plan of a chain, from the plans of its parts.
+
+    Args:
+        chain: of all stages.
+        plans: of the parts, in order.
+        needs: whether a gradient is wanted, of each value that comes in.
+    """
+    joined = CallPlan(plans[0].dtype, needs)
+    joined.chain = chain
+    joined.compiling = plans[0].compiling
+    joined.recordings = None if joined.compiling else {}
+    first = chain.inputs
+    for plan in plans:
+        shift = first - plan.chain.inputs
+        joined.needs += plan.needs[plan.chain.inputs :]
+        joined.fp8_weights += tuple([i + shift for i in plan.fp8_weights])
+        joined.accumulates |= plan.accumulates
+        joined.stage_plans = [*joined.stage_plans, *plan.stage_plans]
+        joined.differentiable = [*joined.differentiable, *plan.differentiable]
+        joined.caching = [*joined.caching, *plan.caching]
+        first += plan.chain.arguments - plan.chain.inputs
+    joined.requires_grad = any(joined.differentiable)
+    return joined
 
 
 class PlanCache(dict[Any, CallPlan]):

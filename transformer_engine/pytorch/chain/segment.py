@@ -13,6 +13,7 @@ import torch
 from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import Targets, reader
 from transformer_engine.pytorch.chain.gemm import count_group
+from transformer_engine.pytorch.chain.operator_memory import Reading
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
 from transformer_engine.pytorch.chain.stage import Saved
@@ -109,6 +110,7 @@ class Segment:
         self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
+        self._scales = plan.bind is not None and bool(self._persistent_tensors(plan))
         self._trace = Trace(self, 0, None)
         self._results: _Reader = list
         self._saved: _Reader = list
@@ -143,9 +145,21 @@ class Segment:
                 return self._results(buffers), self._saved(buffers), self._trace
         values = self._values(plan, inputs)
         del inputs
-        plan = plan.bound(state)
+        plan = self.bound(plan, state)
         trace, saved = traced(self, run_forward(plan, values, self.start, self.stop))
         return [values[v] for v in self.makes], saved, trace
+
+    def _persistent_tensors(self, plan: CallPlan) -> list[torch.Tensor]:
+        """Scaling state and caches of its stages."""
+        # A norm may cast for a Matmul of the same part in another segment, with its scales.
+        first = max([start for start, _ in plan.chain.parts if start <= self.start])
+        own = range(first, min([stop for _, stop in plan.chain.parts if stop >= self.stop]))
+        steps, plans = plan.chain.steps, plan.stage_plans
+        return [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
+
+    def bound(self, plan: CallPlan, state: Tensors) -> CallPlan:
+        """`plan.bound(state)`, if its stages read scaling state."""
+        return plan.bound(state) if self._scales else plan
 
     def _with_seeds(self, plan: CallPlan, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, with new seeds for stages that draw one."""
@@ -197,15 +211,11 @@ class Segment:
         python: Callable[[], tuple[Tensors, Tensors]],
     ) -> Recorded | str:
         """`recording.record` with the persistent tensors of this segment, and a limit of memory."""
-        steps, plans = plan.chain.steps, plan.stage_plans
         if plan.state is not None:
             stand_ins = [*stand_ins, *plan.state]
             inputs = [*inputs, *direct]
             return recording.record(inputs, stand_ins, (), [], python, separate_saved=True)
-        # A norm may cast for a Matmul of the same part in another segment, with its scales.
-        first = max([start for start, _ in plan.chain.parts if start <= self.start])
-        own = range(first, min([stop for _, stop in plan.chain.parts if stop >= self.stop]))
-        persistent = [t for i in own for t in steps[i].stage.persistent_tensors(plans[i])]
+        persistent = self._persistent_tensors(plan)
         recorded = recording.record(inputs, stand_ins, direct, persistent, python)
         if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
             return recorded
@@ -296,7 +306,7 @@ class Segment:
         del inputs
         if not self.overlaps:
             buffers.clear()
-        return self._backward_by_stages(plan.bound(state), grads, record)
+        return self._backward_by_stages(self.bound(plan, state), grads, record)
 
     def _backward_by_stages(
         self, plan: CallPlan, made_grads: Sequence[Any], record: list[Saved]
@@ -326,6 +336,13 @@ class Segment:
             )
             for i, (places, facts) in enumerate(self._stages, self.start)
         ]
+
+    def readings(self) -> list[list[Reading]]:
+        """For each buffer that a recorded forward saves, the tensors in it that backward reads."""
+        found: list[list[Reading]] = [[] for _ in range(self._trace.tensors)]
+        for place in [p for places, _ in self._stages for p in places if p is not None]:
+            found[place.slot].append(Reading(*place[1:5]))
+        return found
 
     def _record_backward(
         self, plan: CallPlan, inputs: Tensors, grads: Sequence[Any], targets: Targets

@@ -7,6 +7,7 @@ the next are tensors of their own, never slices of a buffer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -151,10 +152,12 @@ def _run_backward(
     """The backward of one segment; returns the task of its first step, see `run_backward`."""
     segment = trace.segment
     if trace.stages is not None:
-        steps = (0, len(plan.chain.steps)) if segment is None else (segment.start, segment.stop)
+        steps, bound = (0, len(plan.chain.steps)), plan.bound
+        if segment is not None:
+            steps, bound = (segment.start, segment.stop), partial(segment.bound, plan)
         record = _record_of(tensors, trace.stages, steps[0], targets)
         tensors.clear()
-        return run_backward(plan.bound(state), grads, record, *steps, regathered)
+        return run_backward(bound(state), grads, record, *steps, regathered)
     assert segment is not None
     made = [waited(grads[v]) for v in segment.makes]
     for v in segment.makes:

@@ -79,6 +79,7 @@ class Stage:
         recomputes: its `backward_data` can compute its first result again, as
             `Saved.result_request` says, and return it as `carry`: the next stage need not save it.
         passes_requests: its result is its input, so it hands the request of its consumer on.
+        options_vary: `options_in` returns others for other shapes.
         delayed: the tasks that wait for `backward_dw`; None if the backward computes all gradients.
     """
 
@@ -95,6 +96,7 @@ class Stage:
     regathers = False
     recomputes = False
     passes_requests = False
+    options_vary = False
     delayed: Any = None
 
     def rename(self, layer: str) -> None:
@@ -103,6 +105,22 @@ class Stage:
     def settings(self) -> list[tuple[str, Any]]:
         """The attributes that decide what it computes, by name."""
         return sorted((k, v) for k, v in vars(self).items() if k not in self.not_settings)
+
+    def describe_options(self, options: Any) -> tuple[Any, ...] | None:
+        """Constants that describe the options of calls in compiled code, see `options_in`.
+
+        None where no operator of several parts may run them.
+        """
+        return (options,)
+
+    def options_in(self, described: tuple[Any, ...], shapes: Sequence[torch.Size]) -> Any:
+        """The options of a call.
+
+        Args:
+            described: returned by `describe_options`.
+            shapes: for each value that comes into the part, one with the same tokens.
+        """
+        return described[0]
 
     def prepare(self, call: CallPlan, first: int) -> Any:
         """Make the plan; the stage's first parameter is number `first` of the call's inputs."""

@@ -139,8 +139,7 @@ def build_quantizers(
     if exporting():
         trained = _trained_columns(module)
         return ModuleQuantizers([rules.gemm_quantizers(recipe, columns) for columns in trained])
-    forward, moved = state_of(module, recipe, FORWARD, device)
-    backward, _ = state_of(module, recipe, BACKWARD, device)
+    forward, backward, moved = states_of(module, recipe, device)
     indices = range(module.gemm_count)
     if not scope.enabled:
         return ModuleQuantizers([_calibrating(forward, i) for i in indices], moved)
@@ -170,6 +169,17 @@ def check_columns(scaling: dict[str, ScalingState], gemms: int, layer: str) -> N
                 f"[load_state_dict] expected the FP8 state of {gemms} GEMMs, {gemms * columns} "
                 f"{direction} scales, got {state.scale.numel()} (layer {layer})"
             )
+
+
+def states_of(
+    module: ScaledModule, recipe: Any, device: torch.device
+) -> tuple[ScalingState, ScalingState, bool]:
+    """A module's states, forward and backward, and whether that of the forward has moved."""
+    if torch.compiler.is_compiling() and not autocast_stack().entered_in_graph:
+        module.make_compiled_state(device)
+    forward, moved = state_of(module, recipe, FORWARD, device)
+    backward, _ = state_of(module, recipe, BACKWARD, device)
+    return forward, backward, moved
 
 
 def state_of(

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
-from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns
+from transformer_engine.pytorch.fp8.recipe_quantizers import check_columns, state_of
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
-from transformer_engine.pytorch.fp8.scaling_state import ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
 
 
 class ScaledModule(OptionalExtraState, nn.Module):
@@ -42,6 +44,26 @@ class ScaledModule(OptionalExtraState, nn.Module):
         if stack.step.first_pending and self.updates(stack.scope):
             return stack.take_backward_end()
         return None
+
+    def drop_plans(self) -> None:
+        """Drop what points to scaling state that has moved; here there is nothing."""
+
+    @constant_in_graphs
+    def make_compiled_state(self, device: torch.device) -> bool:
+        """Make the scaling state of compiled calls before Dynamo, which calls this, looks for it.
+
+        Made in the graph it would be a side effect, for which the next call is compiled again. All
+        modules must do this: with a side effect of another, Dynamo would undo what was done here.
+        """
+        scope = autocast_stack().scope
+        if self.updates(scope) and not exporting():
+            for direction in (FORWARD, BACKWARD):
+                state, moved = state_of(self, scope.recipe, direction, device)
+                if moved:
+                    self.drop_plans()
+                if device.type != "meta":
+                    process_state().compiled_group(scope.recipe, scope.group).add(state)
+        return True
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""

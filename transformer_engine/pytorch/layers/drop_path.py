@@ -27,6 +27,9 @@ class DropSamples(Stage):
     results = ("branch",)
     parameter_count = 1
 
+    def describe_options(self, options: tuple[float, int]) -> None:
+        """None: it draws random numbers."""
+
     def forward(
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:

@@ -19,7 +19,8 @@ from transformer_engine.pytorch.attention.core.call import AttentionMask
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.chain.flow import Flow, FlowModule, run_layer
+from transformer_engine.pytorch.chain.flow import Flow, FlowModule
+from transformer_engine.pytorch.chain.run_layer import run_layer
 from transformer_engine.pytorch.dtypes import in_autocast_dtype
 from transformer_engine.pytorch.layers.checks import (
     BATCH_DIM,
@@ -395,11 +396,9 @@ class TransformerLayer(FlowModule):
             hidden_states = self._join(flow, block, hidden_states, drop_path=False)
         block = flow.call(modules["layernorm_mlp"], hidden_states, microbatch)
         hidden_states = self._join(flow, block, hidden_states, packed)
-        return (
-            flow.call(modules["layernorm"], hidden_states)
-            if self.output_layernorm
-            else hidden_states
-        )
+        if self.output_layernorm:
+            hidden_states = flow.call(modules["layernorm"], hidden_states)
+        return hidden_states
 
     @staticmethod
     def _attend(

@@ -303,7 +303,10 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         plan = CallPlan(dtype, needs or (False,) * (1 + parameters))
         plan.state = built.state
         how = (stack.entered_in_graph, stack.in_compiled_checkpoint)
-        plan.operator = operator_key(chain.kind, dtype, plan.needs, gemms, *how)
+        plan.facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
+        values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
+        outputs = tuple([chain.inputs + i for i in results])
+        plan.operator = operator_key(chain.inputs, ((plan.facts, values, values),), outputs)
         return plan
 
     def _quantizers_in(

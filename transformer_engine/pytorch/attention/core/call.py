@@ -206,18 +206,28 @@ def call_shape(
     formats.check_format(qkv_format)
     rule = mask_rule(mask_type, window, bottom_right)
     formats.check_shapes(qkv_format, heads, sizes, shapes)
-    packed = qkv_format == "thd"
-    if packed and not rule.type.padding:
+    if qkv_format == "thd" and not rule.type.padding:
         raise ValueError(
             "[attention] expected a padding mask type (padding, padding_causal, ...) for"
             f" qkv_format 'thd', whose sequences have unequal lengths, got {mask_type!r}"
         )
+    return shape_of(qkv_format, heads, sizes, shapes, rule)
+
+
+def shape_of(
+    qkv_format: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    shapes: formats.Shapes,
+    rule: MaskRule,
+) -> CallShape:
+    """The `CallShape` of checked arguments."""
     sequence = 1 if qkv_format == "bshd" else 0
     queries, keys = shapes[0][sequence], shapes[1][sequence]
     band = None
     if not (rule.type.padding or rule.type.arbitrary):
         band = build_mask(rule, queries, keys)
-    batch = None if packed else shapes[0][1 - sequence]
+    batch = None if qkv_format == "thd" else shapes[0][1 - sequence]
     return CallShape(qkv_format, rule, band, *heads, *sizes, batch, queries, keys)
 
 
@@ -293,6 +303,21 @@ class Call(NamedTuple):
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether `plain_call` makes it. Sizes are not compared, which may be symbols."""
+        longest = (self.query_sequences.longest, self.key_sequences.longest)
+        return not (
+            self.has_tensors
+            or longest != (None, None)
+            or self.dropout is not NO_DROPOUT
+            or self.checkpoint
+            or self.cache
+            or self.casts is not None
+            or self.context is not None
+            or self.part
+        )
+
+    @property
     def tensors(self) -> CallTensors:
         """Those of the call."""
         if not self.has_tensors:
@@ -324,3 +349,9 @@ class Call(NamedTuple):
     def settings(self) -> Call:
         """The call without tensors, so that a backward can keep it."""
         return self.with_tensors(_NO_TENSORS) if self.has_tensors else self
+
+
+def plain_call(shape: CallShape, scale: float, training: bool) -> Call:
+    """A call of attention without tensors and dropout."""
+    alone = (None, _WHOLE, _WHOLE, NO_BIAS)
+    return Call(shape, *alone, scale, NO_DROPOUT, checkpoint=False, training=training)

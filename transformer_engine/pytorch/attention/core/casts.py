@@ -25,12 +25,12 @@ from transformer_engine.pytorch.fp8.recipe_quantizers import (
     FORWARD_COLUMNS,
     Columns,
     columns_of,
-    state_of,
+    states_of,
 )
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.recompute_regions import Call
 from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
-from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import ScalingState
 from transformer_engine.pytorch.kernels.amax import amax as amax_of
 from transformer_engine.pytorch.kernels.dequantize import dequantize
 from transformer_engine.pytorch.kernels.quantize import quantize
@@ -195,8 +195,7 @@ def _casts(
     stack = autocast_stack()
     scope, rules = stack.scope, rules_of(stack.scope.recipe)
     recipe: Any = scope.recipe
-    forward, _ = state_of(module, recipe, FORWARD, device)
-    backward, _ = state_of(module, recipe, BACKWARD, device)
+    forward, backward, _ = states_of(module, recipe, device)
     if not torch.compiler.is_compiling():
         stack.join(module.scaling)
     if recipe.fp8_mha:

@@ -11,6 +11,7 @@ are. Backends see thd as padded sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -40,6 +41,24 @@ def sequence_dim(qkv_format: str) -> int:
 
 
 Shapes = tuple[torch.Size, torch.Size, torch.Size]
+
+
+def shapes_of_heads(
+    tokens: Sequence[Sequence[int]], heads: tuple[int, int], sizes: tuple[int, int]
+) -> Shapes:
+    """The shapes of query, key and value.
+
+    Args:
+        tokens: the sizes of each in front of its heads.
+        heads: of queries, of keys and values.
+        sizes: of a head of queries and keys, of values.
+    """
+    queries, keys, values = tokens
+    return (
+        torch.Size((*queries, heads[0], sizes[0])),
+        torch.Size((*keys, heads[1], sizes[0])),
+        torch.Size((*values, heads[1], sizes[1])),
+    )
 
 
 def check_shapes(

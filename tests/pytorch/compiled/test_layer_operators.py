@@ -1,0 +1,185 @@
+"""Layers as one operator of compiled code: the bits of eager mode, and when parts are called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fused_layers import KINDS, batch, build, make_of, moved, results
+from module_reference import LEAST, sqnr
+from precisions import RECIPES
+from rulers import assert_bitwise
+from torch import nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import stage
+from transformer_engine.pytorch.attention.backends import BACKENDS, choice
+from transformer_engine.pytorch.chain.compiled import _OPERATORS
+from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
+
+# Compiled code has other backends for them on GPUs, with other roundings.
+OTHER_ATTENTION = {"window", "slopes"}
+BY_PARTS = {
+    *("dropout", "dropout of a tracker", "dropped paths"),
+    *("sink", "parallel", "decoder with groups"),  # the last two have dropout of hidden states
+}
+
+
+class Graphs:
+    """A backend that counts graphs, and the operators of chains in the last one."""
+
+    def __init__(self) -> None:
+        self.graphs = self.chains = self.others = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+        self.graphs += 1
+        self.chains = targets.count(torch.ops.te.chain)
+        self.others = sum("te." in str(target) for target in targets) - self.chains
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU attention that may be recorded, as cuDNN's is; gradients have one order."""
+    reset_autocast()
+    torch._dynamo.reset()
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if torch.cuda.is_available():
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+        return
+    (unfused,) = [one for one in BACKENDS if one.name == "unfused"]
+    recordable = (unfused._replace(recordable=lambda call: True),)
+    monkeypatch.setattr(choice, "BACKENDS", recordable)
+    monkeypatch.setattr(stage, "BACKENDS", recordable)
+
+
+def compare(layer: Any, recipe: str, device: str, case: str = "", **call: Any) -> Graphs:
+    """Steps of a layer in eager mode and compiled, bit by bit where both have one backend."""
+    near = device == "cuda" and case in OTHER_ATTENTION
+    call, twin, graphs = moved(call, device), copy.deepcopy(layer), Graphs()
+    expected, _, _ = results(layer, recipe, device, **call)
+    compiled = torch.compile(twin, backend=graphs, fullgraph=True, dynamic=False)
+    found, _, _ = results(compiled, recipe, device, **call)
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got is None) is (wanted is None)
+        if got is None:
+            continue
+        if not near:
+            assert_bitwise(got, wanted)
+        elif got.dim() == 3:  # results, and gradients of inputs
+            assert sqnr(got, wanted) > LEAST[recipe if recipe in LEAST else "bf16"]
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("encoder", recipe) for recipe in RECIPES]
+    + [
+        (kind, "delayed" if i % 2 else "high precision")
+        for i, kind in enumerate(KINDS)
+        if kind not in BY_PARTS
+    ],
+)
+def test_one_operator(device: str, kind: str, recipe: str) -> None:
+    call = {"encoder_output": batch(device, 5, 24).detach()} if "decoder" in kind else {}
+    graphs = compare(make_of(kind, device), recipe, device, kind, **call)
+    if not (device == "cuda" and kind in OTHER_ATTENTION):
+        assert (graphs.chains, graphs.others) == (1, 0)
+    assert graphs.graphs == 2, "training and evaluation, each compiled once"
+
+
+def test_rotation(device: str) -> None:
+    angles = te.RotaryPositionEmbedding(8)(40)
+    for kind in ("encoder", "groups"):
+        graphs = compare(make_of(kind, device), "delayed", device, rotary_pos_emb=angles)
+        assert (graphs.chains, graphs.others) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "RMSNorm, swiglu"])
+def test_layers_that_are_alike_share_an_operator(device: str, kind: str) -> None:
+    model = nn.Sequential(*(make_of(kind, device) for _ in range(3)))
+    known = len(_OPERATORS)
+    compare(model, "current", device)
+    first = len(_OPERATORS) - known
+    model = nn.Sequential(*(make_of(kind, device) for _ in range(5)))
+    torch._dynamo.reset()
+    assert compare(model, "current", device).chains == 5
+    assert len(_OPERATORS) - known == first
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "mask": {
+        "self_attn_mask_type": "arbitrary",
+        "attention_mask": torch.ones(16, 16).triu(2).bool(),
+    },
+    "slopes": {"core_attention_bias_type": "alibi"},
+    "first microbatch": {"is_first_microbatch": True},
+    "recomputed": {"checkpoint_core_attention": True},
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_need_parts(device: str, case: str) -> None:
+    graphs = compare(build(device), "delayed", device, case, **ARGUMENTS[case])
+    assert graphs.chains != 1 or graphs.others
+
+
+def test_random_numbers_need_parts() -> None:
+    for kind in ("dropout", "dropped paths", "parallel"):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        layer = make_of(kind, "cpu")
+        torch.compile(layer, backend=graphs, fullgraph=True)(batch()).sum().backward()
+        assert graphs.chains != 1 or graphs.others
+
+
+class Doubled(te.LayerNormMLP):
+    """Not a class that `joins_chains`."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().forward(*arguments, **keywords) * 2
+
+
+def _hook(layer: Any, device: str) -> None:
+    layer.self_attention.proj.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _subclass(layer: Any, device: str) -> None:
+    kind = {"params_dtype": torch.bfloat16, "device": device, "return_layernorm_output": False}
+    layer.layernorm_mlp = Doubled(64, 128, **kind)
+
+
+@pytest.mark.parametrize("observe", [_hook, _subclass])
+def test_observers_are_called(device: str, observe: Any) -> None:
+    layer, graphs = build(device), Graphs()
+    torch.manual_seed(1)
+    observe(layer, device)
+    x = batch(device)
+    expected = layer(x)
+    found = torch.compile(layer, backend=graphs, fullgraph=True)(x)
+    assert_bitwise(found, expected)
+    assert graphs.chains > 1
+
+
+def test_large_inputs_are_traced_stage_by_stage(device: str) -> None:
+    """The same bits, from the operators of stages."""
+    layer, graphs = build(device), Graphs()
+    x = batch(device, length=16 * 1024 * 1024 // (2 * 64 * 2) // 4096 * 4)
+    assert_bitwise(torch.compile(layer, backend=graphs, fullgraph=True)(x), layer(x))
+    assert graphs.chains == 1
+
+
+def test_sizes_that_change(device: str) -> None:
+    """Sizes become symbols: the operator is traced stage by stage, once for all sizes."""
+    layer = build(device)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (16, 24, 40):
+        x = batch(device, length=length)
+        twin = x.detach().clone().requires_grad_()
+        with torch.compiler.set_stance("default" if length == 16 else "fail_on_recompile"):
+            for y in (call(x), layer(twin)):
+                y.sum().backward()
+        assert_bitwise(x.grad, twin.grad)

@@ -1,0 +1,313 @@
+"""`ChainOperator`: what the operators of compiled code run, a chain of one part or of several.
+
+Operators know a chain by its description alone: layers that are alike share one, and a graph that a
+cache on disk keeps means the same in another process. All tensors come in with each call:
+quantizers of the plan read stand-ins in place of scaling state, which `bind` replaces where stages
+run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.chain import segments
+from transformer_engine.pytorch.chain.chain import TEMPLATES, Chain, ChainBuilder
+from transformer_engine.pytorch.chain.gemm import CountingApart
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.operator_memory import Places, places_of, reading_of
+from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
+from transformer_engine.pytorch.chain.segment import Trace, traced
+from transformer_engine.pytorch.chain.stage_by_stage import run_forward
+from transformer_engine.pytorch.fp8.compiled_scales import refuse_in_backward
+from transformer_engine.pytorch.fp8.described import described_gemm
+from transformer_engine.pytorch.fp8.process_state import process_state
+from transformer_engine.pytorch.fp8.recipe_quantizers import columns_in_memory
+
+Tensors = Sequence[torch.Tensor | None]
+Shapes = Sequence[torch.Size]
+
+
+class PartFacts(NamedTuple):
+    """What is equal for all calls of a part, in compiled code.
+
+    Attributes:
+        kind: `Chain.kind`.
+        dtype: of activations.
+        needs: see `CallPlan`.
+        gemms: descriptions of the quantizers of each GEMM.
+        rooms: how many tensors of scaling state are its own.
+        options: returned by `Stage.describe_options` of its first stage.
+        flush: first run the updates of scales that compiled code has deferred.
+        recomputed: a checkpoint in the graph may recompute the call.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: tuple[Any, ...] = ()
+    rooms: int = 0
+    options: tuple[Any, ...] = (None,)
+    flush: bool = False
+    recomputed: bool = False
+
+
+class PlacedPart(NamedTuple):
+    """A part of an operator.
+
+    Attributes:
+        facts: of its calls.
+        inputs: the values that it reads: those of the call, then what parts return, in order.
+        likes: for each of them, the number of a value of the call with the same tokens.
+    """
+
+    facts: PartFacts
+    inputs: tuple[int, ...]
+    likes: tuple[int, ...]
+
+
+class _Trace(NamedTuple):
+    """How forwards with certain sizes ran, as their backward must know.
+
+    Attributes:
+        shapes: of the values that came in.
+        places: of what the operators return and read.
+        of_segments: returned by `segments.forward`.
+        by_stages: of each segment, whether its stages ran one by one.
+    """
+
+    shapes: Shapes
+    places: Places
+    of_segments: Sequence[Trace]
+    by_stages: Sequence[bool]
+
+
+class ChainOperator:
+    """The operator for some parts.
+
+    Args:
+        values: how many come in.
+        parts: in order.
+        outputs: the values that it returns, numbered as `PlacedPart.inputs`.
+
+    Attributes:
+        chain: of the stages of all parts; it belongs to no module.
+        needs: see `CallPlan`; those of the values that come in, then those of parameters.
+        results: see `Places`.
+        reads: for each input and each tensor that a call makes, whether backward reads it.
+    """
+
+    def __init__(self, values: int, parts: Sequence[PlacedPart], outputs: Sequence[int]) -> None:
+        self.parts = parts
+        self._chains = [TEMPLATES[part.facts.kind] for part in parts]
+        self.chain = self._chains[0]
+        if len(parts) > 1:
+            self.chain = _joined_chain(values, parts, outputs)
+        self._needs_of_values = _needs_of_values(values, parts)
+        chains = zip(parts, self._chains, strict=True)
+        of_parameters = [need for part, c in chains for need in part.facts.needs[c.inputs :]]
+        self.needs = (*self._needs_of_values, *of_parameters)
+        self.flush = any([part.facts.flush for part in parts])
+        self.recomputed = any([part.facts.recomputed for part in parts])
+        stages = [chain.steps[0].stage for chain in self._chains]
+        self._varies = any([stage.options_vary for stage in stages])
+        self.results: Sequence[int] = ()
+        self.reads: Sequence[bool] = ()
+        self._plans: dict[Any, CallPlan] = {}  # by lengths of histories, and what plans vary with
+        self._traces: dict[Any, _Trace] = {}
+
+    def bound(
+        self,
+        shapes: Shapes,
+        state: Sequence[torch.Tensor],
+        staged: bool = False,
+        cse_barrier: torch.Tensor | None = None,
+    ) -> CallPlan:
+        """A plan of calls with this scaling state.
+
+        Args:
+            shapes: of the values that come in.
+            state: the memory of scaling state, forward and backward of each part that has any.
+            staged: the call is traced stage by stage, and casts with copies of the scales.
+            cse_barrier: see `CallPlan`.
+        """
+        plans = []
+        for (facts, _, likes), chain in zip(self.parts, self._chains, strict=True):
+            own, state = state[: facts.rooms], state[facts.rooms :]
+            columns, of_gemms = None, [None] * len(facts.gemms)
+            if own:
+                how = (any(facts.needs), facts.flush, facts.recomputed if staged else None)
+                columns, of_gemms = columns_in_memory(own, len(of_gemms), *how)  # type: ignore[assignment]
+            gemms = [described_gemm(*one) for one in zip(facts.gemms, of_gemms, strict=True)]
+            plan = CallPlan(facts.dtype, facts.needs, gemms)
+            plan.columns, plan.cse_barrier = columns, cse_barrier
+            stage = chain.steps[0].stage
+            plan.options = stage.options_in(facts.options, [shapes[v] for v in likes])
+            plans.append(chain.prepare(plan))
+        if len(plans) == 1:
+            return plans[0]
+        return joined_plan(self.chain, plans, self._needs_of_values)
+
+    def run_staged(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> Any:
+        """A call that is traced stage by stage.
+
+        The partitioner of AOTAutograd merges equal casts of two checkpoints. Then it would have to
+        save one result of the merged cast and recompute another, which torch 2.15 cannot. It does
+        not merge uninitialised tensors, so casts with different `cse_barrier`s stay separate.
+        """
+        first = inputs[0]
+        assert first is not None
+        barrier = None
+        if self.recomputed:
+            barrier = torch.empty(0, dtype=torch.int32, device=first.device)
+        plan = self.bound(self._shapes(inputs), state, staged=True, cse_barrier=barrier)
+        return call_chain(plan, None, *inputs)
+
+    def _planned(self, shapes: Shapes, state: Sequence[torch.Tensor]) -> CallPlan:
+        """The plan of recorded calls. The first call makes it; it is not traced."""
+        key: Any = length_of(state)
+        if self._varies:
+            key = (key, *shapes)
+        plan = self._plans.get(key)
+        if plan is None:
+            stand_ins = [torch.empty(room.shape, device="cpu") for room in state]
+            plan = self._plans[key] = self.bound(shapes, stand_ins)
+            plan.state, plan.bind = stand_ins, partial(self.bound, shapes)
+        return plan
+
+    def _shapes(self, inputs: Tensors) -> list[torch.Size]:
+        return [x.shape for x in inputs[: self.chain.inputs]]  # type: ignore[union-attr]
+
+    def sizes(self, inputs: Tensors) -> tuple[int, ...]:
+        """The sizes of all values that come in."""
+        return tuple([n for shape in self._shapes(inputs) for n in shape])
+
+    def staged(self, inputs: Tensors) -> bool:
+        """Whether a call is traced stage by stage."""
+        first = inputs[0]
+        assert first is not None
+        if self.recomputed or any(isinstance(n, torch.SymInt) for n in self.sizes(inputs)):
+            return True
+        return not (segments.is_host_bound(first) and first.numel())
+
+    def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
+        """Run a forward; the new tensors among its results and what backward reads."""
+        if self.flush:
+            process_state().flush()
+        if state and any(self.needs):
+            refuse_in_backward()
+        sizes = (*self.sizes(inputs), length_of(state))
+        trace = self._traces.get(sizes)
+        shapes = self._shapes(inputs) if trace is None else trace.shapes
+        plan = self._planned(shapes, state)
+        with CountingApart():
+            results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
+            if trace is not None and trace.by_stages != _by_stages(of_segments):
+                # recorded before, but these addresses or strides do not suit the recording
+                copies = tuple([None if x is None else x.clone() for x in inputs])
+                results, saved, of_segments = segments.forward(plan, copies, state)
+        if trace is None:
+            trace = self._trace_of(inputs, results, saved, of_segments)
+            self._traces[sizes] = trace
+        made = [*results, *saved]
+        return [pick.of(made) for pick in trace.places.picks]
+
+    def shapes_of_forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
+        """`forward` of fake tensors."""
+        chain = self.chain
+        values = [*inputs, *chain.results]
+        with CountingApart():
+            plan = self.bound(self._shapes(inputs), state)
+            of_all, saved = traced(None, run_forward(plan, values, 0, len(chain.steps)))
+        results = [values[v] for v in chain.outputs]
+        trace = self._trace_of(inputs, results, saved, (of_all,))
+        # A size that was a symbol, and is a number by now, has no hash.
+        self._traces["shapes", tuple([int(n) for n in self.sizes(inputs)])] = trace
+        made = [*results, *saved]
+        return [pick.of(made) for pick in trace.places.picks]
+
+    def _trace_of(
+        self, inputs: Tensors, results: Sequence[Any], saved: Tensors, of_segments: Sequence[Trace]
+    ) -> _Trace:
+        """The trace of a call. Also sets `results` and `reads`, which are equal for all sizes."""
+        places = places_of(inputs, results, saved, _readings(saved, of_segments))
+        read = {source.number for source in places.sources if source is not None}
+        self.results = places.results
+        self.reads = [i in read for i in range(len(inputs) + len(places.picks))]
+        return _Trace(self._shapes(inputs), places, of_segments, _by_stages(of_segments))
+
+    def backward(
+        self,
+        sizes: Sequence[int],
+        grads: Tensors,
+        saved: Tensors,
+        state: Sequence[torch.Tensor],
+        launch: bool,
+    ) -> list[Any]:
+        """The gradients that `needs` asks for. An empty tensor stands for a gradient of None."""
+        trace = self._traces[
+            (*sizes, length_of(state)) if launch else ("shapes", tuple([int(n) for n in sizes]))
+        ]
+        tensors = [None if one is None else one.of(saved) for one in trace.places.sources]
+        plan = (self._planned if launch else self.bound)(trace.shapes, state)
+        with CountingApart():
+            found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
+        known = {id(grad) for grad in grads}
+        needed: list[Any] = []
+        for grad, need in zip(found, self.needs, strict=False):
+            if not need:
+                continue
+            if grad is None:
+                device = next(grad.device for grad in grads if grad is not None)
+                needed.append(torch.empty(0, device=device))
+            else:
+                needed.append(grad.clone() if id(grad) in known else grad)
+                known.add(id(needed[-1]))
+        return needed
+
+
+def _joined_chain(count: int, parts: Sequence[PlacedPart], outputs: Sequence[int]) -> Chain:
+    """The chain of the stages of all parts."""
+    built = ChainBuilder(*[f"value {i}" for i in range(count)])
+    values = [*range(count)]
+    for facts, inputs, _ in parts:
+        values += built.add_part(TEMPLATES[facts.kind], *[values[v] for v in inputs])
+    chain = built.chain(*[values[v] for v in outputs])
+    chain.layer = "in compiled code"
+    return chain
+
+
+def _needs_of_values(count: int, parts: Sequence[PlacedPart]) -> tuple[bool, ...]:
+    """Whether a gradient is wanted, of each value that comes in."""
+    needs = [False] * count
+    for facts, inputs, _ in parts:
+        for v, need in zip(inputs, facts.needs, strict=False):
+            if v < count:
+                needs[v] = need
+    return tuple(needs)
+
+
+def length_of(state: Sequence[torch.Tensor]) -> int:
+    """The length of the amax histories in this state."""
+    return state[0].shape[1] if state else 0
+
+
+def _by_stages(of_segments: Sequence[Trace]) -> list[bool]:
+    """Of each segment, whether its stages ran one by one."""
+    return [trace.stages is not None for trace in of_segments]
+
+
+def _readings(saved: Tensors, of_segments: Sequence[Trace]) -> list[Any]:
+    """For each saved tensor, in which ways backward reads it."""
+    found: list[Any] = []
+    for trace in of_segments:
+        if trace.stages is None:
+            assert trace.segment is not None
+            found += trace.segment.readings()
+        else:
+            own = saved[len(found) : len(found) + trace.tensors]
+            found += [() if x is None else (reading_of(x),) for x in own]
+    return found

@@ -1,0 +1,84 @@
+"""A layer as one operator of compiled code, which runs the chain that eager calls run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.chain.compiled import operator_key
+from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
+from transformer_engine.pytorch.chain.fused_layer import backward_end_of
+from transformer_engine.pytorch.chain.part import Incoming
+from transformer_engine.pytorch.dtypes import autocast_dtype
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exporting
+
+
+class _Gathering(ListingFlow):
+    """Gathers what an operator of all parts takes. Dynamo traces this.
+
+    Args:
+        values: that come into the layer.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._values = values
+        self._records = torch.is_grad_enabled()
+        self._needs = [self._records and x.requires_grad for x in values]
+        self._likes = [*range(len(values))]
+        self.parts: list[Any] = []
+        self.differentiable: list[Any] = []  # the parts that need a backward
+        self.parameters: list[torch.Tensor | None] = []
+        self.state: list[torch.Tensor] = []
+
+    def add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Add the facts, the parameters and the scaling state of a part."""
+        chain, count = part.chain, part.chain.inputs
+        inputs = arguments[:count]
+        if None in inputs or not chain.kind:
+            raise NotOneChain
+        likes = tuple([self._likes[v] for v in inputs])
+        tensors = tuple([self._values[i] for i in likes])
+        coming = Incoming(tensors, tuple([self._needs[v] for v in inputs]), self._records)
+        planned = part.plan_call(coming, *arguments[count:], **keywords)
+        if planned is None:
+            raise NotOneChain
+        plan, parameters = planned
+        facts = plan.facts
+        if facts is None:
+            described = chain.steps[0].stage.describe_options(plan.options)
+            if plan.quantizers or described is None:
+                raise NotOneChain
+            facts = (chain.kind, plan.dtype, plan.needs, (), 0, described)
+            chain.keep_template()
+        self.parts.append((facts, inputs, likes))
+        if plan.requires_grad:
+            self.differentiable.append(part)
+        self.parameters += parameters
+        self.state += plan.state or ()
+        made = tuple(range(len(self._needs), len(self._needs) + len(chain.outputs)))
+        self._needs += [plan.requires_grad] * len(made)
+        self._likes += [likes[min(i, count - 1)] for i in range(len(made))]
+        return made[0] if len(made) == 1 else made
+
+
+def call_operator(layer: Any, values: Sequence[torch.Tensor], groups: Arguments) -> Any:
+    """Call a layer as one operator; `NotImplemented` where it must be called part by part."""
+    stack = autocast_stack()
+    if exporting() or stack.in_compiled_checkpoint or autocast_dtype(values[0]) is not None:
+        return NotImplemented
+    flow = _Gathering(values)
+    try:
+        outputs = layer.data_flow(flow, tuple(range(len(values))), *groups)
+    except NotOneChain:
+        return NotImplemented
+    if any([is_observed(module) for module in flow.modules]):
+        return NotImplemented
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    key = operator_key(len(values), tuple(flow.parts), outputs)
+    backward_end_of(flow.differentiable)
+    made = torch.ops.te.chain(key, [*values, *flow.parameters], flow.state)
+    return made[0] if len(made) == 1 else tuple(made)

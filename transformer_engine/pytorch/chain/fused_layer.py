@@ -1,0 +1,169 @@
+"""`FusedLayer`: the parts of a layer as one chain, so that a call is one node of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
+from transformer_engine.pytorch.chain.flow import Arguments, ListingFlow, NotOneChain, is_observed
+from transformer_engine.pytorch.chain.node import call_chain
+from transformer_engine.pytorch.chain.part import Incoming, Planned
+from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
+from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
+from transformer_engine.pytorch.fp8.scaled_module import ScaledModule
+
+_MOST_PLANS = 16
+
+
+class _Argument(NamedTuple):
+    """Placeholder for an argument of later calls, while a `data_flow` lists its stages."""
+
+    group: int
+    name: str
+
+
+class _Member(NamedTuple):
+    """A part or module of a fused layer.
+
+    Attributes:
+        part: with `chain` and `plan_call`.
+        inputs: numbers of the values that it reads.
+        outputs: numbers of the values that it makes.
+        likes: for each input, the number of an input of the layer with the same tokens.
+        arguments: further positional arguments, some of them `_Argument`.
+        keywords: keyword arguments, likewise.
+    """
+
+    part: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    likes: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def plan_call(
+        self, values: Sequence[Any], needs: Sequence[bool], records: bool, groups: Arguments
+    ) -> Planned | None:
+        """Plan and parameters of this member in a call of the layer."""
+        likes = tuple([values[i] for i in self.likes])
+        coming = Incoming(likes, tuple([needs[v] for v in self.inputs]), records)
+        if not (self.arguments or self.keywords):
+            planned: Planned | None = self.part.plan_call(coming)
+            return planned
+        arguments = [_resolved(one, groups) for one in self.arguments]
+        keywords = {name: _resolved(one, groups) for name, one in self.keywords.items()}
+        return self.part.plan_call(coming, *arguments, **keywords)
+
+
+def _resolved(argument: Any, groups: Arguments) -> Any:
+    return groups[argument.group][argument.name] if type(argument) is _Argument else argument
+
+
+class _Listing(ListingFlow):
+    """Lists the stages of a `data_flow`, as one chain."""
+
+    def __init__(self, values: Sequence[str]) -> None:
+        super().__init__()
+        self.built = ChainBuilder(*values)
+        self.members: list[_Member] = []
+        self._likes = {i: i for i in range(len(values))}
+
+    def add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Add the stages of a part."""
+        if part.chain.communicates:
+            raise NotOneChain
+        count = part.chain.inputs
+        inputs = arguments[:count]
+        if None in inputs:  # an error, perhaps, which the part itself raises
+            raise NotOneChain
+        outputs = self.built.add_part(part.chain, *inputs)
+        likes = tuple([self._likes[v] for v in inputs])
+        self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})
+        member = _Member(part, inputs, tuple(outputs), likes, arguments[count:], keywords)
+        self.members.append(member)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class FusedLayer:
+    """A layer as one chain, for calls with the same arguments.
+
+    Args:
+        layer: with a `data_flow`.
+        values: names of the values that come in.
+        groups: arguments of one of these calls; the names count, not the values.
+    """
+
+    def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:
+        listing = _Listing(values)
+        symbols = [{name: _Argument(i, name) for name in group} for i, group in enumerate(groups)]
+        self.chain: Chain | None = None
+        try:
+            made = layer.data_flow(listing, tuple(range(len(values))), *symbols)
+        except NotOneChain:
+            made = ()
+        else:
+            self.chain = listing.built.chain(*(made if isinstance(made, tuple) else (made,)))
+            self.chain.layer = layer.name
+        self.members = listing.members
+        self.modules = listing.modules
+        parents = [layer, *self.modules]
+        self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]
+        self._plans: dict[Hashable, CallPlan] = {}
+
+    def is_current(self) -> bool:
+        """Whether the layer still has the same modules."""
+        return all([[*now.values()] == then for now, then in self._children])
+
+    def __call__(self, values: Sequence[Any], groups: Arguments) -> Any:
+        """Run the layer; `NotImplemented` where it must run part by part."""
+        chain = self.chain
+        if chain is None or any([is_observed(module) for module in self.modules]):
+            return NotImplemented
+        records = torch.is_grad_enabled()
+        needs = [records and x.requires_grad for x in values]
+        needs += [False] * (len(chain.names) - chain.arguments)
+        plans: list[CallPlan] = []
+        inputs = [*values]
+        for member in self.members:
+            planned = member.plan_call(values, needs, records, groups)
+            if planned is None:
+                return NotImplemented
+            plan, parameters = planned
+            if plan.requires_grad and _waits_for_gradients(parameters):
+                return NotImplemented
+            plans.append(plan)
+            inputs += parameters
+            for v in member.outputs:
+                needs[v] = plan.requires_grad
+        key = (*needs[: len(values)], *plans)
+        joined = self._plans.get(key)
+        if joined is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            joined = self._plans[key] = joined_plan(chain, plans, tuple(needs[: len(values)]))
+        pairs = zip(self.members, plans, strict=True)
+        step = backward_end_of([member.part for member, plan in pairs if plan.requires_grad])
+        return call_chain(joined, step, *inputs)
+
+
+def backward_end_of(parts: Sequence[Any]) -> Step | None:
+    """The step that ends behind the backward of these parts; see `AutocastStack`."""
+    if not autocast_stack().step.first_pending:
+        return None
+    for part in parts:
+        if isinstance(part, ScaledModule) and (step := part.take_backward_end()) is not None:
+            return step
+    return None
+
+
+def _waits_for_gradients(parameters: Sequence[Any]) -> bool:
+    """Whether a parameter has hooks, which run as soon as its gradient is there."""
+    for parameter in parameters:
+        if parameter is not None and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
+            return True
+    return False

@@ -1,0 +1,100 @@
+"""Decides whether a layer runs as one node of autograd's graph, or as one node for each part.
+
+If nobody observes a part and the time of the call is host time, the stages of all parts are one
+chain, run as one node (`fused_layer.py`). A layer runs part by part where
+
+    functorch transforms the call, or it is exported to ONNX;
+    the first input is too large to be `is_host_bound`: parts give memory back earlier;
+    somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
+        replaced on the object or its class, a compiled module, parametrisation, another class;
+    somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
+    saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
+    torch.autocast is on;
+    ranks share it: each of its collectives ends a part;
+    a part has no chain for its arguments: a cache of keys and values, FP8 attention,
+        recomputation, a bias that is returned.
+
+Compiled code has one operator for such a layer (`compiled_layer.py`), also in what is large: there
+the operator is traced stage by stage. Both ways give the same results, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch import _torch_private
+from transformer_engine.pytorch.chain.compiled_layer import call_operator
+from transformer_engine.pytorch.chain.flow import EAGER, FlowModule
+from transformer_engine.pytorch.chain.fused_layer import FusedLayer
+from transformer_engine.pytorch.chain.segments import is_host_bound
+from transformer_engine.pytorch.dtypes import autocast_dtype
+from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
+from transformer_engine.pytorch.fp8.exporting import exporting
+from transformer_engine.pytorch.fp8.recompute_regions import may_recompute
+
+
+def _may_fuse(x: torch.Tensor) -> bool:
+    """Whether a layer with this first input may run as one node."""
+    return not (
+        not is_host_bound(x)
+        or not x.numel()
+        or x.is_meta
+        or _torch_private.transforms_active()
+        or _torch_private.has_global_module_hooks()
+        or _torch_private.saved_tensors_hooks_active()
+        or _torch_private.in_distributed_data_parallel()
+        or may_recompute(autocast_stack())
+        or autocast_dtype(x) is not None
+        or exporting()
+    )
+
+
+def run_layer(
+    layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor], *groups: dict[str, Any]
+) -> Any:
+    """Run a layer's `data_flow`, as one node of autograd's graph or part by part.
+
+    Args:
+        layer: to run.
+        names: of the values, for errors.
+        values: the values that come in.
+        groups: further arguments by name, those that differ from their defaults.
+    """
+    if torch.compiler.is_compiling():
+        result = call_operator(layer, values, groups)
+        return layer.data_flow(EAGER, values, *groups) if result is NotImplemented else result
+    try:
+        if _may_fuse(values[0]):
+            key = (len(values), layer.flow_key(), *[tuple(group) for group in groups])
+            fused = layer._fused.get(key)
+            if fused is None or not fused.is_current():
+                fused = layer._fused[key] = FusedLayer(layer, names, groups)
+            result = fused(values, groups)
+            if result is not NotImplemented:
+                return result
+        return layer.data_flow(EAGER, values, *groups)
+    except (TypeError, ValueError):
+        _check_values(layer, names, values)
+        raise
+
+
+def _check_values(layer: FlowModule, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+    """Raise if device or dtype of a value differ from those of the layer's parameters.
+
+    Called after a part has failed: its error names an argument of the part, not of the layer.
+    """
+    kind, like = type(layer).__name__, next(layer.parameters())
+    for name, x in zip(names, values, strict=True):
+        if x.device != like.device:
+            raise ValueError(
+                f"[{kind}] expected {name} on {like.device}, where the parameters are, got"
+                f" {x.device}"
+            ) from None
+        if x.dtype != like.dtype and autocast_dtype(x) is None:
+            raise TypeError(
+                f"[{kind}] Data types for parameters must match when outside of autocast: expected"
+                f" {name} of {like.dtype}, the parameters' dtype, got {x.dtype}"
+            ) from None
