@@ -1,5 +1,6 @@
 """What ranks of distributed/test_graphs_on_ranks run: layers that they share, in CUDA graphs."""
 
+import gc
 import warnings
 from itertools import product
 from typing import Any
@@ -78,4 +79,6 @@ def graphs(rank: int) -> dict[tuple[str, bool], bool]:
         found[precision, sequence] = all(
             [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
         )
+    del layer, run
+    gc.collect()  # `destroy_process_group` waits for graphs with collectives of the group
     return found
