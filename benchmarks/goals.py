@@ -76,6 +76,13 @@ GOALS = [
     Goal("its backward", ">= 0.90 of copy", "-", "softmax", r"dropout_add backward( dbias)?"),
     Goal("rotary position embedding", ">= 0.85 of copy", "-", "rope", r"rope (forward|backward)"),
     Goal(
+        "merging attention over parts of the keys",
+        ">= 0.85 of copy",
+        "-",
+        "merge_attention",
+        r"merge_attention",
+    ),
+    Goal(
         "attention, over the best library",
         ">= 0.98x",
         "cuDNN 1.0, FA4 1.08-1.3",

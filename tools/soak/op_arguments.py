@@ -144,6 +144,14 @@ def _rope(d: Draw) -> tuple[Any, ...]:
     return x, freqs, None, None, d.flag(), d.flag(), d.flag()
 
 
+def _merge_attention(d: Draw) -> tuple[Any, ...]:
+    lead = (d.random.randint(1, 3), d.random.randint(1, 20), d.random.randint(1, 4))
+    part = d.plain(*lead, d.one(_SIZES))
+    out = d.plain(*part.shape, dtype=d.one((part.dtype, torch.float32)))
+    sums, part_sums = (d.plain(*lead, dtype=torch.float32) for _ in range(2))
+    return out, sums, part, part_sums
+
+
 def _softmax(d: Draw) -> tuple[Any, ...]:
     shape = (d.random.randint(1, 3), d.random.randint(1, 3), d.one(_SIZES), d.one(_SIZES))
     mask = d.maybe(torch.rand(shape[0], 1, *shape[2:], generator=d.torch) < 0.5)
@@ -203,6 +211,7 @@ OPERATORS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "activation_backward": lambda d: _activation(d, True),
     "gemm": _gemm,
     "rope": _rope,
+    "merge_attention": _merge_attention,
     "softmax_forward": _softmax,
     "softmax_backward": lambda d: (
         *(d.plain(2, 3, d.rows, d.cols, dtype=d.dtype) for _ in range(2)),

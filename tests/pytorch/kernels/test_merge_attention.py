@@ -1,0 +1,325 @@
+"""merge_attention: against the definition in float64, and its edges, on both backends."""
+
+import math
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+from transformer_engine import _C
+from transformer_engine.pytorch.kernels.merge_attention import merge_attention
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+PAIRS = [(F32, F32), (F16, F16), (BF16, BF16), (F32, F16), (F32, BF16)]  # of out, of part
+# fp32 arithmetic: log-sum-exps up to 40 make the argument of exp wrong by 40 * 2^-24.
+FP32_ERROR = 4e-6
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def draw(shape, pair=(BF16, BF16), device="cpu"):
+    """Arguments whose shares are anything between 0 and 1, and now and then 0 or 1."""
+    lead = shape[:-1]
+    out, part = (torch.randn(shape).to(dtype) for dtype in pair)
+    sums = torch.randn(2, *lead) * 8
+    for value in (200.0, -INFINITY):
+        sums[torch.rand(sums.shape) < 0.1] = value
+    return [x.to(device) for x in (out, sums[0].clone(), part, sums[1].clone())]
+
+
+def definition(out, log_sum_exp, part, part_log_sum_exp):
+    """In float64: the merged values and sums, and a bound of the values' fp32 errors."""
+    out, part = out.cpu().double(), part.cpu().double()
+    both = torch.stack([log_sum_exp.cpu().double(), part_log_sum_exp.cpu().double()])
+    total = both.logsumexp(0)
+    weights = (both - total).exp().masked_fill(both == -INFINITY, 0.0)
+    weights[0][total == -INFINITY] = 1.0
+    own, of_part = weights.unsqueeze(-1)
+    error = FP32_ERROR * (own.abs() * out.abs() + of_part.abs() * part.abs())
+    near_one = (out.abs() + part.abs()) * 2.0**-22  # of shares
+    return own * out + of_part * part, total, error + near_one
+
+
+def assert_close(out, log_sum_exp, expected):
+    exact, total, error = expected
+    info = torch.finfo(out.dtype)
+    bound = error + exact.abs() * info.eps / 2 + info.tiny * info.eps
+    assert ((out.cpu().double() - exact).abs() <= bound).all()
+    torch.testing.assert_close(log_sum_exp.cpu().double(), total, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("size", [8, 64, 96, 128, 256, 5, 1, 36, 300, 1030])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_definition(device, size, pair):
+    """Whole packs, single elements, rows of one lane, and rows that take lanes several rounds."""
+    arguments = draw((2, 7, 3, size), pair, device)
+    expected = definition(*arguments)
+    inputs = [x.clone() for x in arguments]
+    merge_attention(*arguments)
+    assert_close(*arguments[:2], expected)
+    assert_bitwise(arguments[2], inputs[2])
+    assert_bitwise(arguments[3], inputs[3])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_many_rows(device, pair):
+    arguments = draw((3, 101, 13, 64), pair, device)
+    expected = definition(*arguments)
+    merge_attention(*arguments)
+    assert_close(*arguments[:2], expected)
+
+
+VIEWS = {
+    "half of the first axis": lambda x: x.narrow(0, 2, 2),
+    "half of the second axis": lambda x: x.narrow(1, 3, 4),
+    "one of the first axis": lambda x: x.narrow(0, 1, 1),
+    "heads before tokens": lambda x: x.transpose(1, 2),
+    "sequence before batch": lambda x: x.transpose(0, 1),
+    "every second head": lambda x: x[:, :, ::2],
+}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("size", [128, 5])
+def test_views(device, name, size):
+    """Only what the view shows is written; each tensor has strides of its own."""
+    view = VIEWS[name]
+    whole = draw((4, 8, 6, size), (F32, BF16), device)
+    before = [x.clone() for x in whole]
+    out, log_sum_exp, part, part_log_sum_exp = (view(x) for x in whole)
+    lead = out.shape[:-1]
+    part = part.movedim(2, 0).contiguous().movedim(0, 2)
+    part_log_sum_exp = part_log_sum_exp.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert part.shape[:-1] == part_log_sum_exp.shape == lead and not part.is_contiguous()
+    expected = definition(out, log_sum_exp, part, part_log_sum_exp)
+    merge_attention(out, log_sum_exp, part, part_log_sum_exp)
+    assert_close(out, log_sum_exp, expected)
+    for now, then in zip(whole[:2], before[:2], strict=True):
+        view(now).copy_(view(then))
+        assert_bitwise(now, then)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3, 8])
+def test_any_alignment(device, gap):
+    """Views one element into memory, and rows apart by no multiple of 16 bytes, take no packs."""
+    out, log_sum_exp, part, part_log_sum_exp = draw((1, 9, 2, 64), device=device)
+    room = torch.zeros(gap + 18 * (64 + gap), dtype=BF16, device=device)
+    places = room[gap:].view(1, 9, 2, 64 + gap)[..., :64]
+    places.copy_(out)
+    expected = definition(out, log_sum_exp, part, part_log_sum_exp)
+    merge_attention(places, log_sum_exp, part, part_log_sum_exp)
+    assert_close(places, log_sum_exp, expected)
+    room[gap:].view(1, 9, 2, 64 + gap)[..., :64] = 0
+    assert not room.any()
+
+
+def test_packed_tokens(device):
+    arguments = draw((11, 3, 64), device=device)
+    expected = definition(*arguments)
+    merge_attention(*arguments)
+    assert_close(*arguments[:2], expected)
+
+
+@pytest.mark.parametrize("part_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("size", [64, 5])
+def test_parts_are_those_of_one_attention(device, size, part_dtype):
+    """Keys in three parts, one of them seen by some queries alone, from nothing on."""
+    q, k, v = (torch.randn(count, 2, size, dtype=torch.float64) for count in (6, 10, 10))
+    scores = torch.einsum("qhd,khd->qhk", q, k) / math.sqrt(size)
+    scores[:4, :, 3:7] = -INFINITY
+    out = torch.full((6, 2, size), NAN, device=device)
+    log_sum_exp = torch.full((6, 2), -INFINITY, device=device)
+    for keys in (slice(0, 3), slice(3, 7), slice(7, 10)):
+        weights = torch.softmax(scores[..., keys], -1)  # NaN where no key is seen
+        part = torch.einsum("qhk,khd->qhd", weights, v[keys]).to(device, part_dtype)
+        merge_attention(out, log_sum_exp, part, scores[..., keys].logsumexp(-1).float().to(device))
+    exact = torch.einsum("qhk,khd->qhd", torch.softmax(scores, -1), v)
+    error = 1e-5 if part_dtype is F32 else 0.02
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=0, atol=error)
+    torch.testing.assert_close(
+        log_sum_exp.cpu().double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6
+    )
+
+
+# Log-sum-exp, that of the part; which of the values is taken, and the merged log-sum-exp.
+EDGES = {
+    "no key in the part": (1.5, -INFINITY, "out", 1.5),
+    "no key so far": (-INFINITY, 1.5, "part", 1.5),
+    "no key at all": (-INFINITY, -INFINITY, "out", -INFINITY),
+    "a part of no weight": (300.0, 1.0, "out", 300.0),
+    "a part of all weight": (1.0, 300.0, "part", 300.0),
+    "an infinite score": (INFINITY, 1.0, "out", INFINITY),
+    "an infinite score in the part": (1.0, INFINITY, "part", INFINITY),
+    "infinite scores in both": (INFINITY, INFINITY, "NaN", INFINITY),
+    "NaN": (NAN, 1.0, "NaN", NAN),
+    "NaN, and no key in the part": (NAN, -INFINITY, "out", NAN),
+    "NaN in the part": (1.0, NAN, "NaN", NAN),
+    "NaN in the part, and no key so far": (-INFINITY, NAN, "NaN", NAN),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("size", [64, 5])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_edges(device, name, size, pair):
+    """The tensor that is not taken holds NaN and infinities."""
+    own, of_part, taken, total = EDGES[name]
+    shape = (1, 2, 2, size)
+    out, part = (torch.randn(shape).to(dtype) for dtype in pair)
+    wanted = {"out": out.clone(), "part": part.to(out.dtype)}.get(taken, torch.full_like(out, NAN))
+    if taken == "out":
+        part.view(-1)[::2], part.view(-1)[1::2] = NAN, INFINITY
+    if taken == "part":
+        out.view(-1)[::2], out.view(-1)[1::2] = NAN, -INFINITY
+        part.view(-1)[0] = wanted.view(-1)[0] = -0.0
+    sums, part_sums = torch.full(shape[:-1], own), torch.full(shape[:-1], of_part)
+    out, sums, part, part_sums = (x.to(device) for x in (out, sums, part, part_sums))
+    merge_attention(out, sums, part, part_sums)
+    assert_bitwise(out, wanted)
+    assert_bitwise(sums, torch.full(shape[:-1], total))
+
+
+def test_equal_sums_take_half_of_each(device):
+    out, part = torch.tensor([[[1.0]]], device=device), torch.tensor([[[4.0]]], device=device)
+    sums = torch.tensor([[2.0]], device=device)
+    merge_attention(out, sums, part, sums.clone())
+    assert out.item() == 2.5
+    assert sums.item() == pytest.approx(2 + math.log(2), rel=1e-6)
+
+
+def test_a_part_may_be_the_result_itself(device):
+    out, sums, *_ = draw((1, 40, 3, 64), (F32, F32), device)
+    expected = definition(out, sums, out, sums)
+    merge_attention(out, sums, out, sums)
+    assert_close(out, sums, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("size", [128, 5])
+def test_both_backends_round_alike(size, pair):
+    """Apart from their exponentials the arithmetic is the same."""
+    arguments = draw((1, 50, 4, size), pair)
+    moved = [x.cuda() for x in arguments]
+    merge_attention(*arguments)
+    merge_attention(*moved)
+    error = 2 * torch.finfo(pair[0]).eps
+    torch.testing.assert_close(moved[0].cpu(), arguments[0], rtol=error, atol=1e-6)
+    torch.testing.assert_close(moved[1].cpu(), arguments[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (0, 3, 8)], ids=str)
+def test_no_rows(device, shape):
+    merge_attention(*draw(shape, device=device))
+
+
+def test_rows_without_elements_have_sums(device):
+    arguments = draw((1, 4, 2, 0), device=device)
+    expected = definition(*arguments)
+    merge_attention(*arguments)
+    assert_close(*arguments[:2], expected)
+
+
+def bad(**changes):
+    """Arguments of a good call of `_C.merge_attention`, changed."""
+    shape = (2, 3, 4, 8)
+    good = {"out": torch.zeros(shape).bfloat16(), "log_sum_exp": torch.zeros(shape[:-1])}
+    good |= {"part": torch.zeros(shape).bfloat16(), "part_log_sum_exp": torch.zeros(shape[:-1])}
+    return {**good, **changes}
+
+
+ROWS, SUMS = torch.zeros(2, 3, 4, 8).bfloat16(), torch.zeros(2, 3, 4)
+ERRORS = {
+    "rank": ({"out": ROWS[0, 0]}, ValueError, r"out of shape \(a, b, heads, size\), got \(4, 8\)"),
+    "dtype of out": ({"out": ROWS.half()}, TypeError, "float32 or bfloat16 for out, got float16"),
+    "dtype": ({"part": ROWS.double()}, TypeError, "bfloat16 for part, got float64"),
+    "narrower out": ({"part": ROWS.float()}, TypeError, "float32 or float32 for out, got bfloat16"),
+    "shape of part": (
+        {"part": ROWS[:, :2]},
+        ValueError,
+        r"shape \(2, 3, 4, 8\) for part, got \(2, 2, 4, 8\)",
+    ),
+    "strides of out": (
+        {"out": torch.zeros(2, 3, 8, 4).mT},
+        ValueError,
+        "elements of a row of out side by side, got a stride of 4",
+    ),
+    "strides of part": (
+        {"part": ROWS.mT.contiguous().mT},
+        ValueError,
+        "elements of a row of part side by side, got a stride of 4",
+    ),
+    "sums": ({"log_sum_exp": SUMS.double()}, TypeError, "float32 for log_sum_exp, got float64"),
+    "sums of the part": (
+        {"part_log_sum_exp": SUMS.half()},
+        TypeError,
+        "float32 for part_log_sum_exp, got float16",
+    ),
+    "shape of sums": (
+        {"log_sum_exp": SUMS.transpose(1, 2)},
+        ValueError,
+        r"shape \(2, 3, 4\) for log_sum_exp, got \(2, 4, 3\)",
+    ),
+    "rank of sums": (
+        {"part_log_sum_exp": SUMS[0]},
+        ValueError,
+        r"shape \(2, 3, 4\) for part_log_sum_exp, got \(3, 4\)",
+    ),
+    "repeated rows": (
+        {"out": ROWS[:1].expand(2, 3, 4, 8)},
+        ValueError,
+        "out to have memory for each element, got .* with a stride of 0",
+    ),
+    "repeated sums": (
+        {"log_sum_exp": SUMS[:, :, :1].expand(2, 3, 4)},
+        ValueError,
+        "log_sum_exp to have memory for each element",
+    ),
+    "no part": ({"part": None}, ValueError, "a tensor for part, got none"),
+    "no sums": ({"log_sum_exp": None}, ValueError, "a tensor for log_sum_exp, got none"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input(name):
+    changes, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=rf"\[merge_attention\] expected .*{message}"):
+        _C.merge_attention(**bad(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["log_sum_exp", "part", "part_log_sum_exp"])
+def test_another_device(name):
+    changes = {name: bad()[name].cuda()}
+    with pytest.raises(ValueError, match=rf"\[merge_attention\] expected {name} on cpu"):
+        _C.merge_attention(**bad(**changes))
+
+
+def test_compiles(device):
+    def twice(out, log_sum_exp, part, part_log_sum_exp):
+        whole, sums = out * 2, log_sum_exp + 1
+        merge_attention(whole[:, 1:], sums[:, 1:], part, part_log_sum_exp)
+        merge_attention(whole[:, 1:], sums[:, 1:], part, part_log_sum_exp)
+        return whole + 1, sums
+
+    out, sums, *_ = draw((2, 5, 3, 8), device=device)
+    _, _, part, part_sums = draw((2, 4, 3, 8), device=device)
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    for a, b in zip(
+        compiled(out, sums, part, part_sums), twice(out, sums, part, part_sums), strict=True
+    ):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+def test_capture():
+    out, sums, part, part_sums = draw((1, 20, 4, 64), device="cuda")
+    eager = [out.clone(), sums.clone()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merge_attention(out, sums, part, part_sums)
+    graph.replay()
+    merge_attention(*eager, part, part_sums)
+    assert_bitwise(out, eager[0])
+    assert_bitwise(sums, eager[1])
