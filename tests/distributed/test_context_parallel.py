@@ -11,6 +11,7 @@ import pytest
 import torch
 from context_cases import Case, outcomes
 from context_scenarios import everything
+from peer_messages import rings_in_peer_memory
 from ranks import run_ranks
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -116,6 +117,20 @@ def test_two_gpus(two_gpus, case):
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks(four, case):
     check(four, case)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu)],
+    ids=str,
+)
+def test_rings_in_peer_memory(world):
+    ranks, backend = world
+    cases = [case for case in (TWO if ranks == 2 else FOUR) if case.comm.endswith("p2p")]
+    for found, received in run_ranks(ranks, rings_in_peer_memory, cases, backend=backend):
+        assert received > len(cases) or backend == "nccl"
+        for case in cases:
+            check([found], case)
 
 
 def test_layers_do_what_they_do_alone(two):

@@ -1,7 +1,7 @@
 """Modules that ranks share do what they do in one process, on the gathered tensors."""
 
 import pytest
-from peer_messages import matrix_in_parts
+from peer_messages import matrix_in_parts, tensors_left
 from ranks import run_ranks
 from tensor_parallel_ranks import MODULES, Case, bound, cases, matrix
 from tensor_parallel_scenarios import SCENARIOS, scenarios
@@ -38,6 +38,14 @@ def test_parts_agree_with_one_process(world) -> None:
         for case, tensors in found.items():
             for tensor, apart in tensors.items():
                 assert apart <= bound(case, backend), (case, tensor, apart)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_tensors_in_parts_are_freed_at_once(world) -> None:
+    """Not by the garbage collector: no object that holds one refers to itself."""
+    ranks, backend = world
+    for left in run_ranks(ranks, tensors_left, backend=backend):
+        assert left <= 0
 
 
 @pytest.fixture(scope="module")

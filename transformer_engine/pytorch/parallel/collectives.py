@@ -67,7 +67,7 @@ class Pending:
             self._work.wait()
         if self._finish is not None:
             self.result = self._finish(self.result)
-        self._work = self._finish = self._held = None
+        self._work = self._finish = self._held = self._parts = None
         return self.result
 
     def then(self, finish: Finish, of_part: Finish | None = None) -> Pending:
@@ -78,15 +78,20 @@ class Pending:
             of_part: the same function for the rows of one rank; None if it needs the whole.
         """
         made = Pending(None, self, lambda _: finish(self.result))
-        if of_part is not None and self._parts is not None:
-            parts = self._parts
+        if of_part is not None and self.has_parts:
 
             def of_parts(keep: bool) -> RankParts:
-                ranks, each = parts(keep)
-                return RankParts(ranks, ((rank, of_part(part)) for rank, part in each))
+                found = self.parts(keep)
+                assert found is not None
+                return RankParts(found.ranks, ((rank, of_part(part)) for rank, part in found.each))
 
             made._parts = of_parts
         return made
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `parts` returns any."""
+        return self._parts is not None
 
     def parts(self, keep: bool) -> RankParts | None:
         """The result part by part; None if it arrives as a whole. The caller must read all parts.
@@ -105,9 +110,15 @@ class _PeerAllGather(Pending):
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
         self._own, self._transfer = x, memory.start(self)
-        self._parts = lambda keep: RankParts(memory.ranks, self._receive(keep))
         for rank in memory.others:
             self._transfer.send(rank, x)
+
+    @property
+    def has_parts(self) -> bool:
+        return True
+
+    def parts(self, keep: bool) -> RankParts:
+        return RankParts(self._transfer.memory.ranks, self._receive(keep))
 
     def _receive(self, keep: bool) -> Iterator[tuple[int, torch.Tensor]]:
         own, memory = self._own, self._transfer.memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,11 +25,14 @@ _FLAG_BYTES = 8
 _SLOTS = 2
 _ALIGNMENT = 512
 
-# By group; None if its ranks cannot map each other's memory. An entry ends with its group.
-_memories: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
+# By group, then by whether it serves a ring; None if its ranks cannot map each other's memory. An
+# entry ends with its group.
+_memories: WeakKeyDictionary[Any, dict[bool, PeerMemory | None]] = WeakKeyDictionary()
 
 
-def peer_memory(group: Any, device: torch.device, count: int) -> PeerMemory | None:
+def peer_memory(
+    group: Any, device: torch.device, count: int, ring: bool = False
+) -> PeerMemory | None:
     """The peer memory of a group; None if tensors of this size must go through NCCL.
 
     All ranks get the same answer. A call with larger tensors than before waits for the GPU.
@@ -38,27 +41,24 @@ def peer_memory(group: Any, device: torch.device, count: int) -> PeerMemory | No
         group: process group.
         device: of the tensors.
         count: bytes of each.
+        ring: a rank sends to the next one and to the previous one alone.
     """
     if device.type != "cuda" or count < LEAST_BYTES:
         return None
-    found = _memories.get(group)
+    memories = _memories.setdefault(group, {})
+    found = memories.get(ring)
     if found is None or found.room < count:
-        if group in _memories and found is None:
+        if ring in memories and found is None:
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        found = _memories[group] = _new_memory(group, device, count, found)
+        if found is None and not _share_host(group, device):
+            memories[ring] = None
+            return None
+        torch.cuda.synchronize(device)  # until nobody uses the previous memory
+        dist.barrier(group)
+        found = memories[ring] = PeerMemory(group, device, count, ring)
     return found
-
-
-def _new_memory(
-    group: Any, device: torch.device, room: int, before: PeerMemory | None
-) -> PeerMemory | None:
-    if before is None and not _share_host(group, device):
-        return None
-    torch.cuda.synchronize(device)  # until nobody uses the previous memory
-    dist.barrier(group)
-    return PeerMemory(group, device, room)
 
 
 def _share_host(group: Any, device: torch.device) -> bool:
@@ -72,7 +72,7 @@ def _share_host(group: Any, device: torch.device) -> bool:
 
 
 class PeerMemory:
-    """Memory of this rank with two slots for each other rank, which that rank writes to.
+    """Memory of this rank with two slots for each rank that sends to it, which that rank writes to.
 
     There are two slots, because a collective may start before the tensors of the previous one have
     been read.
@@ -81,6 +81,7 @@ class PeerMemory:
         group: process group. All its ranks must call this.
         device: of this rank.
         room: the size of a slot in bytes, rounded up.
+        ring: the next rank and the previous one send to this rank; else all others do.
 
     Attributes:
         rank: of this process in the group.
@@ -89,11 +90,12 @@ class PeerMemory:
             ones.
     """
 
-    def __init__(self, group: Any, device: torch.device, room: int) -> None:
+    def __init__(self, group: Any, device: torch.device, room: int, ring: bool = False) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.device, self.room = device, -(-room // _ALIGNMENT) * _ALIGNMENT
-        self._flags = _SLOTS * (self.ranks - 1) * self.room
+        self._distances = sorted({1, self.ranks - 1}) if ring else [*range(1, self.ranks)]
+        self._flags = _SLOTS * len(self._distances) * self.room
         total = self._flags + 2 * _SLOTS * self.ranks * _FLAG_BYTES
         self.memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(self.memory, group.group_name)
@@ -105,20 +107,21 @@ class PeerMemory:
         words[: _SLOTS * self.ranks].fill_(1)  # all slots are free
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.reader: Any = None  # the stream that has received last
-        self.waiting: deque[Any] = deque()  # collectives that have not received yet, oldest first
+        self.waiting: deque[tuple[Transfer, Any]] = deque()  # that have not received yet
         self._count = 0
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
     def start(self, collective: Any) -> Transfer:
         """A new transfer for a collective, whose `wait` must call `Transfer.receive`."""
-        self.waiting.append(collective)
         self._count += 1
-        return Transfer(self, collective, self._count % _SLOTS)
+        transfer = Transfer(self, self._count % _SLOTS)
+        self.waiting.append((transfer, collective))
+        return transfer
 
     def place(self, sender: int, receiver: int, slot: int) -> int:
         """The offset of a slot in the memory of the receiver."""
-        index = sender - (sender > receiver)
+        index = self._distances.index((receiver - sender) % self.ranks)
         return self.room * (_SLOTS * index + slot)
 
     def address(self, sender: int, receiver: int, slot: int) -> int:
@@ -142,12 +145,11 @@ class Transfer:
 
     Args:
         memory: peer memory.
-        collective: that sends and receives them.
         slot: of the memory.
     """
 
-    def __init__(self, memory: PeerMemory, collective: Any, slot: int) -> None:
-        self.memory, self.collective, self.slot = memory, collective, slot
+    def __init__(self, memory: PeerMemory, slot: int) -> None:
+        self.memory, self.slot = memory, slot
         self._sent: Any = None  # event behind the last send
 
     def send(self, rank: int, x: torch.Tensor) -> None:
@@ -170,25 +172,28 @@ class Transfer:
         )
         self._sent = memory.stream.record_event()
 
-    def receive(self, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (rank, tensor) for each other rank, on the current stream.
+    def receive(
+        self, like: torch.Tensor, senders: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (rank, tensor) for each sender, on the current stream.
 
         A tensor is valid until the iterator advances. When it ends, the sends of this rank have
         ended, too. Collectives that were started earlier are waited for first.
 
         Args:
-            like: a tensor with the shape and dtype of those received.
+            like: a contiguous tensor with the shape and dtype of those received.
+            senders: ranks; None is all others.
         """
         memory, own, slot = self.memory, self.memory.rank, self.slot
-        while memory.waiting[0] is not self.collective:
-            memory.waiting[0].wait()
+        while memory.waiting[0][0] is not self:
+            memory.waiting[0][1].wait()
         memory.waiting.popleft()
         current = torch.cuda.current_stream(memory.device)
         if memory.reader not in (None, current):
             current.wait_stream(memory.reader)
         memory.reader = current
         device, stream = memory.device.index, current.cuda_stream
-        for rank in reversed(memory.others):
+        for rank in reversed(memory.others) if senders is None else senders:
             _C.peer_receive(device, memory.arrived(rank, own, slot), stream)
             found = memory.memory.narrow(0, memory.place(rank, own, slot), like.nbytes)
             yield rank, found.view(like.dtype).view(like.shape)

@@ -9,10 +9,21 @@ import torch
 
 from transformer_engine.pytorch.attention.context.parts import AttentionPart, RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import Range
+from transformer_engine.pytorch.kernels.merge_attention import merge_attention
+
+
+class _PartResult(NamedTuple):
+    """The result of a part: `[..., heads, size]` and `[..., heads]` of the queries in a range."""
+
+    queries: Range
+    out: torch.Tensor
+    log_sum_exp: torch.Tensor
 
 
 class OutputMerger:
-    """Merges the results of parts in fp32, each weighted by its share of the softmax.
+    """Merges the results of parts, each weighted by its share of the softmax.
+
+    Up to two are merged with one rounding, in the dtype that they have; more are merged in fp32.
 
     Args:
         rank_call: the call.
@@ -23,31 +34,35 @@ class OutputMerger:
         self.rank_call = rank_call
         self.size = rank_call.call.shape.value_size
         self._query = query
+        self._waiting: list[_PartResult] = []
         self.out: torch.Tensor | None = None
         self.log_sum_exp: torch.Tensor | None = None
 
     def add(self, part: AttentionPart, out: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the result of a part."""
+        """Add the result of a part. It may be written to."""
         out = out.unflatten(-1, (-1, self.size))
-        queries = part.block.queries
-        if self.out is None or self.log_sum_exp is None:
-            if queries == (0, self.rank_call.queries.tokens):
-                self.out, self.log_sum_exp = out.float(), log_sum_exp.contiguous()
-                return
-            self._begin()
-        assert self.out is not None and self.log_sum_exp is not None
-        self.out = self.out.contiguous()
-        merged = self.rank_call.narrow(self.out, queries)
-        merged_lse = self.rank_call.narrow(self.log_sum_exp, queries)
-        share = torch.sigmoid(log_sum_exp - merged_lse)
-        share = share.masked_fill_(log_sum_exp == -torch.inf, 0.0)
-        merged.lerp_(out.float(), share.unsqueeze(-1))
-        merged_lse.copy_(torch.logaddexp(merged_lse, log_sum_exp))
+        self._waiting.append(_PartResult(part.block.queries, out, log_sum_exp))
+        if self.out is not None or len(self._waiting) > 2:
+            self._merge(torch.float32)
 
-    def _begin(self) -> None:
-        lead = self._query.shape[:-1]
-        self.out = self._query.new_zeros((*lead, self.size), dtype=torch.float32)
-        self.log_sum_exp = self.out.new_full(lead, -torch.inf)
+    def _merge(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge what is waiting into a result that begins in this dtype."""
+        waiting, self._waiting = self._waiting, []
+        if self.out is None or self.log_sum_exp is None:
+            whole = (0, self.rank_call.queries.tokens)
+            if waiting and waiting[0].queries == whole:
+                first = waiting.pop(0)
+                self.out, self.log_sum_exp = first.out.to(dtype), first.log_sum_exp
+            else:
+                lead = self._query.shape[:-1]
+                self.out = self._query.new_zeros((*lead, self.size), dtype=dtype)
+                self.log_sum_exp = self.out.new_full(lead, -torch.inf, dtype=torch.float32)
+        for queries, out, log_sum_exp in waiting:
+            merged, merged_lse = (
+                self.rank_call.narrow(x, queries) for x in (self.out, self.log_sum_exp)
+            )
+            merge_attention(merged, merged_lse, out, log_sum_exp)
+        return self.out, self.log_sum_exp
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that another stream than that of `add` reads the result."""
@@ -61,13 +76,11 @@ class OutputMerger:
         Args:
             sink: scores `[heads]` of one more key, which has no value; or None.
         """
-        if self.out is None or self.log_sum_exp is None:
-            self._begin()
-        assert self.out is not None and self.log_sum_exp is not None
-        out, log_sum_exp = self.out, self.log_sum_exp
+        out, merged_lse = self._merge(self._query.dtype if sink is None else torch.float32)
+        log_sum_exp = merged_lse
         if sink is not None:
-            log_sum_exp = torch.logaddexp(log_sum_exp, sink.float())
-            out = out * torch.exp(self.log_sum_exp - log_sum_exp).unsqueeze(-1)
+            log_sum_exp = torch.logaddexp(merged_lse, sink.float())
+            out = out * torch.exp(merged_lse - log_sum_exp).unsqueeze(-1)
         return out.flatten(-2).to(self._query.dtype), log_sum_exp
 
 
@@ -104,9 +117,10 @@ class GradSum:
             if self._total is not None or len(self._summands) > 2:
                 self.in_fp32()
 
-    def add_all(self, grad: torch.Tensor) -> None:
-        """Add a gradient of all tokens. It is not written to."""
+    def plus(self, grad: torch.Tensor) -> torch.Tensor:
+        """The sum with a gradient of all tokens, which is not written to."""
         self._summands.append(_Summand(grad, lambda total: total, False))
+        return self.result()
 
     def in_fp32(self) -> torch.Tensor:
         """The sum in fp32."""
@@ -124,14 +138,16 @@ class GradSum:
 
     def result(self) -> torch.Tensor:
         """The sum in the dtype of `like`."""
-        dtype = self.like.dtype
-        if self._total is None and 0 < len(self._summands) < 3:
-            first, *others = sorted(self._summands, key=lambda summand: not summand.in_place)
-            if first.in_place and all([x.grad.dtype is dtype for x in self._summands]):
-                for grad, narrow, _ in others:
-                    narrow(first.grad).add_(grad)
-                return first.grad
-        return self.in_fp32().to(dtype)
+        dtype, summands = self.like.dtype, self._summands
+        alike = all([summand.grad.dtype is dtype for summand in summands])
+        if self._total is not None or len(summands) > 2 or not alike:
+            return self.in_fp32().to(dtype)
+        whole = next((summand for summand in summands if summand.in_place), None)
+        total = self.like.new_zeros(self.like.shape) if whole is None else whole.grad
+        for summand in summands:
+            if summand is not whole:
+                summand.narrow(total).add_(summand.grad)
+        return total
 
 
 def add_bias_gradient(total: torch.Tensor, grad: torch.Tensor | None, part: AttentionPart) -> None:

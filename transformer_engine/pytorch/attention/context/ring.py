@@ -114,9 +114,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
         pending = ring.send_grads(steps.run(step), pending)
     assert pending is not None, "a ring has two ranks or more"
     own_grads = steps.run(ring.key_values(0, *saved.tensors[1:3]))
-    for own, others in zip(own_grads, pending.wait(), strict=True):
-        own.add_all(others)
-    return steps.gradients(*[x.result() for x in own_grads])
+    return steps.gradients(*pending.read([own.plus for own in own_grads]))
 
 
 BACKEND = Backend("p2p", forward, backward, keeps_scores=True, requirements=())
