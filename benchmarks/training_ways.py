@@ -56,12 +56,7 @@ class SharedLayers(OneGpu):
         te.all_reduce_sequence_parallel_grads(model)
 
     def clip_factor(self, weights: list[nn.Parameter]) -> torch.Tensor:
-        parts = [one for one in weights if getattr(one, "tensor_model_parallel", False)]
-        whole = [one for one in weights if not getattr(one, "tensor_model_parallel", False)]
-        square = te.optimizers.clip_factor(parts, LARGEST_NORM)[0].square()
-        dist.all_reduce(square)
-        norm = (square + te.optimizers.clip_factor(whole, LARGEST_NORM)[0].square()).sqrt()
-        return (LARGEST_NORM / (norm + 1e-6)).clamp(max=1.0)
+        return te.optimizers.clip_factor(weights, LARGEST_NORM, dist.group.WORLD)[1]
 
 
 class SharedModel(Model):

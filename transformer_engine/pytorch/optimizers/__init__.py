@@ -4,6 +4,7 @@ They run on the fused and foreach kernels of torch; optimizers of torch step the
 package just as well, those in FP8 included.
 """
 
+from transformer_engine.pytorch.optimizers.clipping import clip_factor
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 from transformer_engine.pytorch.optimizers.fused_sgd import FusedSGD
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
@@ -12,7 +13,6 @@ from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
     multi_tensor_scale,
     multi_tensor_scale_tensor,
 )
-from transformer_engine.pytorch.optimizers.on_device import clip_factor
 
 __all__ = [
     "FusedAdam",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,11 +14,20 @@ from torch.optim.adamw import adamw
 from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.optimizers.arguments import refuse_others
 from transformer_engine.pytorch.optimizers.on_device import device_count, step_on_device
+from transformer_engine.pytorch.optimizers.parts import (
+    Part,
+    count_writes,
+    fp32_value,
+    initial_master,
+    local_gradient,
+    part_of,
+    write_quantized,
+    write_values,
+    zeros_for,
+)
 from transformer_engine.pytorch.optimizers.states import check_shapes, portions, steps_of_groups
 from transformer_engine.pytorch.optimizers.stored_states import STATES, StoredStates
-from transformer_engine.pytorch.parallel.dtensors import local_part
-from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
-from transformer_engine.pytorch.tensor.writing import write
+from transformer_engine.pytorch.parallel.dtensors import local_part, whole_value
 
 _FUSED = ("cpu", "cuda")
 _SETTINGS = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "_stored")
@@ -144,13 +153,15 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            by_device: dict[torch.device, list[tuple[torch.Tensor, Any]]] = {}
             for parameter in group["params"]:
-                if self._gradient(parameter) is not None:
-                    by_device.setdefault(parameter.device, []).append(parameter)
+                gradient = self._gradient(parameter)
+                if gradient is not None:
+                    by_device.setdefault(parameter.device, []).append((parameter, gradient))
             self._count(group)
-            for device, parameters in by_device.items():
-                self._step(group, parameters, device, grad_factor)
+            for members in by_device.values():
+                parts = [part_of(parameter) for parameter, _ in members]
+                self._step(group, parts, [gradient for _, gradient in members], grad_factor)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,37 +204,47 @@ class FusedAdam(torch.optim.Optimizer):
     def _step(
         self,
         group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        device: torch.device,
+        parts: list[Part],
+        gradients: list[Any],
         factor: torch.Tensor | None,
     ) -> None:
-        gradients: list[Any] = [self._gradient(parameter) for parameter in parameters]
-        if not all(gradient.layout is torch.strided for gradient in gradients):
+        if not all([gradient.layout is torch.strided for gradient in gradients]):
             raise RuntimeError("[FusedAdam] expected dense gradients, got sparse ones")
-        for parameter in parameters:
-            self.initialize_state(parameter)
+        states = [self._initialized(part) for part in parts]
+        if not self._stored.narrow:
+            gradients = [local_gradient(*one) for one in zip(parts, gradients, strict=True)]
+        factor = None if factor is None else whole_value(factor).reshape(())
         if self.capturable:
-            states = [self.state[parameter] for parameter in parameters]
             how = (factor, self.adam_w_mode)
-            values, amaxes = step_on_device(group, parameters, states, gradients, *how)
-            _write_quantized(parameters, values, amaxes)
-            return
-        most = _MOST_VALUES if self._stored.narrow else sys.maxsize
-        for some in portions([parameter.numel() for parameter in parameters], most):
-            self._step_portion(group, parameters[some], gradients[some], factor)
+            values, amaxes = step_on_device(group, parts, states, gradients, *how)
+            write_quantized(parts, values, amaxes)
+        else:
+            most = _MOST_VALUES if self._stored.narrow else sys.maxsize
+            for some in portions([part.parameter.numel() for part in parts], most):
+                self._step_portion(group, parts[some], states[some], gradients[some], factor)
+        count_writes(parts)
+
+    def _values(
+        self, parts: list[Part], states: list[dict[str, Any]], name: str
+    ) -> list[torch.Tensor]:
+        """Of a state, in fp32; in the memory of the state where that has as many bits."""
+        pairs = zip(parts, states, strict=True)
+        if self._stored.narrow:
+            return [self._stored.value(state, part.parameter, name) for part, state in pairs]
+        if name == STATES[2]:
+            return [fp32_value(part, state) for part, state in pairs]
+        return [local_part(state[name]) for state in states]
 
     def _step_portion(
         self,
         group: dict[str, Any],
-        parameters: list[torch.Tensor],
+        parts: list[Part],
+        states: list[dict[str, Any]],
         gradients: list[Any],
         factor: torch.Tensor | None,
     ) -> None:
-        device, of_each = parameters[0].device, [self.state[p] for p in parameters]
-        firsts, seconds, values = (
-            [self._stored.value(*one, name) for one in zip(of_each, parameters, strict=True)]
-            for name in STATES
-        )
+        firsts, seconds, values = (self._values(parts, states, name) for name in STATES)
+        device = parts[0].local.device
         so_far = torch.full((len(values),), group["step"] - 1.0, device=device).unbind()
         beta1, beta2 = group["betas"]
         (adamw if self.adam_w_mode else adam)(
@@ -247,13 +268,11 @@ class FusedAdam(torch.optim.Optimizer):
         )
         stepped = dict(zip(STATES, (firsts, seconds, values), strict=True))
         for name in self._stored.narrow:
-            for state, parameter, value in zip(of_each, parameters, stepped[name], strict=True):
+            for (parameter, *_), state, value in zip(parts, states, stepped[name], strict=True):
                 if name in state:
                     self._stored.store(state, parameter, name, value)
-        whole = [
-            i for i, parameter in enumerate(parameters) if not self._stored.is_split(parameter)
-        ]
-        _write([parameters[i] for i in whole], [values[i] for i in whole])
+        whole = [i for i, part in enumerate(parts) if not self._stored.is_split(part.parameter)]
+        write_values([parts[i] for i in whole], [local_part(values[i]) for i in whole])
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
@@ -263,22 +282,27 @@ class FusedAdam(torch.optim.Optimizer):
             param: of this optimizer.
             store_param_remainders: has no effect; the constructor's counts.
         """
-        state = self.state[param]
-        quantized = piece_of(param) is not None
-        if quantized and not self.master_weights:
+        self._initialized(part_of(param))
+
+    def _initialized(self, part: Part) -> dict[str, Any]:
+        """The state of a parameter, with all its entries."""
+        parameter = part.parameter
+        state: dict[str, Any] = self.state[parameter]
+        if part.piece is not None and not self.master_weights:
             raise RuntimeError(
                 "[FusedAdam] expected master_weights=True for parameters kept in FP8, which small "
                 "steps would leave as they are, got False"
             )
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
-                self._stored.store(state, param, name, _zeros(param))
-        narrow = quantized or param.dtype != torch.float32
+                self._stored.store(state, parameter, name, zeros_for(parameter))
+        narrow = part.piece is not None or part.local.dtype != torch.float32
         if self.master_weights and narrow and "master_param" not in state:
-            self._stored.store(state, param, "master_param", _initial(param))
+            self._stored.store(state, parameter, "master_param", initial_master(part))
         for name in STATES:
             if name in state:
                 state[name] = state[name].contiguous()
+        return state
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A tensor of a parameter's state, fp32.
@@ -303,7 +327,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._overwrite(param, state_name, unscaled_state)
 
     def _overwrite(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        self._stored.store(self.state[parameter], parameter, name, _zeros(parameter).copy_(value))
+        made = zeros_for(parameter).copy_(value)
+        self._stored.store(self.state[parameter], parameter, name, made)
 
     def state_dict(self) -> dict[str, Any]:
         """The states in fp32 whatever is stored, and the groups; see `torch.optim.Optimizer`."""
@@ -340,41 +365,3 @@ class FusedAdam(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor):
                         self.state[parameter].pop(name)
                         self._overwrite(parameter, name, value)
-
-
-def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Of its shape; kernels of optimizers read memory in order, whatever the strides are."""
-    return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
-
-
-def _write(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Round values into parameters of other dtypes; FP8 weights are written together."""
-    for parameter, value in zip(parameters, values, strict=True):
-        if piece_of(parameter) is None and value is not parameter:
-            parameter.copy_(value)
-    _write_quantized(parameters, values)
-
-
-def _write_quantized(
-    parameters: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    amaxes: Sequence[torch.Tensor | None] = (),
-) -> None:
-    """Round values into FP8 weights, all at once; see `tensor.writing.write`."""
-    pieces = [piece_of(parameter) for parameter in parameters]
-    found = [(i, piece) for i, piece in enumerate(pieces) if piece is not None]
-    known = [amaxes[i] for i, _ in found] if amaxes else []
-    write([piece for _, piece in found], [local_part(values[i]) for i, _ in found], known)
-
-
-def _initial(param: Any) -> torch.Tensor:
-    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value."""
-    initial = initial_value(param)
-    value = None if initial is None else initial.get()
-    if value is None:
-        piece = piece_of(param)
-        if piece is None:
-            return param.detach().float()
-        return with_piece(param, piece.dequantize(dtype=torch.float32))
-    initial.clear()
-    return with_piece(param, value.to(param.device, torch.float32))

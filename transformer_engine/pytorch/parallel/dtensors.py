@@ -27,8 +27,11 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of a DTensor."""
-    return x.to_local() if is_dtensor(x) else x
+    """This rank's part of a DTensor, which has arrived."""
+    if not is_dtensor(x):
+        return x
+    part = x.to_local()
+    return part.wait() if hasattr(part, "wait") else part
 
 
 def whole_value(x: Any) -> torch.Tensor:

@@ -32,22 +32,19 @@ def all_reduce_sequence_parallel_grads(module: nn.Module) -> None:
     >>> te.all_reduce_sequence_parallel_grads(layer)  # one rank: nothing to do
     """
     buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    replicated, seen = _replicated_parameters(module), set[int]()
-    for layer, ranks in _layers(module):
-        for parameter in layer.parameters():
+    with torch.no_grad():
+        for parameter, ranks in _replicated(module):
             grad = getattr(parameter, "main_grad", None)
             grad = parameter.grad if grad is None else grad
-            if id(parameter) not in replicated or grad is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            grad = local_part(grad)
-            buckets.setdefault((ranks.group, grad.dtype, grad.device), []).append(grad)
-    for (group, _, _), grads in buckets.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([grad.numel() for grad in grads])
-        for grad, part in zip(grads, parts, strict=True):
-            grad.copy_(part.view_as(grad))
+            if grad is not None:
+                grad = local_part(grad)
+                buckets.setdefault((ranks.group, grad.dtype, grad.device), []).append(grad)
+        for (group, _, _), grads in buckets.items():
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([grad.numel() for grad in grads])
+            summed = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+            torch._foreach_copy_(grads, summed)
 
 
 def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
@@ -60,27 +57,53 @@ def mark_own_tokens(module: nn.Module, ranks: TensorParallel) -> None:
     setattr(module, _TOKENS, ranks)
 
 
-def _replicated_parameters(module: nn.Module) -> set[int]:
-    """Ids of the parameters to sum. `fully_shard` drops their attribute, but keeps the spec."""
-    found: set[int] = set()
-    for part in module.modules():
-        if hasattr(part, _TOKENS):
-            found.update(map(id, part.parameters()))
-        specs = getattr(part, "_parameter_set", None)
-        for name, parameter in part.named_parameters(recurse=False):
-            spec = None if specs is None else specs.spec(name)
-            named = spec is not None and spec.attributes.get("sequence_parallel", False)
-            if named or getattr(parameter, "sequence_parallel", False):
-                found.add(id(parameter))
-    return found
+def _replicated(module: nn.Module) -> list[tuple[nn.Parameter, TensorParallel]]:
+    """Parameters to sum, each once, with the ranks of the innermost module that knows some.
+
+    Every step asks, so the dicts of modules are read: their `__getattr__` takes longer.
+    """
+    known: dict[nn.Module, TensorParallel | None] = {}
+    found: dict[nn.Parameter, TensorParallel] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(part: nn.Module, ranks: TensorParallel | None, marked: bool) -> None:
+        if part in seen:
+            return
+        seen.add(part)
+        ranks = _first_ranks(part, known) or ranks
+        marked = marked or _TOKENS in part.__dict__
+        for child in reversed(part._modules.values()):
+            if child is not None:
+                visit(child, ranks, marked)
+        if ranks is None:
+            return
+        for name, parameter in part._parameters.items():
+            if parameter is not None and (marked or _is_named(part, name, parameter)):
+                found.setdefault(parameter, ranks)
+
+    visit(module, None, False)
+    return list(found.items())
 
 
-def _layers(module: nn.Module) -> list[tuple[nn.Module, TensorParallel]]:
-    """Modules, innermost first, with the sequence parallel ranks of the module or its parts."""
-    found: list[tuple[nn.Module, TensorParallel]] = []
-    for child in module.modules():
-        inside = [getattr(part, _TOKENS, getattr(part, "ranks", None)) for part in child.modules()]
-        ranks = [one for one in inside if isinstance(one, TensorParallel) and one.sequence]
-        if ranks:
-            found.append((child, ranks[0]))
-    return found[::-1]
+def _is_named(part: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether to sum a parameter. `fully_shard` drops its attribute, but keeps the spec."""
+    if getattr(parameter, "sequence_parallel", False):
+        return True
+    specs = part.__dict__.get("_parameter_set")
+    spec = None if specs is None else specs.spec(name)
+    return spec is not None and bool(spec.attributes.get("sequence_parallel", False))
+
+
+def _first_ranks(
+    module: nn.Module, known: dict[nn.Module, TensorParallel | None]
+) -> TensorParallel | None:
+    """The sequence parallel ranks of a module, or of the first of its parts that has some."""
+    if module not in known:
+        own = module.__dict__.get(_TOKENS, module.__dict__.get("ranks"))
+        is_own = isinstance(own, TensorParallel) and own.sequence
+        known[module] = own if is_own else None
+        for child in module._modules.values() if not is_own else ():
+            if child is not None and (inside := _first_ranks(child, known)) is not None:
+                known[module] = inside
+                break
+    return known[module]

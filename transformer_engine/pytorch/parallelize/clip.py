@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from transformer_engine.pytorch.parallel.dtensors import local_part, whole_value
+from transformer_engine.pytorch.parallel.dtensors import local_part
+from transformer_engine.pytorch.parallel.norms import clipping, total_norm
 from transformer_engine.pytorch.parallelize.parameters import held
 
 
@@ -37,22 +39,26 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             "[clip_grad_norm_] expected a model, whose layers know which parts of parameters they"
             f" have, got {type(model).__name__}"
         )
-    parts: list[torch.Tensor] = []
-    alone: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    cut: list[bool] = []
     group = None
     for _, parameter, shard in held(model):
         if parameter.grad is not None:
-            (alone if shard is None else parts).append(parameter.grad)
+            gradients.append(parameter.grad)
+            cut.append(shard is not None)
             group = group if shard is None else shard.ranks.group
-    if not parts:
-        return whole_value(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    square = whole_value(nn.utils.get_total_norm(parts)).square()
-    dist.all_reduce(square, group=group)
-    if alone:
-        square = square + whole_value(nn.utils.get_total_norm(alone)).square()
-    total = square.sqrt()
-    for grads in (parts, alone):
-        with torch.no_grad():
-            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local_part(grad) for grad in grads], factor)
-    return total
+    if not gradients:
+        return torch.zeros(())
+    norm = total_norm(gradients, cut, group)
+    _multiply(gradients, clipping(norm, max_norm))
+    return norm
+
+
+@torch.no_grad()
+def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """In place. Torch has one launch for those of one device and dtype, which the factor has."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in map(local_part, gradients):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for kind, some in alike.items():
+        torch._foreach_mul_(some, factor.to(*kind))

@@ -1,0 +1,23 @@
+"""Norms of gradients that ranks have parts of, steps by their factor, and sums over tokens."""
+
+import pytest
+from clip_ranks import SCENARIOS, scenarios
+from ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
+BACKENDS = [("gloo", 4), pytest.param(("nccl", 2), marks=pytest.mark.multi_gpu)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda param: param[0])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """What each rank found wrong, by scenario."""
+    backend, ranks = request.param
+    return run_ranks(ranks, scenarios, backend=backend)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_find_what_is_true_of_whole_gradients(
+    found: list[dict[str, str]], scenario: str
+) -> None:
+    for outcome in found:
+        assert not outcome[scenario], outcome[scenario]

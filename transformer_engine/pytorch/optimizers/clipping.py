@@ -1,0 +1,83 @@
+"""`clip_factor`: the norm of gradients, which a step of `FusedAdam` clips them to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.parallel.dtensors import is_dtensor
+from transformer_engine.pytorch.parallel.groups import check_group, group_size
+from transformer_engine.pytorch.parallel.norms import clipping, total_norm
+
+
+def clip_factor(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, tp_group: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor that clips gradients to a norm, for `FusedAdam.step(grad_factor=...)`.
+
+    The step multiplies by it, so clipping needs no pass of its own. The host does not wait for the
+    device.
+
+    Gradients may be DTensors, as behind `fully_shard`: whole ones count, whatever is cut and what
+    is replicated. All ranks find the same.
+
+    Args:
+        parameters: those without a gradient do not count; or a single one. On ranks that share
+            them, the same ones have gradients.
+        max_norm: of all gradients together, in the Euclidean sense.
+        tp_group: ranks that have parts of the parameters whose attribute `tensor_model_parallel`
+            is true, as column-parallel and row-parallel layers say, and all of the others, which
+            count once; all of these ranks call this. A weight of `Linear` says so without a
+            `parallel_mode`, too: set it to False if ranks replicate that.
+
+    Returns:
+        `(norm, factor)`, fp32 of one value each, shape `[]`: the norm of the gradients as they
+        are, and `min(1, max_norm / norm)`.
+
+    Raises:
+        TypeError: `tp_group` is no process group.
+        ValueError: with `tp_group`, a DTensor that does not say whether ranks have parts of it;
+            `fully_shard` drops the attribute. `te.distributed.clip_grad_norm_` asks the model.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_factor([weight], 1.0)
+    (tensor(5.), tensor(0.2000))
+
+    Under `torchrun`, where ranks share layers:
+
+    >>> import transformer_engine.pytorch as te
+    >>> group = None  # or that of the ranks
+    >>> layer = te.Linear(2, 2, parallel_mode="column", tp_group=group, device="cpu")
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> te.all_reduce_sequence_parallel_grads(layer)
+    >>> clip_factor(layer.parameters(), 1.0, tp_group=group)[0]
+    tensor(2.4495)
+    """
+    check_group("clip_factor", "tp_group", tp_group)
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    found = [one for one in parameters if one.grad is not None]
+    gradients: list[Any] = [one.grad for one in found]
+    if not gradients:
+        return torch.zeros(()), torch.ones(())
+    cut = () if group_size(tp_group) == 1 else [_is_part(one, tp_group) for one in found]
+    with torch.no_grad():
+        norm = total_norm(gradients, cut, tp_group).float()
+        return norm, clipping(norm, max_norm)
+
+
+def _is_part(parameter: torch.Tensor, group: Any) -> bool:
+    """Whether the other ranks of a group have other parts of a parameter."""
+    said = getattr(parameter, "tensor_model_parallel", None)
+    if said is None and is_dtensor(parameter):
+        mesh = parameter.device_mesh
+        if group not in [mesh.get_group(i) for i in range(mesh.ndim)]:  # else placements say it
+            raise ValueError(
+                "[clip_factor] expected DTensors with the attribute tensor_model_parallel, True "
+                "where ranks of tp_group have parts, got one without, of shape "
+                f"{tuple(parameter.shape)}; te.distributed.clip_grad_norm_ asks the model"
+            )
+    return bool(said)

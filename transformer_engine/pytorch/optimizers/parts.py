@@ -1,0 +1,93 @@
+"""What a rank has of parameters, found once a step: DTensors are slow to compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.pytorch.parallel.dtensors import is_dtensor, local_part
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.shards import initial_value, piece_of, with_piece
+from transformer_engine.pytorch.tensor.writing import write
+
+
+class Part(NamedTuple):
+    """A parameter of an optimizer on this rank.
+
+    Attributes:
+        parameter: as the optimizer has it.
+        local: this rank's part of a DTensor; else the parameter.
+        piece: the same, where it is kept in FP8; else None.
+    """
+
+    parameter: torch.Tensor
+    local: torch.Tensor
+    piece: QuantizedTensor | None
+
+
+def part_of(parameter: torch.Tensor) -> Part:
+    """What this rank has of a parameter; gradients are off."""
+    local = local_part(parameter)
+    in_fp8 = isinstance(local, QuantizedTensor)
+    return Part(parameter, local, piece_of(parameter) if in_fp8 else None)
+
+
+def local_gradient(part: Part, gradient: Any) -> torch.Tensor:
+    """The gradient of a part; one that ranks have otherwise than the parameter is sent."""
+    if is_dtensor(gradient):
+        wanted = getattr(part.parameter, "placements", gradient.placements)
+        if gradient.placements != wanted:  # as of replicated weights, whose ranks have summands
+            gradient = gradient.redistribute(placements=wanted)
+    return local_part(gradient)
+
+
+def fp32_value(part: Part, state: Mapping[str, Any]) -> torch.Tensor:
+    """The fp32 master weight of a part in the state of its parameter; without one its own value."""
+    master = state.get("master_param")
+    return part.local.float().contiguous() if master is None else local_part(master)
+
+
+def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
+    """Of its shape; kernels of optimizers read memory in order, whatever the strides are."""
+    return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+def initial_master(part: Part) -> torch.Tensor:
+    """A parameter in fp32; an FP8 weight as it was before the cast, if it still has that value."""
+    parameter, _, piece = part
+    initial = initial_value(parameter)
+    value = None if initial is None else initial.get()
+    if value is not None:
+        initial.clear()
+        return with_piece(parameter, value.to(parameter.device, torch.float32))
+    if piece is None:
+        return parameter.detach().float()
+    return with_piece(parameter, piece.dequantize(dtype=torch.float32))
+
+
+def write_values(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
+    """Round values into parts of other dtypes; FP8 weights are written together."""
+    for (_, local, piece), value in zip(parts, values, strict=True):
+        if piece is None and value is not local:
+            local.copy_(value)
+    write_quantized(parts, values)
+
+
+def write_quantized(
+    parts: Sequence[Part],
+    values: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Round values into FP8 weights, all at once; see `tensor.writing.write`."""
+    found = [(i, part.piece) for i, part in enumerate(parts) if part.piece is not None]
+    known = [amaxes[i] for i, _ in found] if amaxes else []
+    write([piece for _, piece in found], [values[i] for i, _ in found], known)
+
+
+def count_writes(parts: Sequence[Part]) -> None:
+    """Let autograd know that DTensors are written where only this rank's parts are."""
+    written = [part.parameter for part in parts if is_dtensor(part.parameter)]
+    if written:
+        torch.autograd.graph.increment_version(written)
