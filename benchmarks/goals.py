@@ -143,7 +143,7 @@ GOALS = [
         "attention of 2 GPUs that share sequences, over half of one GPU's time",
         "<= 1.05x, 1.02x at s32768",
         "TE 1.15x, 1.05x",
-        "parallel",
+        "context_parallel",
         r"context parallel .*",
     ),
     Goal("125M GPT of 2 GPUs, DDP, tokens over one GPU's", ">= 1.9x", "-", "replicas", "125M.*"),
