@@ -323,3 +323,35 @@ def test_every_combination_on_a_gpu(case):
 @pytest.mark.parametrize("case", [case for case in ALL if case.dynamic and case.training], ids=str)
 def test_inductor_on_a_gpu(case):
     run(case, "cuda", "inductor", near)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_autocast_outside_and_inside(recipe, device):
+    """Under one recipe inside of the graph and another around it, all scales are updated."""
+    inner = DelayedScaling(amax_history_len=2)
+
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (te.Linear(64, 64, device=device) for _ in "123")
+
+        def forward(self, x):
+            x = self.first(x)
+            with te.fp8_autocast(fp8_recipe=inner):
+                x = self.second(x)
+            return self.third(x)
+
+    found = []
+    for compiles in (True, False):
+        reset_autocast()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Three()
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        for _ in range(3):
+            x = torch.randn(16, 64, device=device)
+            with scope(recipe):
+                y = call(x)
+            y.square().sum().backward()
+        found.append([y.detach(), *states(model)])
+    (bitwise if device == "cpu" else near)(*found)

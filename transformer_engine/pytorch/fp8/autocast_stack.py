@@ -144,17 +144,17 @@ class AutocastStack:
 
         A step that failed updates no scales, because other ranks may not reduce amaxes with it.
         """
-        left = self.scope
+        left, compiling = self.scope, torch.compiler.is_compiling()
         self.scope = self.outer.pop()
-        if self.outer:
+        if self.outer and not compiling:
             return
-        self.step.first_pending = self.entered_in_graph = False
+        if not self.outer:
+            self.step.first_pending = self.entered_in_graph = False
         if self.in_backward or failed:
             return
-        compiling = torch.compiler.is_compiling()
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
         if left.calibrating or (left.enabled and recorded):
-            if compiling:
+            if compiling:  # the step of an outer scope does not know scopes of the graph
                 process_state().forward_pending = True
             else:
                 self.step.update(FORWARD)

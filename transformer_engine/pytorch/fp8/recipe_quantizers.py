@@ -175,7 +175,7 @@ def states_of(
     module: ScaledModule, recipe: Any, device: torch.device
 ) -> tuple[ScalingState, ScalingState, bool]:
     """A module's states, forward and backward, and whether that of the forward has moved."""
-    if torch.compiler.is_compiling() and not autocast_stack().entered_in_graph:
+    if torch.compiler.is_compiling() and autocast_stack().scope.key >= 0:  # entered before
         module.make_compiled_state(device)
     forward, moved = state_of(module, recipe, FORWARD, device)
     backward, _ = state_of(module, recipe, BACKWARD, device)
