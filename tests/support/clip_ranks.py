@@ -83,8 +83,8 @@ def summands(rank: int) -> None:
     mesh, whole, cut = _mesh(), [], []
     for one in list(_whole())[::3]:
         for placed in ((Partial(), Replicate()), (Shard(0), Partial()), (Partial("avg"), Shard(1))):
-            kept = [Replicate() if p.is_partial() else p for p in placed]
-            local = distribute_tensor(one, mesh, kept).to_local()
+            summed = [Replicate() if p.is_partial() else p for p in placed]
+            local = distribute_tensor(one, mesh, summed).to_local()
             summand = DTensor.from_local(
                 local, mesh, placed, run_check=False, shape=one.shape, stride=one.stride()
             )
