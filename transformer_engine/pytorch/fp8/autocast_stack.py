@@ -152,8 +152,9 @@ class AutocastStack:
             self.step.first_pending = self.entered_in_graph = False
         if self.in_backward or failed:
             return
+        outermost = [*self.outer, self.scope, left][1]
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
-        if left.calibrating or (left.enabled and recorded):
+        if outermost.calibrating or (outermost.enabled and recorded):
             if compiling:  # the step of an outer scope does not know scopes of the graph
                 process_state().forward_pending = True
             else:
