@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_graphs import ChainGraphs
 from rulers import assert_bitwise
 
 import transformer_engine.pytorch as te
@@ -14,18 +15,6 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
 
 HIDDEN = 32
-
-
-class Graphs:
-    """A backend that keeps the keys of the operators in the graphs that it gets."""
-
-    def __init__(self) -> None:
-        self.keys: list[list[Any]] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.te.chain]
-        self.keys.append([n.args[0] for n in nodes])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +36,7 @@ def leaf(rows: int = 16) -> torch.Tensor:
 
 
 def test_layers_that_are_alike_share_a_graph() -> None:
-    graphs = Graphs()
+    graphs = ChainGraphs()
     for name in ("first", "second"):
         layer = te.LayerNormMLP(HIDDEN, 64, device="cpu", name=name)
         layer.compile(fullgraph=True, backend=graphs)
@@ -60,7 +49,7 @@ def test_layers_that_are_alike_share_a_graph() -> None:
 
 
 def test_a_setting_that_changes_is_another_operator() -> None:
-    graphs = Graphs()
+    graphs = ChainGraphs()
     layer = te.Linear(HIDDEN, 64, device="cpu")
     call = torch.compile(layer, fullgraph=True, backend=graphs)
     call(torch.ones(16, HIDDEN))

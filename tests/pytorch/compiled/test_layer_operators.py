@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_graphs import ChainGraphs
 from fused_layers import KINDS, batch, build, make_of, moved, results
 from module_reference import LEAST, sqnr
 from precisions import RECIPES
@@ -27,20 +28,6 @@ BY_PARTS = {
 }
 
 
-class Graphs:
-    """A backend that counts graphs, and the operators of chains in the last one."""
-
-    def __init__(self) -> None:
-        self.graphs = self.chains = self.others = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-        self.graphs += 1
-        self.chains = targets.count(torch.ops.te.chain)
-        self.others = sum("te." in str(target) for target in targets) - self.chains
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU attention that may be recorded, as cuDNN's is; gradients have one order."""
@@ -56,10 +43,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "BACKENDS", recordable)
 
 
-def compare(layer: Any, recipe: str, device: str, case: str = "", **call: Any) -> Graphs:
+def compare(layer: Any, recipe: str, device: str, case: str = "", **call: Any) -> ChainGraphs:
     """Steps of a layer in eager mode and compiled, bit by bit where both have one backend."""
     near = device == "cuda" and case in OTHER_ATTENTION
-    call, twin, graphs = moved(call, device), copy.deepcopy(layer), Graphs()
+    call, twin, graphs = moved(call, device), copy.deepcopy(layer), ChainGraphs()
     expected, _, _ = results(layer, recipe, device, **call)
     compiled = torch.compile(twin, backend=graphs, fullgraph=True, dynamic=False)
     found, _, _ = results(compiled, recipe, device, **call)
@@ -88,7 +75,7 @@ def test_one_operator(device: str, kind: str, recipe: str) -> None:
     graphs = compare(make_of(kind, device), recipe, device, kind, **call)
     if not (device == "cuda" and kind in OTHER_ATTENTION):
         assert (graphs.chains, graphs.others) == (1, 0)
-    assert graphs.graphs == 2, "training and evaluation, each compiled once"
+    assert len(graphs.keys) == 2, "training and evaluation, each compiled once"
 
 
 def test_rotation(device: str) -> None:
@@ -130,7 +117,7 @@ def test_arguments_that_need_parts(device: str, case: str) -> None:
 def test_random_numbers_need_parts() -> None:
     for kind in ("dropout", "dropped paths", "parallel"):
         torch._dynamo.reset()
-        graphs = Graphs()
+        graphs = ChainGraphs()
         layer = make_of(kind, "cpu")
         torch.compile(layer, backend=graphs, fullgraph=True)(batch()).sum().backward()
         assert graphs.chains != 1 or graphs.others
@@ -154,7 +141,7 @@ def _subclass(layer: Any, device: str) -> None:
 
 @pytest.mark.parametrize("observe", [_hook, _subclass])
 def test_observers_are_called(device: str, observe: Any) -> None:
-    layer, graphs = build(device), Graphs()
+    layer, graphs = build(device), ChainGraphs()
     torch.manual_seed(1)
     observe(layer, device)
     x = batch(device)
@@ -166,7 +153,7 @@ def test_observers_are_called(device: str, observe: Any) -> None:
 
 def test_large_inputs_are_traced_stage_by_stage(device: str) -> None:
     """The same bits, from the operators of stages."""
-    layer, graphs = build(device), Graphs()
+    layer, graphs = build(device), ChainGraphs()
     x = batch(device, length=16 * 1024 * 1024 // (2 * 64 * 2) // 4096 * 4)
     assert_bitwise(torch.compile(layer, backend=graphs, fullgraph=True)(x), layer(x))
     assert graphs.chains == 1

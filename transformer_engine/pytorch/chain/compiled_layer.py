@@ -24,26 +24,30 @@ class _Gathering(ListingFlow):
     """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__(len(values))
         self._values = values
         self._records = torch.is_grad_enabled()
         self._needs = [self._records and x.requires_grad for x in values]
-        self._likes = [*range(len(values))]
         self.parts: list[Any] = []
         self.differentiable: list[Any] = []  # the parts that need a backward
         self.parameters: list[torch.Tensor | None] = []
         self.state: list[torch.Tensor] = []
 
-    def add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def add(
+        self,
+        part: Any,
+        inputs: tuple[int, ...],
+        likes: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[int, ...]:
         """Add the facts, the parameters and the scaling state of a part."""
-        chain, count = part.chain, part.chain.inputs
-        inputs = arguments[:count]
-        if None in inputs or not chain.kind:
+        chain = part.chain
+        if not chain.kind:
             raise NotOneChain
-        likes = tuple([self._likes[v] for v in inputs])
         tensors = tuple([self._values[i] for i in likes])
         coming = Incoming(tensors, tuple([self._needs[v] for v in inputs]), self._records)
-        planned = part.plan_call(coming, *arguments[count:], **keywords)
+        planned = part.plan_call(coming, *arguments, **keywords)
         if planned is None:
             raise NotOneChain
         plan, parameters = planned
@@ -61,8 +65,7 @@ class _Gathering(ListingFlow):
         self.state += plan.state or ()
         made = tuple(range(len(self._needs), len(self._needs) + len(chain.outputs)))
         self._needs += [plan.requires_grad] * len(made)
-        self._likes += [likes[min(i, count - 1)] for i in range(len(made))]
-        return made[0] if len(made) == 1 else made
+        return made
 
 
 def call_operator(layer: Any, values: Sequence[torch.Tensor], groups: Arguments) -> Any:

@@ -73,12 +73,16 @@ class NotOneChain(Exception):
 class ListingFlow(Flow):
     """Lists the parts of a `data_flow` without running them. Values are numbers.
 
+    Args:
+        values: how many come into the layer; they have the first numbers.
+
     Attributes:
         modules: that the `data_flow` calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: int) -> None:
         self.modules: list[nn.Module] = []
+        self._likes = {i: i for i in range(values)}
 
     def call(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
         """Add the chain of a module, or the parts that a layer runs."""
@@ -89,18 +93,37 @@ class ListingFlow(Flow):
             raise NotOneChain
         if hasattr(module, "data_flow"):
             return module.flow_of_call(self, *arguments, **keywords)
-        return self.add(module, arguments, keywords)
+        return self._add(module, arguments, keywords)
 
     def run(self, part: Any, *arguments: Any) -> Any:
         """Add the chain of a part."""
-        return self.add(part, arguments, {})
+        return self._add(part, arguments, {})
 
-    def add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        count = part.chain.inputs
+        inputs = arguments[:count]
+        if None in inputs:  # an error, perhaps, which the part itself raises
+            raise NotOneChain
+        likes = tuple([self._likes[v] for v in inputs])
+        outputs = self.add(part, inputs, likes, arguments[count:], keywords)
+        self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def add(
+        self,
+        part: Any,
+        inputs: tuple[int, ...],
+        likes: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[int, ...]:
         """Add a part, and return the numbers of its results.
 
         Args:
             part: with `chain` and `plan_call`.
-            arguments: the values that it reads, then further arguments.
+            inputs: the values that it reads.
+            likes: for each of them, a value that comes into the layer and has the same tokens.
+            arguments: further ones.
             keywords: likewise.
         """
         raise NotImplementedError

@@ -66,25 +66,24 @@ class _Listing(ListingFlow):
     """Lists the stages of a `data_flow`, as one chain."""
 
     def __init__(self, values: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__(len(values))
         self.built = ChainBuilder(*values)
         self.members: list[_Member] = []
-        self._likes = {i: i for i in range(len(values))}
 
-    def add(self, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def add(
+        self,
+        part: Any,
+        inputs: tuple[int, ...],
+        likes: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[int, ...]:
         """Add the stages of a part."""
         if part.chain.communicates:
             raise NotOneChain
-        count = part.chain.inputs
-        inputs = arguments[:count]
-        if None in inputs:  # an error, perhaps, which the part itself raises
-            raise NotOneChain
-        outputs = self.built.add_part(part.chain, *inputs)
-        likes = tuple([self._likes[v] for v in inputs])
-        self._likes.update({v: likes[min(i, count - 1)] for i, v in enumerate(outputs)})
-        member = _Member(part, inputs, tuple(outputs), likes, arguments[count:], keywords)
-        self.members.append(member)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        outputs = tuple(self.built.add_part(part.chain, *inputs))
+        self.members.append(_Member(part, inputs, outputs, likes, arguments, keywords))
+        return outputs
 
 
 class FusedLayer:

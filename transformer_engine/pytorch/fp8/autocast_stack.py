@@ -142,6 +142,7 @@ class AutocastStack:
     def pop(self, failed: bool = False) -> None:
         """Leave the innermost scope; leaving the outermost one ends the step of the forward.
 
+        In compiled code leaving any scope asks for an update, if the outermost one wants any.
         A step that failed updates no scales, because other ranks may not reduce amaxes with it.
         """
         left, compiling = self.scope, torch.compiler.is_compiling()
@@ -152,7 +153,7 @@ class AutocastStack:
             self.step.first_pending = self.entered_in_graph = False
         if self.in_backward or failed:
             return
-        outermost = [*self.outer, self.scope, left][1]
+        outermost = (*self.outer[1:], self.scope)[0] if self.outer else left
         recorded = torch.is_grad_enabled() or (not compiling and in_first_forward())
         if outermost.calibrating or (outermost.enabled and recorded):
             if compiling:  # the step of an outer scope does not know scopes of the graph

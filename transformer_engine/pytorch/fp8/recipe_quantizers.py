@@ -175,10 +175,11 @@ def states_of(
     module: ScaledModule, recipe: Any, device: torch.device
 ) -> tuple[ScalingState, ScalingState, bool]:
     """A module's states, forward and backward, and whether that of the forward has moved."""
-    if torch.compiler.is_compiling() and autocast_stack().scope.key >= 0:  # entered before
+    compiled = torch.compiler.is_compiling()
+    if compiled and autocast_stack().scope.key >= 0:  # entered before
         module.make_compiled_state(device)
-    forward, moved = state_of(module, recipe, FORWARD, device)
-    backward, _ = state_of(module, recipe, BACKWARD, device)
+    forward, moved = state_of(module, recipe, FORWARD, device, compiled)
+    backward, _ = state_of(module, recipe, BACKWARD, device, compiled)
     return forward, backward, moved
 
 
@@ -187,8 +188,12 @@ def state_of(
     recipe: Any,
     direction: str,
     device: torch.device,
+    compiled: bool,
 ) -> tuple[ScalingState, bool]:
-    """A module's state, fitted to the recipe, and whether it has moved to other memory."""
+    """A module's state, fitted to the recipe, and whether it has moved to other memory.
+
+    With `compiled` it joins the scaling group of compiled code in the open scope.
+    """
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
@@ -196,7 +201,7 @@ def state_of(
         module.scaling[direction] = state
     version = state.version
     state.fit(recipe.amax_history_len, device)
-    if torch.compiler.is_compiling() and device.type != "meta":
+    if compiled and device.type != "meta":
         process_state().compiled_group(recipe, autocast_stack().scope.group).add(state)
     return state, version != state.version
 

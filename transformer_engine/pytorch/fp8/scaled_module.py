@@ -58,11 +58,8 @@ class ScaledModule(OptionalExtraState, nn.Module):
         scope = autocast_stack().scope
         if self.updates(scope) and not exporting():
             for direction in (FORWARD, BACKWARD):
-                state, moved = state_of(self, scope.recipe, direction, device)
-                if moved:
+                if state_of(self, scope.recipe, direction, device, compiled=True)[1]:
                     self.drop_plans()
-                if device.type != "meta":
-                    process_state().compiled_group(scope.recipe, scope.group).add(state)
         return True
 
     def get_extra_state(self) -> torch.Tensor:

@@ -107,7 +107,8 @@ class PeerMemory:
         words[: _SLOTS * self.ranks].fill_(1)  # all slots are free
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.reader: Any = None  # the stream that has received last
-        self.waiting: deque[tuple[Transfer, Any]] = deque()  # that have not received yet
+        # Transfers that have not received yet, oldest first, each with its collective.
+        self.waiting: deque[tuple[Transfer, Any]] = deque()
         self._count = 0
         torch.cuda.synchronize(device)
         dist.barrier(group)
