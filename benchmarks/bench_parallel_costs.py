@@ -97,18 +97,11 @@ def collectives_of(run: Callable[[], None]) -> int:
     return sum(calls for calls, _ in te.parallel_report(reset=True).counts.values())
 
 
-def part_by_part(layer: nn.Module) -> nn.Module:
-    """A layer that is no single node of autograd's graph, because somebody waits for gradients."""
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
-    return layer
-
-
 def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
     """Host time of a shared layer, beside that of a layer as large as a rank's part of it.
 
-    What is added is that the layer runs part by part, torch's own calls (`torch_us` of each
-    collective, with nothing around it), and the rest.
+    What is added is torch's own calls (`torch_us` of each collective, with nothing around it), and
+    the rest.
     """
     head = size.hidden // size.heads
     part = Size(size.hidden, size.ffn // RANKS, size.heads // RANKS, size.sequence, size.batch)
@@ -119,7 +112,6 @@ def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
     # Amaxes meet in all of them, once for all layers of a model: they are not of the layer.
     contenders = {
         "a rank's part": step(our_layer(part, **whole), x, name),
-        "part by part": step(part_by_part(our_layer(part, **whole)), x, name),
         "shared": shared,
         "torch": collectives_alone(shared),
     }
@@ -132,7 +124,6 @@ def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
         case=f"{size} {name}",
         us=round(us["shared"], 1),
         alone_us=round(us["a rank's part"], 1),
-        part_by_part_us=round(us["part by part"], 1),
         collectives=count,
         added_us=round(added, 2),
         torch_us=round(us["torch"] / count, 2),

@@ -43,9 +43,9 @@ def build(device="cpu", kind=te.TransformerLayer, **more):
     return kind(64, 128, 4, **{**options, **more})
 
 
-def make_of(kind, device):
-    """A layer of one of `KINDS`."""
-    options = dict(KINDS[kind])
+def make_of(kind, device, **more):
+    """A layer of one of `KINDS`, with further arguments."""
+    options = {**KINDS[kind], **more}
     if options.get("kind") is not te.MultiheadAttention:
         return build(device, **options)
     torch.manual_seed(0)
@@ -87,13 +87,13 @@ def is_fused(y):
     return nodes(y) == 1
 
 
-def results(layer, recipe, device, steps=3, **call):
+def results(layer, recipe, device, steps=3, make_batch=batch, **call):
     """Everything that a few steps and an evaluation leave behind, GEMM counts, the last result."""
     found = []
     te.gemm_report(reset=True)
     torch.manual_seed(3)
     for step in range(steps):
-        x = batch(device, step)
+        x = make_batch(device, step)
         with scope(recipe):
             y = layer(x, **call)
         y.backward(torch.randn(y.shape).to(y))

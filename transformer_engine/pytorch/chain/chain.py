@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -58,10 +59,15 @@ class ChainBuilder:
 
     Args:
         names: of the values that come in.
+
+    Attributes:
+        tokens: for each value, its tokens (the first size) divided by those of the value that comes
+            in which it depends on by way of first inputs.
     """
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)
+        self.tokens: list[Fraction | int] = [1] * len(names)
         self.inputs = len(names)
         self.stages: list[tuple[Stage, tuple[int, ...], tuple[int, ...]]] = []
         self.parts: list[int] = []  # the first stage of each
@@ -74,6 +80,7 @@ class ChainBuilder:
         """
         outputs = tuple(range(len(self.names), len(self.names) + len(stage.results)))
         self.names += stage.results
+        self.tokens += [self.tokens[inputs[0]] * stage.token_ratio] * len(stage.results)
         self.stages.append((stage, inputs, outputs))
         return list(outputs)
 

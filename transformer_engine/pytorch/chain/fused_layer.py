@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class _Member(NamedTuple):
         part: with `chain` and `plan_call`.
         inputs: numbers of the values that it reads.
         outputs: numbers of the values that it makes.
-        likes: for each input, the number of an input of the layer with the same tokens.
+        likes: for each input, the number of a tensor of `FusedLayer.likes`.
         arguments: further positional arguments, some of them `_Argument`.
         keywords: keyword arguments, likewise.
     """
@@ -45,11 +46,11 @@ class _Member(NamedTuple):
     keywords: dict[str, Any]
 
     def plan_call(
-        self, values: Sequence[Any], needs: Sequence[bool], records: bool, groups: Arguments
+        self, likes: Sequence[Any], needs: Sequence[bool], records: bool, groups: Arguments
     ) -> Planned | None:
         """Plan and parameters of this member in a call of the layer."""
-        likes = tuple([values[i] for i in self.likes])
-        coming = Incoming(likes, tuple([needs[v] for v in self.inputs]), records)
+        own = tuple([likes[i] for i in self.likes])
+        coming = Incoming(own, tuple([needs[v] for v in self.inputs]), records)
         if not (self.arguments or self.keywords):
             planned: Planned | None = self.part.plan_call(coming)
             return planned
@@ -69,6 +70,7 @@ class _Listing(ListingFlow):
         super().__init__(len(values))
         self.built = ChainBuilder(*values)
         self.members: list[_Member] = []
+        self.likes: list[tuple[int, Fraction | int]] = []
 
     def add(
         self,
@@ -79,11 +81,19 @@ class _Listing(ListingFlow):
         keywords: dict[str, Any],
     ) -> tuple[int, ...]:
         """Add the stages of a part."""
-        if part.chain.communicates:
-            raise NotOneChain
+        shapes = [(like, self.built.tokens[v]) for like, v in zip(likes, inputs, strict=True)]
+        self.likes += [shape for shape in shapes if shape not in self.likes]
+        numbers = tuple([self.likes.index(shape) for shape in shapes])
         outputs = tuple(self.built.add_part(part.chain, *inputs))
-        self.members.append(_Member(part, inputs, outputs, likes, arguments, keywords))
+        self.members.append(_Member(part, inputs, outputs, numbers, arguments, keywords))
         return outputs
+
+
+def _with_tokens(x: torch.Tensor, ratio: Fraction | int) -> torch.Tensor:
+    """A tensor like `x`, without memory of its own, with this multiple of its tokens."""
+    if ratio == 1:
+        return x
+    return x.new_empty_strided((int(x.shape[0] * ratio), *x.shape[1:]), (0,) * x.dim())
 
 
 class FusedLayer:
@@ -93,6 +103,10 @@ class FusedLayer:
         layer: with a `data_flow`.
         values: names of the values that come in.
         groups: arguments of one of these calls; the names count, not the values.
+
+    Attributes:
+        chain: of the whole layer; None if it has none.
+        likes: what parts are planned with, for each a value that comes in and the ratio of tokens.
     """
 
     def __init__(self, layer: Any, values: Sequence[str], groups: Arguments) -> None:
@@ -106,7 +120,7 @@ class FusedLayer:
         else:
             self.chain = listing.built.chain(*(made if isinstance(made, tuple) else (made,)))
             self.chain.layer = layer.name
-        self.members = listing.members
+        self.members, self.likes = listing.members, listing.likes
         self.modules = listing.modules
         parents = [layer, *self.modules]
         self._children = [(m._modules, [*m._modules.values()]) for m in parents if m._modules]
@@ -126,8 +140,9 @@ class FusedLayer:
         needs += [False] * (len(chain.names) - chain.arguments)
         plans: list[CallPlan] = []
         inputs = [*values]
+        likes = [_with_tokens(values[i], ratio) for i, ratio in self.likes]
         for member in self.members:
-            planned = member.plan_call(values, needs, records, groups)
+            planned = member.plan_call(likes, needs, records, groups)
             if planned is None:
                 return NotImplemented
             plan, parameters = planned

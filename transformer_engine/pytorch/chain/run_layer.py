@@ -10,7 +10,6 @@ chain, run as one node (`fused_layer.py`). A layer runs part by part where
     somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
     saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
     torch.autocast is on;
-    ranks share it: each of its collectives ends a part;
     a part has no chain for its arguments: a cache of keys and values, FP8 attention,
         recomputation, a bias that is returned.
 

@@ -9,6 +9,7 @@ gradient), and may return `Operands` instead of a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -75,6 +76,7 @@ class Stage:
         communicates: it is a collective, and a segment by itself. Its results and gradients may be
             `Pending`; while its backward runs, the parameter gradients of its consumer are
             computed.
+        token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
         recomputes: its `backward_data` can compute its first result again, as
             `Saved.result_request` says, and return it as `carry`: the next stage need not save it.
@@ -93,6 +95,7 @@ class Stage:
     not_settings: tuple[str, ...] = ()
     records_with_readers = False
     communicates = False
+    token_ratio: Fraction | int = 1
     regathers = False
     recomputes = False
     passes_requests = False

@@ -14,6 +14,7 @@ without it all ranks have all tokens.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +141,7 @@ class Gather(Collective):
         super().__init__(ranks)
         self.index = index
         self.tap = tap
+        self.token_ratio = ranks.size
         self.results = ("gathered", "normalized") if tap else ("gathered",)
 
     def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
@@ -264,6 +266,10 @@ class ReduceScatter(Reduce):
 
     label = "reduce_scatter"
     takes_pending = True
+
+    def __init__(self, ranks: TensorParallel) -> None:
+        super().__init__(ranks)
+        self.token_ratio = Fraction(1, ranks.size)
 
     def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
         rows = x.shape[0]
