@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from context_cases import outcomes
 from rank_device import here
+from sizes import as_large_inputs
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.parallel import collectives, exchange, peer_memory
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.overlap import Overlap
@@ -65,30 +65,33 @@ class Transfer:
 
 
 @contextmanager
-def in_parts() -> Iterator[PeerMessages]:
+def in_parts(large: bool = True) -> Iterator[PeerMessages]:
     """Inside, layers that ask for overlap pass tensors part by part, however small they are.
 
-    Nothing is recorded. On GPUs parts go through peer memory.
+    On GPUs parts go through peer memory.
+
+    Args:
+        large: calls are as those with large inputs are, see `as_large_inputs`.
     """
     messages = PeerMessages(dist.group.WORLD)
     patch = pytest.MonkeyPatch()
-    patch.setattr(segments, "HOST_BOUND_BYTES", -1)
     patch.setattr(peer_memory, "LEAST_BYTES", 0)
     if here().type == "cpu":
         patch.setattr(collectives, "peer_memory", lambda group, device, count: messages)
     patch.setattr(tensor_parallel_ranks, "pair", _asking(tensor_parallel_ranks.pair))
     te.initialize_ub([1024, 1024], dist.get_world_size())
     try:
-        yield messages
+        with as_large_inputs(large):
+            yield messages
         dist.barrier()  # nobody leaves while another still receives
     finally:
         te.destroy_ub()
         patch.undo()
 
 
-def matrix_in_parts(rank: int, cases: Any) -> Any:
+def matrix_in_parts(rank: int, cases: Any, large: bool) -> Any:
     """`tensor_parallel_ranks.matrix` in parts, and how many parts came."""
-    with in_parts() as messages:
+    with in_parts(large) as messages:
         return tensor_parallel_ranks.matrix(rank, cases), messages.received
 
 

@@ -17,6 +17,7 @@ from replica_reference import (
     one_process,
     one_rank,
 )
+from sizes import as_large_inputs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,8 +81,13 @@ def _whole_batch(precision: str, rank: int, group: Any) -> float:
     return worst
 
 
-def _gemms_before_buckets(rank: int) -> list[int]:
-    """GEMMs of a backward that had run as each bucket of gradients was reduced, and all."""
+def _gemms_before_buckets(rank: int, large: bool) -> list[int]:
+    """GEMMs of a backward that had run as each bucket of gradients was reduced, and all.
+
+    Args:
+        rank: number of this one.
+        large: the call is as one with a large input is.
+    """
     model, seen = make("TransformerLayer"), []
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)
 
@@ -94,9 +100,10 @@ def _gemms_before_buckets(rank: int) -> list[int]:
     for step in range(2):  # buckets are laid out anew behind the first
         seen.clear()
         te.gemm_report(reset=True)
-        loss = loss_of(wrapped(micro_batch(step, 0, rank)))
-        forward = _gemms()
-        loss.backward()
+        with as_large_inputs(large):
+            loss = loss_of(wrapped(micro_batch(step, 0, rank)))
+            forward = _gemms()
+            loss.backward()
     return [count - forward for count in (*seen, _gemms())]
 
 
@@ -118,5 +125,6 @@ def replicas(rank: int) -> dict[str, Any]:
     for precision in RECIPES:
         found[f"accumulated {precision}"] = _accumulated(precision, rank, group)
         found[f"whole {precision}"] = _whole_batch(precision, rank, group)
-    found["buckets"] = _gemms_before_buckets(rank)
+    found["large buckets"] = _gemms_before_buckets(rank, True)
+    found["small buckets"] = _gemms_before_buckets(rank, False)
     return found

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -68,7 +67,7 @@ top_hooks: Callable[[bool], Any] = found(
 forward_grad_enabled: Callable[[], bool] = found("torch:_C._is_fwd_grad_enabled", lambda: False)
 # The node whose backward runs. Without: reentrant checkpoints of torch are not known again.
 running_node: Callable[[], Any] = found("torch:_C._current_autograd_node", lambda: None)
-# Without: calls take the longer way that they take where transforms, hooks, modes, DDP, forward
+# Without: calls take the longer way that they take where transforms, hooks, modes, forward
 # differentiation or autocast are at work.
 transforms_active: Callable[[], bool] = found(
     "torch:_C._are_functorch_transforms_active", lambda: True
@@ -82,9 +81,6 @@ has_global_module_hooks: Callable[[], bool] = found(  # not in 2.4
 )
 dispatch_modes: Callable[[], int] = found("torch:_C._len_torch_dispatch_stack", lambda: 1)
 any_autocast_enabled: Callable[[], bool] = found("torch:_C._is_any_autocast_enabled", lambda: True)
-_ddp: Any = DistributedDataParallel
-if found("torch.nn.parallel:DistributedDataParallel._active_ddp_module", MISSING) is MISSING:
-    _ddp = SimpleNamespace(_active_ddp_module=MISSING)
 _forward_ad: Any = forward_ad
 if found("torch.autograd.forward_ad:_current_level", None) is None:
     _forward_ad = SimpleNamespace(_current_level=0)
@@ -140,11 +136,6 @@ def allows_tf32() -> bool:
 def saved_tensors_hooks_active() -> bool:
     """Whether what autograd saves now passes through hooks."""
     return top_hooks(True) is not None
-
-
-def in_distributed_data_parallel() -> bool:
-    """Whether the forward of a DistributedDataParallel is running."""
-    return _ddp._active_ddp_module is not None
 
 
 def other_autodiff_active() -> bool:

@@ -236,19 +236,23 @@ def one_rank():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_data_parallel_trainers_see_every_part(way, one_rank):
-    """Each part is a node, so that buckets and shards leave while the backward goes on."""
+def test_fully_shard_sees_every_part(one_rank):
+    """Each part is a node, so that shards leave while the backward goes on."""
     layer = build()
     expected = run(layer, "cpu")
     layer.zero_grad()
-    if way == "ddp":
-        trained = DistributedDataParallel(layer)
-    else:
-        for part in (layer.self_attention, layer.layernorm_mlp, layer):
-            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
-        trained = layer
-    y = run(trained, "cpu")
+    for part in (layer.self_attention, layer.layernorm_mlp, layer):
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    y = run(layer, "cpu")
     assert not is_fused(y)
     assert_bitwise(y, expected)
-    assert all(p.grad is not None for p in trained.parameters())
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_distributed_data_parallel_is_no_observer(one_rank):
+    """Its buckets hold more than a layer that is small enough to be one node."""
+    layer = build()
+    expected = run(layer, "cpu")
+    y = run(DistributedDataParallel(layer), "cpu")
+    assert is_fused(y)
+    assert_bitwise(y, expected)

@@ -7,7 +7,7 @@ chain, run as one node (`fused_layer.py`). A layer runs part by part where
     the first input is too large to be `is_host_bound`: parts give memory back earlier;
     somebody observes a part: a hook on it or on all modules, a subclass, a `forward` that was
         replaced on the object or its class, a compiled module, parametrisation, another class;
-    somebody waits for the gradient of a parameter: a hook on it, or DistributedDataParallel;
+    somebody waits for the gradient of a parameter: a hook on it;
     saved tensors pass through hooks (offloading), or the call is in a checkpoint in FP8;
     torch.autocast is on;
     a part has no chain for its arguments: a cache of keys and values, FP8 attention,
@@ -44,7 +44,6 @@ def _may_fuse(x: torch.Tensor) -> bool:
         or _torch_private.transforms_active()
         or _torch_private.has_global_module_hooks()
         or _torch_private.saved_tensors_hooks_active()
-        or _torch_private.in_distributed_data_parallel()
         or may_recompute(autocast_stack())
         or autocast_dtype(x) is not None
         or exporting()

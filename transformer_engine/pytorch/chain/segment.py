@@ -163,7 +163,8 @@ class Segment:
 
     def _with_seeds(self, plan: CallPlan, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, with new seeds for stages that draw one."""
-        seeded, device = list(inputs), inputs[0].device
+        seeded = list(inputs)
+        device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
         for i, seed in self._seeds:
             plan.chain.steps[i].draw_seed(plan.stage_plans[i], seeded, seed, device)
         return tuple(seeded)
