@@ -172,7 +172,6 @@ REFUSALS = {
     "mask": "expected cu_seqlens_q and cu_seqlens_kv with cp_comm_type='p2p', got a mask",
     "window": "expected no window of padded sequences with cp_comm_type='p2p', got (2, 0)",
     "columns": "4 queries (of this rank) and 8 keys (of all ranks)",
-    "fp8": "got attention in FP8; use 'a2a', or a recipe without fp8_dpa",
     "cache": "expected no inference_params",
 }
 
@@ -183,7 +182,7 @@ def test_what_has_no_meaning_is_refused_in_words(two, name):
     assert REFUSALS[name] in text and text.endswith("(layer attend)")
 
 
-def test_fp8_attention_is_that_of_whole_sequences(two):
+def test_fp8_attention_with_heads_exchanged_is_that_of_whole_sequences(two):
     assert all(len(found["in_fp8"]) == 14 and all(found["in_fp8"]) for found in two)
 
 

@@ -132,8 +132,6 @@ def refusals(rank):
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
     alone = dist.new_group([1])
-    with te.fp8_autocast(fp8_recipe=DelayedScaling(fp8_dpa=True)):
-        fp8 = message(lambda: call(attention()))
     return {
         "uneven": message(lambda: call(attention(), 3)),
         "heads": message(lambda: attention("a2a", 3)),
@@ -152,7 +150,6 @@ def refusals(rank):
         "columns": message(
             lambda: call(attention(attn_mask_type="arbitrary"), attention_mask=padding)
         ),
-        "fp8": fp8,
         "cache": message(
             lambda: call(
                 attention(layer_number=1, num_gqa_groups=4),
@@ -202,7 +199,7 @@ def disagreements(rank):
         "mask": message(lambda: call(module, attn_mask_type=("causal", "no_mask")[rank])),
         "dtype": message(lambda: call(module, dtype=(torch.float32, torch.bfloat16)[rank])),
         "one is uneven": message(lambda: call(module, 4 - rank)),
-        "precision": message(lambda: in_some_fp8(attention("a2a"), rank)),
+        "precision": message(lambda: in_some_fp8(attention(), rank)),
     }
     with patch.object(Meeting, "hold", autospec=True, side_effect=Meeting.hold) as met:
         for _ in range(3):

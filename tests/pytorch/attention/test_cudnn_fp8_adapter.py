@@ -97,6 +97,7 @@ def test_preferred(monkeypatch):
         ({"bias_type": "alibi"}, "takes no bias"),
         ({"softmax_type": "learnable"}, "has no sink"),
         ({"cache": "appended"}, "each length"),
+        ({"part": True}, "takes all keys at once, which context parallel ranks have with"),
         ({"capability": (8, 9)}, "compute capability 9.0"),
         ({"compiling": True}, None),
         ({"compiling": True, "queries": 1}, "several queries"),

@@ -263,6 +263,10 @@ BACKEND = Backend(
         NO_SINK,
         NO_DROPOUT,
         NO_CACHE,
+        Requirement(
+            lambda problem, allowed: not problem.part,
+            "takes all keys at once, which context parallel ranks have with cp_comm_type='a2a'",
+        ),
         Requirement(_taken_by_cudnn, _reason),
     ),
     notice=_notice,

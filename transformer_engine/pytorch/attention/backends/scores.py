@@ -32,11 +32,7 @@ def _forward(
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `dense.Kernel`."""
     casts = call.casts
-    if casts is None:
-        scores = product(query, key, call.scale)
-    else:
-        scores = product(query, key, 1.0) * call.scale
-    weights = _softmax(scores, mask, bias, sink)
+    weights = _softmax(scaled_product(query, key, call), mask, bias, sink)
     factor = weights if sink is None else weights[..., : key.shape[2]]
     if factor.dtype is not query.dtype:
         factor = factor.to(query.dtype)
@@ -92,14 +88,31 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
             grad_sink = column.float().sum((0, 2, 3)).to(saved.facts)
     if needs.bias:
         grad_bias = grad_scores
-    grad_scores = grad_scores.to(dtype)
-    scale = call.scale
-    if call.casts is not None:
-        grad_scores, slot, scale = grad_scores * scale, call.casts.grad_product, 1.0
-        if slot is not None:
-            grad_scores = slot.cast(grad_scores, dtype)
-    grad_query, grad_key = product_backward(grad_scores, query, key, groups, scale)
-    return Gradients(grad_query, grad_key, grad_value, grad_bias, grad_sink)
+    found = scaled_product_backward(grad_scores.to(dtype), query, key, groups, call)
+    return Gradients(*found, grad_value, grad_bias, grad_sink)
+
+
+def scaled_product(query: torch.Tensor, key: torch.Tensor, call: Call) -> torch.Tensor:
+    """`product` with the scale of a call; in FP8 attention the product is scaled after it."""
+    if call.casts is None:
+        return product(query, key, call.scale)
+    return product(query, key, 1.0) * call.scale
+
+
+def scaled_product_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor | None,
+    key: torch.Tensor | None,
+    groups: int,
+    call: Call,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`product_backward` of `scaled_product`; in FP8 attention of a gradient that is cast."""
+    if call.casts is None:
+        return product_backward(grad, query, key, groups, call.scale)
+    grad, slot = grad * call.scale, call.casts.grad_product
+    if slot is not None:
+        grad = slot.cast(grad, grad.dtype)
+    return product_backward(grad, query, key, groups, 1.0)
 
 
 def product(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:

@@ -4,6 +4,10 @@
     weights = exp(scale * query @ key^T + bias - lse)
 
 The backward computes the weights again, from the log-sum-exp over all keys.
+
+With the casts of FP8 attention the kernel rounds what `scores.py` rounds: the weights that it
+multiplies with, those of the part in the forward and those of all keys in the backward, and the
+gradient of `query @ key^T`.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from transformer_engine.pytorch.attention.backends.backend import (
 from transformer_engine.pytorch.attention.backends.dense import Kernel
 from transformer_engine.pytorch.attention.backends.dropout import dropout, dropout_backward
 from transformer_engine.pytorch.attention.backends.scores import (
-    product,
-    product_backward,
+    scaled_product,
+    scaled_product_backward,
     weighted,
 )
 from transformer_engine.pytorch.attention.core.call import Call
@@ -49,15 +53,17 @@ def _forward(
     needs: Needs,
 ) -> tuple[torch.Tensor, Saved | None]:
     """See `dense.Kernel`."""
-    assert sink is None and call.casts is None, "parts have neither"
+    assert sink is None, "a part has none"
     hidden = mask.dense(query.shape[2], key.shape[2], query.device)
     rest = _Rest(bias, hidden, None)
-    scores = _scores(query, key, rest, call.scale)
+    scores = _scores(query, key, rest, call)
     lse = scores.logsumexp(-1)
     factor = _weights(scores, lse).to(query.dtype)
     if call.dropout.p > 0.0:
         factor, dropped = dropout(factor, call.dropout.p)
         rest = rest._replace(dropped=dropped)
+    if call.casts is not None:
+        factor = call.casts.softmax.cast(factor, factor.dtype)
     out = weighted(factor, value)
     return out, Saved(lse, (query, key, value, out, *rest))
 
@@ -70,10 +76,12 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
     batch, heads, queries, size = grad.shape
     groups, keys, dtype = key.shape[1], key.shape[2], grad.dtype
     lead = (batch * groups, heads // groups * queries)
-    weights = _weights(_scores(query, key, rest, call.scale), saved.log_sum_exp)
+    weights = _weights(_scores(query, key, rest, call), saved.log_sum_exp)
     factor = weights.to(dtype)
     if rest.dropped is not None:
         factor = factor * rest.dropped / _kept_share(rest.dropped, call.dropout.p)
+    if call.casts is not None:
+        factor = call.casts.softmax.cast(factor, dtype)
     rows = grad.reshape(*lead, size)
     grad_value = torch.bmm(factor.reshape(*lead, keys).transpose(1, 2), rows)
     columns = value.reshape(batch * groups, keys, size).transpose(1, 2)
@@ -82,14 +90,14 @@ def _backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gra
         grad_scores = dropout_backward(grad_scores, rest.dropped, call.dropout.p)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
     exact = weights * (grad_scores.float() - mean)
-    found = product_backward(exact.to(dtype), query, key, groups, call.scale)
+    found = scaled_product_backward(exact.to(dtype), query, key, groups, call)
     bias = exact if needs.bias else None
     return Gradients(*found, grad_value.view(batch, groups, keys, size), bias)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, rest: _Rest, scale: float) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, rest: _Rest, call: Call) -> torch.Tensor:
     """Scores in fp32, -inf where the mask hides a key."""
-    scores = product(query, key, scale).float()
+    scores = scaled_product(query, key, call).float()
     if rest.bias is not None:
         scores = scores + rest.bias.float()
     return scores if rest.hidden is None else scores.masked_fill(rest.hidden, -math.inf)

@@ -13,7 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine.pytorch.attention.backends.backend import Gradients, Needs, Saved
+from transformer_engine.pytorch.attention.backends.backend import (
+    Backward,
+    Gradients,
+    Needs,
+    Saved,
+)
 from transformer_engine.pytorch.attention.backends.dense import dense
 from transformer_engine.pytorch.attention.backends.scores import KERNEL
 from transformer_engine.pytorch.attention.core.call import Call
@@ -39,11 +44,23 @@ def forward(
     return out, saved
 
 
-def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
-    """See `backends/__init__.py`."""
-    casts, dtype = call.casts, grad.dtype
-    assert casts is not None
-    with torch.autocast(grad.device.type, enabled=False):
-        found = _backward(_cast(grad, casts.grad_out, torch.float32), saved, call, needs)
-        query, key, value = (x if x is None else _cast(x, casts.grad_qkv, dtype) for x in found[:3])
-    return Gradients(query, key, value, found.bias, found.sink)
+def cast_gradients(inner: Backward) -> Backward:
+    """The backward of FP8 attention around one that computes in fp32.
+
+    `inner` takes the gradient of the result as FP8 holds it; the gradients of query, key and value
+    that it returns are cast. Where the backward is in high precision, nothing is cast.
+    """
+
+    def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        casts, dtype = call.casts, grad.dtype
+        assert casts is not None
+        with torch.autocast(grad.device.type, enabled=False):
+            found = inner(_cast(grad, casts.grad_out, torch.float32), saved, call, needs)
+            inputs = [x if x is None else _cast(x, casts.grad_qkv, dtype) for x in found[:3]]
+        query, key, value = inputs
+        return Gradients(query, key, value, found.bias, found.sink)
+
+    return backward
+
+
+backward = cast_gradients(_backward)

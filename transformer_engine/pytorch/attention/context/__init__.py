@@ -14,6 +14,7 @@ results are merged by their log-sum-exp.
     attend.py        attention over all parts, forward and backward
     ring.py          p2p: keys and values pass round a ring
     gather.py        all_gather: every rank gathers all keys and values
+    codes.py         FP8: what ring and gather cast, and what they send then
     heads.py         a2a: every rank gets all tokens of some heads; a2a+p2p: a ring of such groups
     settings.py      the arguments of `set_context_parallel_group`
 """

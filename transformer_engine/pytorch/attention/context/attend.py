@@ -32,8 +32,8 @@ class KeyValues(NamedTuple):
     Attributes:
         step: number of the step in the forward. The backward may run the steps in another order.
         chunks: of the sequence.
-        key: in the format of the call.
-        value: in the format of the call.
+        key: in the format of the call, as parts take it.
+        value: likewise.
     """
 
     step: int
@@ -59,11 +59,11 @@ def attend(
     Args:
         rank_call: the call.
         steps: the keys and values of each step.
-        inputs: query, key and value of this rank.
+        inputs: query, key and value of this rank; FP8 codes where the call has `qkv_scales`.
         needs: which gradients a backward will be asked for.
     """
-    query, key, value = inputs
-    call, merger = rank_call.call, OutputMerger(rank_call, query)
+    call, query = rank_call.call, rank_call.values(inputs[0])
+    merger = OutputMerger(rank_call, query)
     stream = None if call.context is None else call.context.stream
     tensors: list[Any] = []
     records: list[_PartRecord] = []
@@ -83,7 +83,7 @@ def attend(
     out, log_sum_exp = merger.result(call.sink.offset)
     if not any(needs):
         return out, None
-    return out, Saved(log_sum_exp, (query, key, value, out, *call.tensors, *tensors), records)
+    return out, Saved(log_sum_exp, (*inputs, out, *call.tensors, *tensors), records)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ class Backward:
 
     def __init__(self, rank_call: RankCall, grad: torch.Tensor, saved: Saved, needs: Needs) -> None:
         self.rank_call, self.grad, self.needs = rank_call, grad, needs
-        self.query, _, _, self.out = saved.tensors[:4]
+        self.query, self.out = rank_call.values(saved.tensors[0]), saved.tensors[3]
         assert saved.log_sum_exp is not None
         self._saved_lse = saved.log_sum_exp
         self._lse = saved.log_sum_exp.masked_fill(saved.log_sum_exp == -torch.inf, torch.inf)

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.attention.context.attend import (
     attend,
     with_saved_tensors,
 )
+from transformer_engine.pytorch.attention.context.codes import with_casts
 from transformer_engine.pytorch.attention.context.lengths import UNIT
 from transformer_engine.pytorch.attention.context.merging import GradSum
 from transformer_engine.pytorch.attention.context.parts import RankCall
@@ -42,15 +43,16 @@ class _GatherCall:
 
     def all_keys(self, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         """The keys and values of all ranks: the only step."""
-        return KeyValues(0, self.key_chunks, self._gathered(key), self._gathered(value))
+        gathered = [self.rank_call.values(self._gathered(x)) for x in (key, value)]
+        return KeyValues(0, self.key_chunks, *gathered)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         return to_sequence_order(all_gather_stack(x, self.group), self.dim, self.starts)
 
-    def reduce_scatter(self, grad: GradSum, like: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, grad: GradSum) -> torch.Tensor:
         """Sum a gradient of all tokens over the ranks, in fp32; this rank's tokens of the sum."""
         stack = to_rank_order(grad.in_fp32(), self.dim, self.ranks, self.starts)
-        return reduce_scatter_stack(stack, self.group).to(like.dtype)
+        return reduce_scatter_stack(stack, self.group).to(grad.like.dtype)
 
 
 def forward(
@@ -67,7 +69,7 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     steps = Backward(gather.rank_call, grad, saved, needs)
     _, key, value, _ = saved.tensors[:4]
     grads = steps.run(gather.all_keys(key, value))
-    return steps.gradients(*[gather.reduce_scatter(x, key) for x in grads])
+    return steps.gradients(*[gather.reduce_scatter(x) for x in grads])
 
 
-BACKEND = Backend("all_gather", forward, backward, keeps_scores=True, requirements=())
+BACKEND = Backend("all_gather", *with_casts(forward, backward), keeps_scores=True, requirements=())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.attention.core.call import Call
+from transformer_engine.pytorch.parallel.meeting import ranks_of
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -24,7 +25,7 @@ class ContextGroup:
         heads: of the ranks that exchange heads for tokens; None for `p2p` and `all_gather`.
         stream: on which results are merged; None for the current stream.
         backend_for: `schemes.scheme`, which chooses the backend of a call.
-        known: structures of calls for which the ranks have agreed.
+        known: calls for which the ranks have agreed, as `schemes.scheme` tells them apart.
     """
 
     comm_type: str
@@ -81,9 +82,6 @@ def refusal(call: Call) -> Refusal | None:
     """Why context parallel ranks cannot run a call; None if they can."""
     context, shape = call.context, call.shape
     assert context is not None
-    if call.casts is not None and context.comm_type != "a2a":
-        advice = "use 'a2a', or a recipe without fp8_dpa and fp8_mha"
-        return Refusal("attention in high precision", "attention in FP8", advice)
     if call.cache:
         return Refusal("no inference_params", "a cache", "generate without a cp_group")
     if shape.qkv_format != "thd":
@@ -96,6 +94,9 @@ def refusal(call: Call) -> Refusal | None:
                 )
     if context.group is None:
         return _refusal_of_heads(call)
+    if not _scales_are_equal(call):
+        expected = "a recipe with reduce_amax and an fp8_group with all ranks of cp_group"
+        return Refusal(expected, "attention in FP8 without them", "or use 'a2a'")
     if call.bias.type == "alibi":
         return Refusal("no ALiBi", "core_attention_bias_type='alibi'", "use 'a2a'")
     if shape.rule.type.padding and (
@@ -106,6 +107,18 @@ def refusal(call: Call) -> Refusal | None:
         expected = "no arbitrary attention_mask and no core_attention_bias"
         return Refusal(expected, "one", "use 'p2p', 'all_gather' or 'a2a'")
     return _refusal_of_band(call) or _refusal_of_shapes(call)
+
+
+def _scales_are_equal(call: Call) -> bool:
+    """Whether all ranks have the scale by which they read the FP8 codes of each other."""
+    casts, context = call.casts, call.context
+    if casts is None or casts.calibrating:
+        return True
+    assert context is not None and context.group is not None
+    reduces, group = casts.reduction
+    if not reduces or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return False
+    return {*ranks_of(context.group)} <= {*ranks_of(group)}
 
 
 def _refusal_of_band(call: Call) -> Refusal | None:

@@ -162,6 +162,11 @@ class RankCall:
         has_keys = has_keys.t() if self.call.shape.qkv_format == "sbhd" else has_keys
         return queries, key_sequences, has_keys.unsqueeze(-1)
 
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Query, key or value as parts take it: `x` itself, in FP8 attention its fp32 values."""
+        casts = self.call.casts
+        return x if casts is None else casts.values(x)
+
     def narrow(self, x: torch.Tensor, range: Range) -> torch.Tensor:
         """A range of tokens; for thd all of `x`, because `Sequences` name the tokens."""
         if self.packed:

@@ -6,7 +6,8 @@ with these keys, sends keys the other way round, and ends with the rank's own ke
 
 The gradient of a block of keys is passed on behind the keys: each rank adds its share and sends the
 sum on, and the sum of the others reaches the owner of the keys during the last step. These sums are
-fp32. In a ring of two there is nothing to add on the way: gradients are sent in their own dtype.
+fp32. In a ring of two there is nothing to add on the way: gradients are sent in their own dtype,
+which is fp32 in FP8 attention.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformer_engine.pytorch.attention.context.attend import (
     attend,
     with_saved_tensors,
 )
+from transformer_engine.pytorch.attention.context.codes import with_casts
 from transformer_engine.pytorch.attention.context.lengths import UNIT
 from transformer_engine.pytorch.attention.context.merging import GradSum
 from transformer_engine.pytorch.attention.context.parts import RankCall
@@ -79,7 +81,8 @@ class _Ring:
 
     def key_values(self, step: int, key: torch.Tensor, value: torch.Tensor) -> KeyValues:
         owner = (self.rank - step) % self.ranks
-        return KeyValues(step, chunks_of_rank(owner, self.ranks, self.key_length), key, value)
+        chunks, values = chunks_of_rank(owner, self.ranks, self.key_length), self.rank_call.values
+        return KeyValues(step, chunks, values(key), values(value))
 
     def send_grads(
         self, grads: tuple[GradSum, GradSum], previous: PendingReceive | None
@@ -117,4 +120,4 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     return steps.gradients(*pending.read([own.plus for own in own_grads]))
 
 
-BACKEND = Backend("p2p", forward, backward, keeps_scores=True, requirements=())
+BACKEND = Backend("p2p", *with_casts(forward, backward), keeps_scores=True, requirements=())

@@ -27,9 +27,10 @@ def scheme(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> Backend:
     context = call.context
     assert context is not None
     structure = _structure(dtype, needs, call)
-    if structure not in context.known and not is_capturing():
+    known = (structure, None if call.casts is None else call.casts.reduction)
+    if known not in context.known and not is_capturing():
         _meet(context, structure, call)
-        context.known.add(structure)
+        context.known.add(known)
     if context.heads is not None:
         return heads.BACKEND
     return gather.BACKEND if context.comm_type == "all_gather" else ring.BACKEND
@@ -60,8 +61,14 @@ def _structure(dtype: torch.dtype, needs: tuple[bool, ...], call: Call) -> tuple
         tuple([None if x is None else x.shape[0] - 1 for x in lengths]),
         call.context.comm_type,
         needs[:3],
-        "high precision" if call.casts is None else "FP8",
+        _precision(call),
     )
+
+
+def _precision(call: Call) -> str:
+    if call.casts is None:
+        return "high precision"
+    return "calibration for FP8" if call.casts.calibrating else "FP8"
 
 
 def _meet(context: ContextGroup, structure: tuple[Any, ...], call: Call) -> None:

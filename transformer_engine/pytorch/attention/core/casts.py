@@ -88,6 +88,9 @@ class Casts(NamedTuple):
             precision.
         grad_product: of the gradient of the product query key^T.
         grad_qkv: of the gradients of query, key and value.
+        qkv_scales: fp32 `[2]` = {1/scale, scale} of query, key and value where these are FP8 codes,
+            see `with_codes`; None where they are not.
+        reduction: whether ranks reduce amaxes, and those of which group; None is all ranks.
         step: the autocast step that ends with the backward of the call, or None.
         columns: the columns of scaling state that the slots of the forward use.
     """
@@ -98,6 +101,8 @@ class Casts(NamedTuple):
     grad_out: Slot | None
     grad_product: Slot | None
     grad_qkv: Slot | None
+    qkv_scales: torch.Tensor | None = None
+    reduction: tuple[bool, Any] = (False, None)
     step: Step | None = None
     columns: Columns | None = None
 
@@ -112,6 +117,22 @@ class Casts(NamedTuple):
     def calibrating(self) -> bool:
         """Whether amaxes are recorded without casts."""
         return self.qkv.format is None
+
+    def with_codes(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Casts]:
+        """FP8 codes of query, key and value, and casts for these; amaxes are recorded.
+
+        For calibration the tensors stay as they are.
+        """
+        if self.calibrating:
+            return [self.qkv.cast(x, x.dtype) for x in tensors], self
+        pairs = [self.qkv.codes(x) for x in tensors]
+        return [codes for codes, _ in pairs], self._replace(qkv_scales=pairs[0][1])
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 values of query, key or value, as `with_codes` returns them."""
+        if self.qkv_scales is None or self.qkv.format is None:
+            return x.float()
+        return dequantize(x.contiguous(), self.qkv.format, self.qkv_scales, torch.float32)
 
     def with_copied_scales(self) -> Casts:
         """Casts with copies of the scales, for a call that will be recomputed."""
@@ -218,7 +239,8 @@ def _casts(
     qkv, softmax, out = (Slot(scale, amax, format) for scale, amax in slots)
     casts = counts and scope.enabled and environment().fp8_backward is not False
     of_backward = _backward_slots(backward, rules.backward_format(recipe), casts)
-    return Casts(qkv, softmax, out, *of_backward, columns=columns)
+    reduction = (recipe.reduce_amax, scope.group)
+    return Casts(qkv, softmax, out, *of_backward, reduction=reduction, columns=columns)
 
 
 def _backward_slots(

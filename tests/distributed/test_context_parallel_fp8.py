@@ -1,0 +1,98 @@
+"""Attention in FP8 of ranks that share sequences is what its definition says, cast by cast.
+
+The definition (`fp8_attention_definition.py`) is formulas on whole sequences, with the scales that
+the module has. Sums in another order may round a number to the next one of FP8: at most 2 % of the
+elements may differ. Without any one of its casts the definition changes 14 % and more.
+
+One process casts softmax weights of whole sequences where a ring casts those of parts, and in the
+backward it computes the mean that the softmax subtracts from exact weights, where ranks take their
+result, which is of rounded ones. What differs a little rounds to other numbers of FP8, so the two
+are compared by their distance from attention in high precision. That of ranks is the larger one by
+up to a third where weights exceed the largest of the step before, and by up to a fifth elsewhere.
+"""
+
+import pytest
+import torch
+from context_cases import Case
+from context_fp8 import STEPS, fp8_everything, fp8_outcomes
+from ranks import run_ranks
+
+TWO = [
+    case
+    for comm in ("p2p", "all_gather")
+    for case in (
+        Case(comm, "no_mask"),
+        Case(comm, "causal", "sbhd", groups=2),
+        Case(comm, "padding", "thd"),
+        Case(comm, "padding_causal", "thd", groups=2, room=True),
+        Case(comm, groups=1, dtype=torch.bfloat16),
+        Case(comm, softmax="learnable"),
+        Case(comm, checkpoint=True),
+    )
+]
+FOUR = [
+    Case("p2p", "no_mask"),
+    Case("p2p", "causal"),
+    Case("a2a+p2p", "no_mask", "sbhd", groups=2),
+    Case("a2a+p2p", "causal"),
+    Case("a2a+p2p", "padding_causal", "thd", groups=2, room=True),
+]
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(2, fp8_everything, TWO)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_ranks(4, fp8_outcomes, FOUR)
+
+
+def check(found, case):
+    for outcome in found:
+        steps = outcome[str(case)]
+        assert isinstance(steps, list), steps
+        assert len(steps) == STEPS
+        for step in steps:
+            assert step["off"] < 0.02 and step["least"] > 0.1
+            assert step["amaxes"] < 1e-5
+            for error, single in zip(step["errors"], step["single"], strict=True):
+                assert error < 1.5 * single
+            assert all(shared == single for shared, single in step["scales"])
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_ranks(two, case):
+    check(two, case)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks(four, case):
+    check(four, case)
+
+
+def test_keys_and_values_are_sent_as_codes(two):
+    codes, sums = (1024, 1024), (1024, 4096)
+    for found in two:
+        assert found["sent"]["p2p"] == [codes, codes, sums, sums]  # a ring of two keeps the keys
+        assert found["sent"]["all_gather"] == [codes] * 4
+
+
+def test_calibration_is_in_high_precision_and_leaves_amaxes(two):
+    for error, amax, largest in (x for found in two for x in found["calibrated"].values()):
+        assert error < 1e-6
+        assert amax == largest
+
+
+def test_a_recomputed_region_repeats_the_bits(two):
+    for found in two:
+        for equal in found["recomputed"].values():
+            assert len(equal) == 10 and all(equal)
+
+
+def test_ranks_with_scales_of_their_own_are_refused_in_words(two):
+    for found in two:
+        assert len(found["own_scales"]) == 2
+        for text in found["own_scales"]:
+            assert "expected a recipe with reduce_amax and an fp8_group with all ranks" in text

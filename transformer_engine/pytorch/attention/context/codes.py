@@ -1,0 +1,61 @@
+"""FP8 attention of ranks that share sequences: query, key and value are cast before they are sent.
+
+    forward     FP8 codes of query, key and value, which a scheme sends and parts take as values;
+                the merged result, cast once
+    backward    the gradient of the result, cast; gradients of query, key and value, cast once after
+                the sum over all parts and ranks, which is fp32
+
+Between the casts a scheme runs in fp32. Of all that attention in FP8 casts, see
+`backends/unfused_fp8.py`, only weights differ: the forward casts those of the softmax over the keys
+of a part, and multiplies the result of the part by its share. The backward casts those over all
+keys. It takes the sum of `d result * result`, with the merged result before its cast, for the mean
+that the derivative of the softmax subtracts; in one process that is a sum of unrounded weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine.pytorch.attention.backends.backend import (
+    Backward,
+    Forward,
+    Gradients,
+    Needs,
+    Saved,
+)
+from transformer_engine.pytorch.attention.backends.unfused_fp8 import cast_gradients
+from transformer_engine.pytorch.attention.core.call import Call
+
+
+def with_casts(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
+    """The functions of a scheme for calls in high precision and in FP8.
+
+    In FP8 `forward` takes codes of query, key and value, and returns a result in fp32; calls carry
+    the scales of these codes, see `Casts.with_codes`. By the backward the scales of the module have
+    moved on: those of the forward are saved.
+    """
+    backward_in_fp8 = cast_gradients(backward)
+
+    def cast_forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, needs: Needs
+    ) -> tuple[torch.Tensor, Saved | None]:
+        if call.casts is None:
+            return forward(query, key, value, call, needs)
+        dtype = query.dtype
+        (query, key, value), casts = call.casts.with_codes((query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
+            out, saved = forward(query, key, value, call._replace(casts=casts), needs)
+        out = casts.out.cast(out, dtype)
+        if saved is None:
+            return out, None
+        return out, saved.wrap((casts.qkv_scales, casts.softmax.scale.clone()))
+
+    def cast_backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Gradients:
+        if call.casts is None:
+            return backward(grad, saved, call, needs)
+        inner, (qkv_scales, softmax_scale), _ = saved.unwrap()
+        softmax = call.casts.softmax._replace(scale=softmax_scale, amax=None)
+        casts = call.casts._replace(qkv_scales=qkv_scales, softmax=softmax)
+        return backward_in_fp8(grad, inner, call._replace(casts=casts), needs)
+
+    return cast_forward, cast_backward
