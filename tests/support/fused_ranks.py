@@ -1,5 +1,6 @@
 """What ranks of distributed/test_fused_layers_on_ranks run: layers as one node, and by parts."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,14 @@ def _one_way(kind: str, recipe: str, sequence: bool, call: str, option: str) -> 
     return [*found, *sums], counts, y
 
 
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None, kind: str) -> bool:
+    if a is None or b is None:
+        return a is b
+    if kind == "sink" and a.is_cuda and a.dim() == 1:  # cuDNN sums up that of a sink in no order
+        return torch.allclose(a, b, rtol=1e-2)
+    return torch.equal(a, b)
+
+
 def _both_ways(*case: Any) -> str:
     """What differs between the two ways; empty where that is nothing."""
     fused, counts, y = _one_way(*case)
@@ -92,12 +101,13 @@ def _both_ways(*case: Any) -> str:
     assert not is_fused(y), "one node for each part"
     assert counts == expected
     pairs = zip(fused, parts, strict=True)
-    unequal = [i for i, (a, b) in enumerate(pairs) if a is not b and not torch.equal(a, b)]
+    unequal = [i for i, (a, b) in enumerate(pairs) if not _equal(a, b, case[0])]
     return f"results {unequal} differ" if unequal else ""
 
 
 def both_ways(rank: int) -> dict[Any, str]:
     """For each case what is wrong with it."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # sums of gradients have one order
     te.initialize_ub([TOKENS * 2, 64], dist.get_world_size())
     found = {case: attempt(_both_ways, *case) for case in cases()}
     te.destroy_ub()

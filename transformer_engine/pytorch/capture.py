@@ -1,4 +1,7 @@
-"""Whether a CUDA graph is being captured, and functions that remember what they found outside."""
+"""Whether the host decides how long a call takes, or a CUDA graph is being captured.
+
+Also functions that remember what they found outside of captures.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+HOST_BOUND_BYTES = 16 * 1024 * 1024  # of the first input: up to it the host takes longer
 _MOST_RESULTS = 4096
 
 
 def is_capturing() -> bool:
     """Whether the current stream of the current device is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_host_bound(first: torch.Tensor) -> bool:
+    """Whether the host decides the time of a call with this first input."""
+    return first.numel() * first.itemsize <= HOST_BOUND_BYTES  # strides may be symbols
 
 
 def memoize(function: Callable[P, R]) -> Callable[P, R]:

@@ -268,7 +268,7 @@ def test_calls_that_need_much_memory_run_by_stages(monkeypatch):
 
 
 def test_large_inputs_run_by_stages(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.chain.segments.HOST_BOUND_BYTES", 2048)
+    monkeypatch.setattr("transformer_engine.pytorch.capture.HOST_BOUND_BYTES", 2048)
     module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
     found = []
     for rows in (32, 33):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES, Chain, ChainBuilder
 from transformer_engine.pytorch.chain.gemm import CountingApart
@@ -191,7 +192,7 @@ class ChainOperator:
         assert first is not None
         if self.recomputed or any(isinstance(n, torch.SymInt) for n in self.sizes(inputs)):
             return True
-        return not (segments.is_host_bound(first) and first.numel())
+        return not (is_host_bound(first) and first.numel())
 
     def forward(self, inputs: Tensors, state: Sequence[torch.Tensor]) -> list[Any]:
         """Run a forward; the new tensors among its results and what backward reads."""

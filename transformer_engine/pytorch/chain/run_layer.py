@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _torch_private
+from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.compiled_layer import call_operator
 from transformer_engine.pytorch.chain.flow import EAGER, FlowModule
 from transformer_engine.pytorch.chain.fused_layer import FusedLayer
-from transformer_engine.pytorch.chain.segments import is_host_bound
 from transformer_engine.pytorch.dtypes import autocast_dtype
 from transformer_engine.pytorch.fp8.autocast_stack import autocast_stack
 from transformer_engine.pytorch.fp8.exporting import exporting

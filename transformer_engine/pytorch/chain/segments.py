@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.agreement import check_agreement
 from transformer_engine.pytorch.chain.chain import Targets
 from transformer_engine.pytorch.chain.overlap import overlapped_backward
@@ -29,15 +30,7 @@ from transformer_engine.pytorch.chain.stage_by_stage import (
 )
 from transformer_engine.pytorch.parallel.collectives import waited
 
-# Up to this size of the input the host takes longer than the GPU, and calls are recorded. Larger
-# calls run stage by stage, which takes less memory: each stage frees its own when it ends.
-HOST_BOUND_BYTES = 16 * 1024 * 1024
 _MOST_SHAPES = 32  # recorded for one plan
-
-
-def is_host_bound(first: torch.Tensor) -> bool:
-    """Whether the host decides the time of a call with this first input."""
-    return first.numel() * first.itemsize <= HOST_BOUND_BYTES  # strides may be symbols
 
 
 def forward(
@@ -183,7 +176,8 @@ def _record_of(
 def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     """The segments of calls with such inputs; none if the chain runs stage by stage.
 
-    Calls with inputs above `HOST_BOUND_BYTES` are not recorded. A collective is a segment by itself
+    Calls that are not host-bound are not recorded: they run stage by stage, which takes less
+    memory, because each stage frees its own when it ends. A collective is a segment by itself
     in any case.
     """
     recordings = plan.recordings

@@ -1,7 +1,9 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
 In eager mode they are calls of torch.distributed, or copies through peer memory, part by part. In
-compiled code they are torch's functional collectives.
+compiled code they are torch's functional collectives. A call whose time the host decides runs on
+the caller's stream: a stream of its own costs the host a fifth more, and there is nothing to run
+beside it. While a CUDA graph is captured all have streams of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
+from transformer_engine.pytorch.capture import is_capturing, is_host_bound
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
 # torch 2.13 has other names for these, and warns of the old ones at each call.
@@ -209,6 +212,11 @@ def waited(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
+def _runs_beside(x: torch.Tensor) -> bool:
+    """Whether a collective that moves `x` to each other rank runs beside the caller's stream."""
+    return not is_host_bound(x) or is_capturing()
+
+
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     """The sum (or maximum) over the ranks, in the memory of `x`; in compiled code a fresh tensor.
 
@@ -220,7 +228,7 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_reduce(x, op, group)))
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    return Pending(x, dist.all_reduce(x, kind, group, async_op=True))
+    return Pending(x, dist.all_reduce(x, kind, group, async_op=_runs_beside(x)))
 
 
 def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
@@ -237,7 +245,7 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
     if memory is not None:
         return _PeerAllGather(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    work = gather_into(result, x, group=group, async_op=True)
+    work = gather_into(result, x, group=group, async_op=_runs_beside(x))
     return Pending(result, work, held=x)
 
 
@@ -263,7 +271,7 @@ def reduce_scatter(
         return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    work = scatter_into(result, whole, group=group, async_op=True)
+    work = scatter_into(result, whole, group=group, async_op=_runs_beside(result))
     summed = Pending(result, work, held=whole)
     return summed if add is _plus else summed.then(lambda total: add(total, None))
 
