@@ -39,9 +39,9 @@ FOUR = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(2, fp8_everything, TWO)
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+def two(request):
+    return run_ranks(2, fp8_everything, TWO, backend=request.param)
 
 
 @pytest.fixture(scope="module")
