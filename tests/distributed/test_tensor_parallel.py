@@ -29,12 +29,11 @@ def test_ranks_agree_with_one_process(name, differences) -> None:
 IN_PARTS = ("row", "mlp swiglu", "attention", "layer", "layer, parallel blocks")
 
 
-@pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_parts_agree_with_one_process(world, large) -> None:
+def test_parts_agree_with_one_process(world) -> None:
     ranks, backend = world
     shared = [case for case in cases(ranks) if case[0] in IN_PARTS and case[1]]
-    for found, parts in run_ranks(ranks, matrix_in_parts, shared, large, backend=backend):
+    for found, parts in run_ranks(ranks, matrix_in_parts, shared, backend=backend):
         assert parts > 50 or backend == "nccl"
         for case, tensors in found.items():
             for tensor, apart in tensors.items():

@@ -65,13 +65,10 @@ class Transfer:
 
 
 @contextmanager
-def in_parts(large: bool = True) -> Iterator[PeerMessages]:
+def in_parts() -> Iterator[PeerMessages]:
     """Inside, layers that ask for overlap pass tensors part by part, however small they are.
 
-    On GPUs parts go through peer memory.
-
-    Args:
-        large: calls are as those with large inputs are, see `as_large_inputs`.
+    Calls are as those with large inputs are. On GPUs parts go through peer memory.
     """
     messages = PeerMessages(dist.group.WORLD)
     patch = pytest.MonkeyPatch()
@@ -81,7 +78,7 @@ def in_parts(large: bool = True) -> Iterator[PeerMessages]:
     patch.setattr(tensor_parallel_ranks, "pair", _asking(tensor_parallel_ranks.pair))
     te.initialize_ub([1024, 1024], dist.get_world_size())
     try:
-        with as_large_inputs(large):
+        with as_large_inputs():
             yield messages
         dist.barrier()  # nobody leaves while another still receives
     finally:
@@ -89,9 +86,9 @@ def in_parts(large: bool = True) -> Iterator[PeerMessages]:
         patch.undo()
 
 
-def matrix_in_parts(rank: int, cases: Any, large: bool) -> Any:
+def matrix_in_parts(rank: int, cases: Any) -> Any:
     """`tensor_parallel_ranks.matrix` in parts, and how many parts came."""
-    with in_parts(large) as messages:
+    with in_parts() as messages:
         return tensor_parallel_ranks.matrix(rank, cases), messages.received
 
 

@@ -267,8 +267,9 @@ def report_of_what_was_sent(rank: int) -> None:
     sizes = {}
     for precision in ("bf16", "delayed"):
         te.parallel_report(reset=True)
-        _step(_layer(name="layer"), _input(), precision)
-        report = te.parallel_report()
+        with as_large_inputs():
+            _step(_layer(name="layer"), _input(), precision)
+        report = te.parallel_report(reset=True)
         found = {(s.collective, s.direction): n for s, (n, _) in report.counts.items()}
         assert found[("reduce-scatter", "forward")] == 1, found  # of each layer
         per_layer = {sent.layer for sent in report.counts}
@@ -281,6 +282,9 @@ def report_of_what_was_sent(rank: int) -> None:
     assert fp8.bytes("fp8") == gathers * shard // 2
     assert fp8.bytes("bfloat16") == 8 * shard  # four times the tokens of two ranks, scattered
     assert "under a GEMM" in str(fp8), str(fp8)
+    _step(_layer(name="layer"), _input(), "delayed")
+    small = te.parallel_report()
+    assert small.bytes() == fp8.bytes() and "under a GEMM" not in str(small), str(small)
 
 
 OPTIONS = (

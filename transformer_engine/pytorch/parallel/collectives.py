@@ -1,9 +1,9 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
 In eager mode they are calls of torch.distributed, or copies through peer memory, part by part. In
-compiled code they are torch's functional collectives. A call whose time the host decides runs on
-the caller's stream: a stream of its own costs the host a fifth more, and there is nothing to run
-beside it. While a CUDA graph is captured all have streams of their own.
+compiled code they are torch's functional collectives. Where the host decides how long a layer takes
+they run on the caller's stream: another stream and parts cost the host more, and there is nothing
+to run beside them. While a CUDA graph is captured all have other streams.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
-from transformer_engine.pytorch.capture import is_capturing, is_host_bound
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
 # torch 2.13 has other names for these, and warns of the old ones at each call.
@@ -212,9 +212,13 @@ def waited(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
-def _runs_beside(x: torch.Tensor) -> bool:
-    """Whether a collective that moves `x` to each other rank runs beside the caller's stream."""
-    return not is_host_bound(x) or is_capturing()
+def runs_beside(x: torch.Tensor | LazyProduct, ranks: int = 1) -> bool:
+    """Whether a collective that moves `x`, or one of `ranks` parts, runs on a stream of its own.
+
+    FP8 codes count as the 16-bit values that the layer has.
+    """
+    size = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // ranks
+    return size > capture.HOST_BOUND_BYTES or capture.is_capturing()
 
 
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
@@ -228,7 +232,7 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_reduce(x, op, group)))
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    return Pending(x, dist.all_reduce(x, kind, group, async_op=_runs_beside(x)))
+    return Pending(x, dist.all_reduce(x, kind, group, async_op=runs_beside(x)))
 
 
 def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
@@ -242,10 +246,11 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
     memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
-    if memory is not None:
+    beside = runs_beside(x)
+    if memory is not None and beside:
         return _PeerAllGather(x, memory)
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    work = gather_into(result, x, group=group, async_op=_runs_beside(x))
+    work = gather_into(result, x, group=group, async_op=beside)
     return Pending(result, work, held=x)
 
 
@@ -267,11 +272,12 @@ def reduce_scatter(
         return Pending(add(functional.wait_tensor(summed), None))
     ranks = dist.get_world_size(group)
     memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
-    if memory is not None:
+    beside = runs_beside(x, ranks)
+    if memory is not None and beside:
         return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    work = scatter_into(result, whole, group=group, async_op=_runs_beside(result))
+    work = scatter_into(result, whole, group=group, async_op=beside)
     summed = Pending(result, work, held=whole)
     return summed if add is _plus else summed.then(lambda total: add(total, None))
 

@@ -204,7 +204,6 @@ class ShardableTensor(QuantizedTensor):
         return self.assembled(metadata, parts, facts), ()
 
 
-# `fully_shard` asks Python for the hook's signature in every gather, which is quick to read and slow
-# to find.
+# `fully_shard` asks for the signature of this hook in every gather: Python need not find it again.
 _HOOK: Any = ShardableTensor.fsdp_pre_all_gather
 _HOOK.__signature__ = inspect.signature(_HOOK)
