@@ -1,9 +1,9 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
 In eager mode they are calls of torch.distributed, or copies through peer memory, part by part. In
-compiled code they are torch's functional collectives. Where the host decides how long a layer takes
-they run on the caller's stream: another stream and parts cost the host more, and there is nothing
-to run beside them. While a CUDA graph is captured all have other streams.
+compiled code they are torch's functional collectives. Small ones run on the caller's stream: the
+host decides how long they take, and another stream or parts cost it more than is gained by what
+runs beside them. While a CUDA graph is captured all have other streams.
 """
 
 from __future__ import annotations
@@ -212,13 +212,16 @@ def waited(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
-def runs_beside(x: torch.Tensor | LazyProduct, ranks: int = 1) -> bool:
-    """Whether a collective that moves `x`, or one of `ranks` parts, runs on a stream of its own.
+def runs_beside(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
+    """Whether a collective runs on a stream of its own.
 
-    FP8 codes count as the 16-bit values that the layer has.
+    Args:
+        x: what a rank has. FP8 codes count as the 16-bit values that the layer has.
+        ranks: that take part.
+        whole: `x` has what all ranks get; else it is one rank's part of that.
     """
-    size = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // ranks
-    return size > capture.HOST_BOUND_BYTES or capture.is_capturing()
+    part = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // (ranks if whole else 1)
+    return part * (ranks - 1) > capture.HOST_BOUND_BYTES or capture.is_capturing()
 
 
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
@@ -232,24 +235,29 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_reduce(x, op, group)))
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    return Pending(x, dist.all_reduce(x, kind, group, async_op=runs_beside(x)))
+    beside = runs_beside(x, dist.get_world_size(group), whole=True)
+    return Pending(x, dist.all_reduce(x, kind, group, async_op=beside))
 
 
-def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
+def all_gather(
+    x: torch.Tensor, group: Any, in_parts: bool = False, codes: torch.Tensor | None = None
+) -> Pending:
     """Concatenate the tensors `[rows, ...]` of all ranks to `[ranks * rows, ...]`.
 
     Args:
         x: contiguous, of equal shape on all ranks.
         group: process group.
         in_parts: use peer memory if there is any, so that the result has `parts`.
+        codes: of which `x` are the scales; they are gathered on the same stream. Or None.
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
+    ranks = dist.get_world_size(group)
     memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
-    beside = runs_beside(x)
+    beside = runs_beside(x if codes is None else codes, ranks, whole=False)
     if memory is not None and beside:
         return _PeerAllGather(x, memory)
-    result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    result = x.new_empty((x.shape[0] * ranks, *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=beside)
     return Pending(result, work, held=x)
 
@@ -272,7 +280,7 @@ def reduce_scatter(
         return Pending(add(functional.wait_tensor(summed), None))
     ranks = dist.get_world_size(group)
     memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
-    beside = runs_beside(x, ranks)
+    beside = runs_beside(x, ranks, whole=True)
     if memory is not None and beside:
         return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)

@@ -87,8 +87,8 @@ class Collective(Stage):
     def _count(
         self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
     ) -> None:
-        parts = self.ranks.size if collective == "reduce-scatter" else 1
-        overlapped = overlapped and runs_beside(x, parts)
+        whole = collective != "all-gather"
+        overlapped = overlapped and runs_beside(x, self.ranks.size, whole)
         kind = "fp8" if x.dtype is torch.uint8 else str(x.dtype).removeprefix("torch.")
         direction = "backward" if backward else "forward"
         count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)

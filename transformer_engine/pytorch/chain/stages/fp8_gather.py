@@ -49,7 +49,7 @@ def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:
     """
     codes = all_gather(matrix.codes, group)
     # These scales are stored block by block along the rows, so ranks follow one another in memory.
-    scales = all_gather(matrix.scales, group)
+    scales = all_gather(matrix.scales, group, codes=matrix.codes)
 
     def finish(rows: torch.Tensor) -> Fp8Matrix:
         whole = _side_by_side(rows, matrix.codes.shape[0])
@@ -62,7 +62,7 @@ def _gather_scales(matrix: Fp8Matrix, group: Any) -> Pending:
     layout: ScaleLayout = matrix.layout
     if not layout.in_blocks:
         return Pending(matrix.scales)
-    scales = all_gather(matrix.scales, group)
+    scales = all_gather(matrix.scales, group, codes=matrix.codes)
     if not layout.columns_first:
         return scales
     return scales.then(lambda all_of_them: _side_by_side(all_of_them, matrix.scales.shape[0]))
