@@ -90,7 +90,7 @@ class _Listing(ListingFlow):
 
 
 def _with_tokens(x: torch.Tensor, ratio: Fraction | int) -> torch.Tensor:
-    """A tensor like `x`, without memory of its own, with this multiple of its tokens."""
+    """A tensor of one element in memory, like `x`, with this multiple of its tokens."""
     if ratio == 1:
         return x
     return x.new_empty_strided((int(x.shape[0] * ratio), *x.shape[1:]), (0,) * x.dim())
