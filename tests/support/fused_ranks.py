@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attempts import attempt
-from fused_layers import KINDS, is_fused, make_of, results
+from fused_layers import KINDS, is_fused, make_of, moved, results
 from precisions import RECIPES
 from rank_device import here
 
@@ -59,10 +59,6 @@ def _batch(sequence: bool, tokens: int, device: Any, seed: int) -> torch.Tensor:
     return x.requires_grad_()
 
 
-def _moved(call: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.to(here()) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-
-
 def _one_way(kind: str, recipe: str, sequence: bool, call: str, option: str) -> Any:
     more = {"tp_group": dist.group.WORLD, "set_parallel_mode": True, **OPTIONS.get(option, {})}
     more |= {"sequence_parallel": sequence}
@@ -71,7 +67,7 @@ def _one_way(kind: str, recipe: str, sequence: bool, call: str, option: str) -> 
     if option == "sums":
         for parameter in layer.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
-    keywords = _moved(CALLS.get(call, {}))
+    keywords = moved(CALLS.get(call, {}), here())
     if "decoder" in kind:
         keywords["encoder_output"] = _batch(sequence, 3 * TOKENS, here(), 5).detach()
     make = partial(_batch, sequence, TOKENS)
