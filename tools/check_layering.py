@@ -61,8 +61,9 @@ def _check_kernels(text: str) -> Iterator[tuple[int, str]]:
     """Kernels start and begin as csrc/cuda/device/dependent_launch.cuh says, or memory races."""
     if (chevrons := text.find("<<<")) >= 0:
         yield text.count("\n", 0, chevrons) + 1, "launches by <<<; use launch_dependent"
-    kernels, follow = text.count("__global__"), text.count("follow_previous_kernel();")
-    if kernels != follow:
+    kernels = text.count("__global__")
+    follow = len(re.findall(r"\b(?:follow|await)_previous_kernel\(\);", text))
+    if kernels and kernels != follow:
         yield 1, f"has {kernels} kernels and {follow} calls of follow_previous_kernel: one in each"
 
 

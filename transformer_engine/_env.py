@@ -69,6 +69,7 @@ _READ = (
     *_ATTENTION,
     *_DEVICE,
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "TE_ONE_SHOT_COLLECTIVES",
     "TE_CUBLASLT_PATH",
     "TE_CUDNN_PATH",
     "TE_NCCL_PATH",
@@ -141,6 +142,11 @@ def device_variables() -> DeviceVariables:
 def block_scaling_fp32_scales() -> bool:
     """NVTE_FP8_BLOCK_SCALING_FP32_SCALES: whether scales of blocks may be any fp32 numbers."""
     return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0").strip() == "1"
+
+
+def one_shot_collectives() -> bool:
+    """TE_ONE_SHOT_COLLECTIVES, default 1: 0 on all ranks leaves all tensors to torch."""
+    return os.environ.get("TE_ONE_SHOT_COLLECTIVES", "1").strip() != "0"
 
 
 def library_path(name: str) -> str:

@@ -175,6 +175,7 @@ void bind_recording(py::module_& m) {
            arg("inputs"), arg("allocations"), arg("allocators"), arg("persistent"))
       .def("place", &Recording::place, arg("recorder"), arg("addresses"))
       .def("run", &Recording::run, arg("inputs"));
+  m.def("is_recording", [] { return Recorder::active() != nullptr; });
   m.def(
       "set_gemm_definition", [](const py::object& definition) { gemm_definition() = definition; },
       arg("definition"));

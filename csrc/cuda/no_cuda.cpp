@@ -16,6 +16,7 @@
 #include "ops/merge_attention.h"
 #include "ops/moments.h"
 #include "ops/norm.h"
+#include "ops/one_shot.h"
 #include "ops/peer_memory.h"
 #include "ops/quantize.h"
 #include "ops/quantize_blocks.h"
@@ -90,6 +91,7 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs&, Stream) {
 }
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
+void one_shot(const OneShotPiece&, Device, int64_t&, Stream) { absent("one_shot"); }
 void peer_send(const PeerSendArgs&, int64_t, int64_t, Stream) { absent("peer_send"); }
 void peer_receive(Device, void*, Stream) { absent("peer_receive"); }
 void peer_release(Device, void*, Stream) { absent("peer_release"); }

@@ -5,6 +5,7 @@ A scenario returns what it found wrong, or nothing.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from tensor_parallel_ranks import CPU, column_and_row, difference, raised, scope
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import gemm
-from transformer_engine.pytorch.parallel import collectives
+from transformer_engine.pytorch.parallel import collectives, one_shot
+from transformer_engine.pytorch.parallel.one_shot import one_shot_of
 
 
 def groups_that_do_not_fit(rank: int) -> None:
@@ -177,7 +179,7 @@ def bytes_that_move(rank: int) -> None:
     for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
         column, row = column_and_row()
         x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
-        with _logged() as events, scope(precision):
+        with as_large_inputs(), _logged() as events, scope(precision):
             y = row(column(x))
             y.sum().backward()
         gathers = [event for event in events if event.startswith("gather")]
@@ -200,25 +202,47 @@ def weight_gradients_under_collectives(rank: int) -> None:
         assert kinds == ["gather_into", "dgrad", "scatter_into", "wgrad"], kinds
 
 
+_PRECISIONS = ("bf16", "delayed", "current", "block")
+
+
+def _trained(precision: str, sequence: bool, steps: int) -> tuple[Any, list[torch.Tensor]]:
+    """The plan of a LayerNormMLP after some steps, and the last output and gradients."""
+    torch.manual_seed(5)
+    layer = te.LayerNormMLP(
+        64,
+        128,
+        set_parallel_mode=True,
+        sequence_parallel=sequence,
+        tp_group=dist.group.WORLD,
+        name="mlp",
+        params_dtype=torch.bfloat16,
+        **CPU,
+    )
+    x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+    for _ in range(steps):
+        layer.zero_grad()
+        with scope(precision):
+            y = layer(x)
+        y.sum().backward()
+    (plan,) = [plan for plan in layer._plans.values() if plan.recordings]
+    return plan, [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+@contextmanager
+def _without_one_shot() -> Iterator[None]:
+    """Inside, no collective of the group is a one-shot collective."""
+    found = one_shot_of(dist.group.WORLD, torch.device("cpu"))
+    assert found is not None
+    one_shot._known[dist.group.WORLD] = None
+    yield
+    one_shot._known[dist.group.WORLD] = found
+
+
 def recordings_around_collectives(rank: int) -> None:
-    """All but the collectives runs from recordings, forward and backward."""
-    for precision in ("bf16", "delayed", "current", "block"):
-        for sequence in (False, True):
-            layer = te.LayerNormMLP(
-                64,
-                128,
-                set_parallel_mode=True,
-                sequence_parallel=sequence,
-                tp_group=dist.group.WORLD,
-                params_dtype=torch.bfloat16,
-                **CPU,
-            )
-            x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
-            for _ in range(2):
-                with scope(precision):
-                    y = layer(x)
-                y.sum().backward()
-            (plan,) = [plan for plan in layer._plans.values() if plan.recordings]
+    """Without one-shot collectives all but the collectives runs from recordings."""
+    with _without_one_shot():
+        for precision, sequence in product(_PRECISIONS, (False, True)):
+            plan, _ = _trained(precision, sequence, steps=2)
             (found,) = plan.recordings.values()
             stages = [plan.chain.steps[s.start].stage.label for s in found]
             label = ("gather", "reduce_scatter") if sequence else ("replicated", "reduce")
@@ -228,6 +252,26 @@ def recordings_around_collectives(rank: int) -> None:
                 ways = list(segment.backwards.values())
                 assert len(ways) == (2 if segment.overlaps else 1)
                 assert not [way for way in ways if isinstance(way, str)], (precision, ways)
+
+
+def recordings_with_collectives(rank: int) -> None:
+    """One-shot collectives are recorded with all else: equal bits, and an equal report."""
+    for precision, sequence in product(_PRECISIONS, (False, True)):
+        te.parallel_report(reset=True)
+        plan, results = _trained(precision, sequence, steps=3)
+        (found,) = plan.recordings.values()
+        if precision == "block" and sequence:  # torch puts scales in their places
+            assert len(found) == 4 and not plan.joins
+        else:
+            (segment,) = found
+            (way,) = segment.backwards.values()
+            assert segment.joined and segment.recorded and not isinstance(way, str), precision
+        report = te.parallel_report(reset=True)
+        with _without_one_shot():
+            expected = _trained(precision, sequence, steps=3)[1]
+        same = [torch.equal(a, b) for a, b in zip(results, expected, strict=True)]
+        assert all(same), (precision, sequence, same)
+        assert report.counts == te.parallel_report().counts, (precision, sequence)
 
 
 def recipes_that_share_no_amaxes(rank: int) -> None:
@@ -256,6 +300,7 @@ SCENARIOS = {
         bytes_that_move,
         weight_gradients_under_collectives,
         recordings_around_collectives,
+        recordings_with_collectives,
         recipes_that_share_no_amaxes,
         overlap_on_request,
         *OPTIONS,

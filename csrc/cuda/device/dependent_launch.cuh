@@ -2,9 +2,9 @@
 // while that one drains, instead of after it.
 //
 // Every kernel is started by launch_dependent, or with LaunchAttributes, and all of its threads
-// call follow_previous_kernel before they read or write anything. As none ends before the one
-// before it has, whoever comes later, of ours or not, finds all memory written. Devices that have
-// no such launch bring a kernel up when the one before it has ended.
+// call follow_previous_kernel (or await_previous_kernel) before they read or write anything. As
+// none ends before the one before it has, whoever comes later, of ours or not, finds all memory
+// written. Devices that have no such launch bring a kernel up when the one before it has ended.
 #pragma once
 
 #include "cuda/device/architecture.cuh"
@@ -12,13 +12,21 @@
 
 namespace te::cuda {
 
-// Returns when the kernel before this one has ended and all it wrote can be seen. Once every block
-// is here, blocks of the next kernel may fill free places; they wait in turn.
+// Once every block is here, blocks of the next kernel may fill free places, where they wait.
+__device__ __forceinline__ void admit_next_kernel() {
+  if constexpr (kHasClusters) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Returns when the kernel before this one has ended and all it wrote can be seen.
+__device__ __forceinline__ void await_previous_kernel() {
+  if constexpr (kHasClusters) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Both, as early as possible. Kernels that wait for another GPU admit others later: those would
+// take the places of a kernel that this GPU must run before the other one goes on.
 __device__ __forceinline__ void follow_previous_kernel() {
-  if constexpr (kHasClusters) {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-  }
+  admit_next_kernel();
+  await_previous_kernel();
 }
 
 // The attributes of a launch, as far as the device has them. They lie in this object, which must

@@ -47,6 +47,10 @@ __device__ __forceinline__ Octet<T> rounded_octet(const float (&values)[8]) {
 template <size_t kBytes>
 struct Access;
 template <>
+struct Access<1> {
+  using type = unsigned char;
+};
+template <>
 struct Access<2> {
   using type = unsigned short;
 };
@@ -99,6 +103,7 @@ __device__ __forceinline__ void store_global(unsigned* to, unsigned bits) { *to 
 __device__ __forceinline__ void store_global(unsigned short* to, unsigned short bits) {
   *to = bits;
 }
+__device__ __forceinline__ void store_global(unsigned char* to, unsigned char bits) { *to = bits; }
 
 template <class T, int N>
 __device__ __forceinline__ void store_pack_global(T* to, const Pack<T, N>& pack) {

@@ -87,13 +87,13 @@ def test_rotation(device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["encoder", "RMSNorm, swiglu"])
 def test_layers_that_are_alike_share_an_operator(device: str, kind: str) -> None:
-    model = nn.Sequential(*(make_of(kind, device) for _ in range(3)))
+    model = nn.Sequential(*(make_of(kind, device) for _ in range(2)))
     known = len(_OPERATORS)
     compare(model, "current", device)
     first = len(_OPERATORS) - known
-    model = nn.Sequential(*(make_of(kind, device) for _ in range(5)))
+    model = nn.Sequential(*(make_of(kind, device) for _ in range(3)))
     torch._dynamo.reset()
-    assert compare(model, "current", device).chains == 5
+    assert compare(model, "current", device).chains == 3
     assert len(_OPERATORS) - known == first
 
 

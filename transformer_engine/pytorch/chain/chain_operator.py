@@ -17,7 +17,6 @@ import torch
 from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.chain import TEMPLATES, Chain, ChainBuilder
-from transformer_engine.pytorch.chain.gemm import CountingApart
 from transformer_engine.pytorch.chain.node import call_chain
 from transformer_engine.pytorch.chain.operator_memory import Places, places_of, reading_of
 from transformer_engine.pytorch.chain.plan import CallPlan, joined_plan
@@ -204,7 +203,7 @@ class ChainOperator:
         trace = self._traces.get(sizes)
         shapes = self._shapes(inputs) if trace is None else trace.shapes
         plan = self._planned(shapes, state)
-        with CountingApart():
+        with process_state().gemms.apart():
             results, saved, of_segments = segments.forward(plan, tuple(inputs), state)
             if trace is not None and trace.by_stages != _by_stages(of_segments):
                 # recorded before, but these addresses or strides do not suit the recording
@@ -220,7 +219,7 @@ class ChainOperator:
         """`forward` of fake tensors."""
         chain = self.chain
         values = [*inputs, *chain.results]
-        with CountingApart():
+        with process_state().gemms.apart():
             plan = self.bound(self._shapes(inputs), state)
             of_all, saved = traced(None, run_forward(plan, values, 0, len(chain.steps)))
         results = [values[v] for v in chain.outputs]
@@ -254,7 +253,7 @@ class ChainOperator:
         ]
         tensors = [None if one is None else one.of(saved) for one in trace.places.sources]
         plan = (self._planned if launch else self.bound)(trace.shapes, state)
-        with CountingApart():
+        with process_state().gemms.apart():
             found = segments.backward(plan, grads, tensors, trace.of_segments, {}, state)
         known = {id(grad) for grad in grads}
         needed: list[Any] = []

@@ -7,41 +7,20 @@ error that names the layer and the GEMM. Every call is counted for `gemm_report`
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Side
-from transformer_engine.pytorch.fp8.process_state import GemmGroup, process_state
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels import gemm as kernel
 
 _NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class _Counters(threading.local):
-    own: dict[tuple[str, str, str], int] | None = None  # of `CountingApart`; None outside of it
-
-
-_counters = _Counters()
 _TRACED = "of a compiled graph"  # instead of a layer's name
-
-
-class CountingApart:
-    """Count the GEMMs of this thread in the dict that it yields, and nowhere else.
-
-    A class, because every operator of compiled code enters one: a generator takes 1 us longer.
-    """
-
-    def __enter__(self) -> dict[tuple[str, str, str], int]:
-        counts: dict[tuple[str, str, str], int] = {}
-        self._outer, _counters.own = _counters.own, counts
-        return counts
-
-    def __exit__(self, *_: object) -> None:
-        _counters.own = self._outer
 
 
 def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
@@ -62,18 +41,9 @@ def _count(layer: str, gemm: str, a: Side | None, b: Side | None) -> bool:
             f"{_describe(a)} and {_describe(b)} (layer {layer})"
         )
     if not torch.compiler.is_compiling():
-        counts = process_state().gemm_counts if _counters.own is None else _counters.own
         key = (layer, gemm, "fp8" if fp8 else _KINDS[a.dtype])  # type: ignore[union-attr]
-        counts[key] = counts.get(key, 0) + 1
+        process_state().gemms.add(key)
     return fp8
-
-
-def count_group(group: GemmGroup) -> None:
-    """Count the GEMMs of a recording, unless this thread is inside `CountingApart`."""
-    if _counters.own is not None:
-        return
-    groups = process_state().gemm_groups
-    groups[group] = groups.get(group, 0) + 1
 
 
 def _unpack(side: Side | None) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -309,11 +279,4 @@ def gemm_report(reset: bool = False) -> GemmReport:
     >>> gemm_report().total("fp8") >= 0
     True
     """
-    counts = dict(process_state().gemm_counts)
-    for group, times in process_state().gemm_groups.items():
-        for key, number in group:
-            counts[key] = counts.get(key, 0) + number * times
-    if reset:
-        process_state().gemm_counts.clear()
-        process_state().gemm_groups.clear()
-    return GemmReport(counts)
+    return GemmReport(process_state().gemms.totals(reset))

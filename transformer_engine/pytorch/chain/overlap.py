@@ -13,7 +13,6 @@ import torch
 
 from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import Targets
-from transformer_engine.pytorch.chain.gemm import count_group
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
 from transformer_engine.pytorch.chain.segment import Segment, reader_of
@@ -68,7 +67,7 @@ class RecordedParamGradTask(ParamGradTask):
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
-                count_group(recorded.gemms)
+                recorded.count_call()
                 grads: Sequence[Any] = results_of(memory)
                 return grads
         return self._by_stage(like, self._saved(self.buffers, self.target))

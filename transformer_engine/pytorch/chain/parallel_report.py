@@ -33,9 +33,7 @@ class Sent(NamedTuple):
 def count_sent(sent: Sent, x: torch.Tensor) -> None:
     """Count a collective to which this rank brings `x`. Compiled code counts nothing."""
     if not torch.compiler.is_compiling():
-        counts = process_state().sent
-        calls, size = counts.get(sent, (0, 0))
-        counts[sent] = (calls + 1, size + x.nbytes)
+        process_state().sent.add((sent, x.nbytes))
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,9 @@ def parallel_report(reset: bool = False) -> ParallelReport:
     >>> te.parallel_report().bytes() >= 0
     True
     """
-    counts = dict(process_state().sent)
-    if reset:
-        process_state().sent.clear()
+    counts: dict[Sent, tuple[int, int]] = {}
+    for (sent, size), times in process_state().sent.totals(reset).items():
+        calls, bytes_so_far = counts.get(sent, (0, 0))
+        counts[sent] = (calls + times, bytes_so_far + size * times)
     buffers: UserBuffers | None = process_state().user_buffers
     return ParallelReport(counts, {} if buffers is None else dict(buffers.layers))

@@ -26,8 +26,8 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import TorchDispatchMode
-from transformer_engine.pytorch.chain.gemm import CountingApart
-from transformer_engine.pytorch.fp8.process_state import GemmGroup
+from transformer_engine.pytorch.fp8.counter import CountedGroup
+from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.memory import allocators, strides_of
 
 _ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
@@ -89,14 +89,22 @@ class Recorded(NamedTuple):
         results: slices of what Python returned.
         saved: slices of what it saved for the backward.
         gemms: the GEMMs of a call, for `gemm_report`.
+        sent: its collectives, for `parallel_report`; None if there are none.
         bytes: the memory that a call allocates.
     """
 
     run: Callable[[tuple[torch.Tensor | None, ...]], Any]
     results: Sequence[BufferSlice | None]
     saved: Sequence[BufferSlice | None]
-    gemms: GemmGroup
+    gemms: CountedGroup
+    sent: CountedGroup | None
     bytes: int
+
+    def count_call(self) -> None:
+        """Count what a call does."""
+        self.gemms.add()
+        if self.sent is not None:
+            self.sent.add()
 
 
 class _Watch(TorchDispatchMode):
@@ -160,10 +168,10 @@ def record(
     """
     if not all(is_plain(t) for t in (*inputs, *direct)):
         return "an input is no contiguous tensor that begins at 16 bytes"
-    recorder, watch = _C.Recorder(), _Watch()
+    recorder, watch, state = _C.Recorder(), _Watch(), process_state()
     recorder.start()
     try:
-        with torch.no_grad(), CountingApart() as counts, watch:
+        with torch.no_grad(), state.gemms.apart() as gemms, state.sent.apart() as sent, watch:
             results, saved = python()
     finally:
         recorder.stop()
@@ -180,7 +188,8 @@ def record(
         recording.run,
         [buffers.slice_of(t) for t in results],
         [buffers.slice_of(t) for t in saved],
-        tuple(counts.items()),
+        state.gemms.group(gemms),
+        state.sent.group(sent) if sent else None,
         buffers.saved_bytes + buffers.scratch_bytes + buffers.output_bytes,
     )
 

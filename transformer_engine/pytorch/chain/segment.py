@@ -12,7 +12,6 @@ import torch
 
 from transformer_engine.pytorch.chain import recording
 from transformer_engine.pytorch.chain.chain import Targets, reader
-from transformer_engine.pytorch.chain.gemm import count_group
 from transformer_engine.pytorch.chain.operator_memory import Reading
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Buffers, BufferSlice, Recorded, Tensors
@@ -69,6 +68,7 @@ class Segment:
         recordable: its stages do nothing but allocate and call `_C`.
 
     Attributes:
+        joined: it may be recorded, collectives included.
         reads: the values that it reads and does not make. For a segment that is the whole chain:
             all inputs of the chain.
         makes: the values that it makes and others read. For a segment that is the whole chain: what
@@ -107,6 +107,7 @@ class Segment:
         self._seeds = [(i, position[v]) for i, v in seeds if chain.steps[i].stage.draws]
         self._fp8_weights = [position[v] for v in plan.fp8_weights if v in position]
         stages = [step.stage for step in steps]
+        self.joined = recordable and any([stage.communicates for stage in stages])
         self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
@@ -141,7 +142,7 @@ class Segment:
             recorded = self.recorded or self._record_forward(plan, tensors, inputs)
             buffers = None if recorded is None else recorded.run(tensors)
             if buffers is not None:
-                count_group(recorded.gemms)  # type: ignore[union-attr]
+                recorded.count_call()  # type: ignore[union-attr]
                 return self._results(buffers), self._saved(buffers), self._trace
         values = self._values(plan, inputs)
         del inputs
@@ -218,9 +219,11 @@ class Segment:
             return recording.record(inputs, stand_ins, (), [], python, separate_saved=True)
         persistent = self._persistent_tensors(plan)
         recorded = recording.record(inputs, stand_ins, direct, persistent, python)
-        if isinstance(recorded, str) or recorded.bytes <= _MOST_BYTES:
-            return recorded
-        return "it needs too much memory"
+        if not isinstance(recorded, str) and recorded.bytes > _MOST_BYTES:
+            recorded = "it needs too much memory"
+        if isinstance(recorded, str) and self.joined:
+            plan.splits = True
+        return recorded
 
     def _record_forward(
         self, plan: CallPlan, tensors: Sequence[Any], inputs: Sequence[Any]
@@ -301,7 +304,7 @@ class Segment:
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
-                count_group(recorded.gemms)
+                recorded.count_call()
                 return list(results_of(memory))
         record = self.saved_views(buffers, own_targets)
         del inputs
@@ -317,7 +320,7 @@ class Segment:
             grads[v] = grad
         task = run_backward(plan, grads, record, self.start, self.stop)
         carry = [None if task is None else task.carry] if self.overlaps else []
-        return [*[grads[v] for v in self.reads], *grads[self.parameters], *carry]
+        return [*[waited(grads[v]) for v in self.reads], *grads[self.parameters], *carry]
 
     def add_results(self, grads: list[Any], results: Sequence[Any]) -> None:
         """Add the gradients that `backward` returned to the gradients of all values."""

@@ -50,6 +50,8 @@ def forward(
     if len(found) == 1:
         results, saved, trace = found[0].forward(plan, inputs, state)
         plan.recorded = trace.stages is None
+        if not plan.recorded:
+            results = [waited(result) for result in results]
         return results, saved, (trace,)
     chain = plan.chain
     values = [*inputs, *chain.results]
@@ -188,33 +190,51 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
     if plan.in_tf32:
         key = (key, "tf32")
+    if plan.splits:
+        _split(plan, recordings)
     found: list[Segment] | None = recordings.get(key)
     if found is None:
         if plan.chain.communicates:
             check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
-        found = _segments(plan, known and is_host_bound(first))
+        found = _segments(plan, known and is_host_bound(first), first)
         if known:
             recordings[key] = found
     return found
 
 
-def _segments(plan: CallPlan, recorded: bool) -> list[Segment]:
+def _split(plan: CallPlan, recordings: dict[Any, list[Segment]]) -> None:
+    """Cut recorded segments that hold collectives, because one of them could not be recorded.
+
+    Ranks need not agree on this: the order of their collectives stays.
+    """
+    plan.splits = plan.joins = False
+    for found in recordings.values():
+        if any([segment.joined for segment in found]):
+            found[:] = _segments(plan, True)
+
+
+def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor | None = None) -> list[Segment]:
+    """Cut a chain; without `first`, the first value that comes in, at every collective."""
     if not (recorded or plan.chain.communicates):
         return []
     steps, segments = _recordable_steps(plan), []
-    collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
+    collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
+    if recorded and plan.joins and first is not None and not delayed:
+        stages = [plan.chain.steps[i].stage for i in collective]
+        if all([stage.joins(first) for stage in stages]):
+            collective = set()
 
     def kind(piece: tuple[int, int]) -> tuple[bool, int]:
         own = piece[0] if piece[0] in collective | delayed else -1
-        return recorded and all(steps[slice(*piece)]), own
+        return recorded and own not in collective and all(steps[slice(*piece)]), own
 
     for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective, delayed), kind):
         bounds = list(pieces)
         segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible))
-    if collective or any([segment.recordable for segment in segments]):
+    if plan.chain.communicates or any([segment.recordable for segment in segments]):
         return segments
     return []
 

@@ -73,9 +73,9 @@ class Stage:
             get contiguous tensors.
         not_settings: attributes that may differ between stages that compute the same.
         records_with_readers: it is recorded only together with all stages that read its results.
-        communicates: it is a collective, and a segment by itself. Its results and gradients may be
-            `Pending`; while its backward runs, the parameter gradients of its consumer are
-            computed.
+        communicates: it is a collective, and a segment by itself, unless it `joins` others. Its
+            results and gradients may be `Pending`; while its backward runs, the parameter gradients
+            of its consumer are computed.
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
         recomputes: its `backward_data` can compute its first result again, as
@@ -134,6 +134,14 @@ class Stage:
 
     def recordable(self, plan: Any) -> bool:
         """Whether calls do nothing but allocate and call `_C`, the same for equal shapes."""
+        return False
+
+    def joins(self, first: torch.Tensor) -> bool:
+        """Whether a collective is recorded together with the stages around it.
+
+        Args:
+            first: the first value that comes into the chain.
+        """
         return False
 
     def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.fp8.counter import Counter
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD, ScalingGroup
 
@@ -33,8 +34,6 @@ class Scope:
 OUTSIDE = Scope()
 _MOST_SCOPES = 4096  # that are known by number
 
-GemmGroup = tuple[tuple[tuple[str, str, str], int], ...]  # GEMMs and how many of each
-
 
 class ProcessState:
     """The state that all threads of a process share.
@@ -48,9 +47,8 @@ class ProcessState:
         has_regions: a recompute region has recorded a call.
         announced: subjects of warnings that were given; see `notices`.
         compiled_in_fp8: layers, see `compiled_scales`.
-        gemm_counts: GEMMs that ran.
-        gemm_groups: how often each recording ran, by its GEMMs.
-        sent: calls and bytes of collectives, see `chain.parallel_report`.
+        gemms: GEMMs that ran, by layer, GEMM and kind.
+        sent: collectives of layers, see `chain.parallel_report`.
         captures_graphs: a trainer captures CUDA graphs, see `cuda_graphs.saved_scaling`.
         rng_trackers: that have had states, see `rng`.
         inspector: of the debugger's session, see transformer_engine/debug.
@@ -66,9 +64,7 @@ class ProcessState:
         self.has_regions = False
         self.announced: set[str] = set()
         self.compiled_in_fp8: set[tuple[str, Any]] = set()
-        self.gemm_counts: dict[tuple[str, str, str], int] = {}
-        self.gemm_groups: dict[GemmGroup, int] = {}
-        self.sent: dict[Any, tuple[int, int]] = {}
+        self.gemms, self.sent = Counter(), Counter()
         self.user_buffers: Any = None  # see `chain.user_buffers`
         self.captures_graphs = False
         self.rng_trackers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -129,6 +125,9 @@ def process_state() -> ProcessState:
 
 def reset_process_state() -> None:
     """Forget scopes, groups and counts; the debugger's session and what ranks share stay."""
-    shared = {name: getattr(_STATE, name) for name in ("inspector", "rng_trackers", "user_buffers")}
+    _STATE.gemms.reset()
+    _STATE.sent.reset()
+    stays = ("gemms", "inspector", "rng_trackers", "sent", "user_buffers")
+    shared = {name: getattr(_STATE, name) for name in stays}
     _STATE.__init__()  # type: ignore[misc]
     vars(_STATE).update(shared)

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.capture import is_capturing
 from transformer_engine.pytorch.fp8.recipes.base import rules_of
 from transformer_engine.pytorch.kernels.delayed_scaling import entry, gather_amax, spread
 from transformer_engine.pytorch.parallel.agreement import agree, without_addresses
+from transformer_engine.pytorch.parallel.collectives import all_reduce
 
 FORWARD, BACKWARD = "forward", "backward"
 ALIGNED = 4  # floats
@@ -179,8 +180,8 @@ class ScalingMembers:
             self._agree([len(state.scales) for state in states])
             self._checked = self._seen
         amaxes = gather_amax(table, self.columns, None, "most_recent")
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.process_group)
-        return amaxes
+        reduced: torch.Tensor = all_reduce(amaxes, self.process_group, "max").wait()
+        return reduced
 
     def _agree(self, scales: list[int]) -> None:
         """Raise RuntimeError on all ranks if they are about to reduce different numbers of amaxes.

@@ -1,9 +1,9 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
-In eager mode they are calls of torch.distributed, or copies through peer memory, part by part. In
-compiled code they are torch's functional collectives. Small ones run on the caller's stream: the
-host decides how long they take, and another stream or parts cost it more than is gained by what
-runs beside them. While a CUDA graph is captured all have other streams.
+Small ones run on the caller's stream: the host decides how long they take, and another stream or
+parts cost it more than is gained by what runs beside them. Where the ranks share a host they are
+`OneShot` collectives. All others are calls of torch.distributed, or copies through peer memory,
+part by part. In compiled code all are torch's functional collectives.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
+from transformer_engine.pytorch.parallel.one_shot import OneShot, can_sum, one_shot_of
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
 # torch 2.13 has other names for these, and warns of the old ones at each call.
@@ -212,8 +213,8 @@ def waited(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
-def runs_beside(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
-    """Whether a collective runs on a stream of its own.
+def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
+    """Whether a collective takes so long that something should run beside it.
 
     Args:
         x: what a rank has. FP8 codes count as the 16-bit values that the layer has.
@@ -221,7 +222,36 @@ def runs_beside(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
         whole: `x` has what all ranks get; else it is one rank's part of that.
     """
     part = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // (ranks if whole else 1)
-    return part * (ranks - 1) > capture.HOST_BOUND_BYTES or capture.is_capturing()
+    return part * (ranks - 1) > capture.HOST_BOUND_BYTES
+
+
+class Way(NamedTuple):
+    """How a collective runs.
+
+    Attributes:
+        one_shot: the collectives that run it; None for those of torch or peer memory.
+        beside: on a stream of its own.
+    """
+
+    one_shot: OneShot | None
+    beside: bool
+
+
+def way_of(
+    x: torch.Tensor | LazyProduct, group: Any, whole: bool, codes: torch.Tensor | None = None
+) -> Way:
+    """How a collective runs; while a CUDA graph is captured, torch's have streams of their own.
+
+    Args:
+        x: what a rank has.
+        group: process group.
+        whole: see `is_large`.
+        codes: of which `x` are the scales; they go the same way. Or None.
+    """
+    if is_large(x if codes is None else codes, dist.get_world_size(group), whole):
+        return Way(None, True)
+    one_shot = one_shot_of(group, x.device)
+    return Way(one_shot, one_shot is None and capture.is_capturing())
 
 
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
@@ -234,9 +264,11 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_reduce(x, op, group)))
+    way = way_of(x, group, whole=True)
+    if way.one_shot is not None and can_sum(x):
+        return Pending(way.one_shot.all_reduce(x, op))
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    beside = runs_beside(x, dist.get_world_size(group), whole=True)
-    return Pending(x, dist.all_reduce(x, kind, group, async_op=beside))
+    return Pending(x, dist.all_reduce(x, kind, group, async_op=way.beside))
 
 
 def all_gather(
@@ -252,13 +284,14 @@ def all_gather(
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
-    ranks = dist.get_world_size(group)
-    memory = peer_memory(group, x.device, x.nbytes) if in_parts else None
-    beside = runs_beside(x if codes is None else codes, ranks, whole=False)
-    if memory is not None and beside:
+    way = way_of(x, group, False, codes)
+    if way.one_shot is not None:
+        return Pending(way.one_shot.all_gather(x))
+    memory = peer_memory(group, x.device, x.nbytes) if in_parts and way.beside else None
+    if memory is not None:
         return _PeerAllGather(x, memory)
-    result = x.new_empty((x.shape[0] * ranks, *x.shape[1:]))
-    work = gather_into(result, x, group=group, async_op=beside)
+    result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    work = gather_into(result, x, group=group, async_op=way.beside)
     return Pending(result, work, held=x)
 
 
@@ -279,15 +312,32 @@ def reduce_scatter(
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
         return Pending(add(functional.wait_tensor(summed), None))
     ranks = dist.get_world_size(group)
-    memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts else None
-    beside = runs_beside(x, ranks, whole=True)
-    if memory is not None and beside:
+    way = way_of(x, group, whole=True)
+    memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts and way.beside else None
+    if memory is not None:
         return _PeerReduceScatter(x, memory, add)
     whole: torch.Tensor = waited(x)
+    if way.one_shot is not None and can_sum(whole):
+        return Pending(add(way.one_shot.reduce_scatter(whole), None))
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    work = scatter_into(result, whole, group=group, async_op=beside)
+    work = scatter_into(result, whole, group=group, async_op=way.beside)
     summed = Pending(result, work, held=whole)
     return summed if add is _plus else summed.then(lambda total: add(total, None))
+
+
+def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Part r of the first axis goes to rank r; part r of the result comes from rank r.
+
+    Args:
+        x: contiguous, of equal shape on all ranks.
+        group: process group.
+    """
+    way = way_of(x, group, whole=True)
+    if way.one_shot is not None:
+        return way.one_shot.all_to_all(x)
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
 
 def _plus(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:

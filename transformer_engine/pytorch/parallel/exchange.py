@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.parallel.collectives import gather_into, scatter_into
+from transformer_engine.pytorch.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
 T = TypeVar("T")
@@ -119,23 +119,16 @@ def send_to_next(
 
 def all_gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[ranks, ...]`: the tensors of all ranks, of equal shapes."""
-    x = x.contiguous()
-    stack = x.new_empty((dist.get_world_size(group), *x.shape))
-    gather_into(stack.flatten(0, 1), x, group=group)
+    stack: torch.Tensor = all_gather(x.contiguous().unsqueeze(0), group).wait()
     return stack
 
 
 def reduce_scatter_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Entry r of `[ranks, ...]`, summed over all ranks, where r is this rank."""
-    stack = stack.contiguous()
-    own = torch.empty_like(stack[0])
-    scatter_into(own, stack.flatten(0, 1), group=group)
-    return own
+    own: torch.Tensor = reduce_scatter(stack.contiguous(), group).wait()
+    return own.squeeze(0)
 
 
 def all_to_all_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send entry r of `[ranks, ...]` to rank r; entry r of the result comes from rank r."""
-    stack = stack.contiguous()
-    received = torch.empty_like(stack)
-    dist.all_to_all_single(received, stack, group=group)
-    return received
+    return all_to_all(stack.contiguous(), group)

@@ -7,7 +7,6 @@ same time; kernels of NCCL would wait until a GEMM that fills the GPU has ended.
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine import _C
-from transformer_engine.pytorch._torch_private import symmetric_memory
+from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_memory
 
 # Smaller tensors arrive sooner through NCCL: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
@@ -52,23 +51,28 @@ def peer_memory(
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        if found is None and not _share_host(group, device):
-            memories[ring] = None
-            return None
         torch.cuda.synchronize(device)  # until nobody uses the previous memory
         dist.barrier(group)
-        found = memories[ring] = PeerMemory(group, device, count, ring)
+        room = -(-count // _ALIGNMENT) * _ALIGNMENT
+        distances = _distances(dist.get_world_size(group), ring)
+        mapped = map_memory(group, device, _first_flag(room, distances) + _flag_bytes(group))
+        found = None if mapped is None else PeerMemory(group, mapped, room, distances)
+        memories[ring] = found
     return found
 
 
-def _share_host(group: Any, device: torch.device) -> bool:
-    """Whether all ranks are on one host, each with its own GPU."""
-    able = symmetric_memory is not None and _C.built_with_cuda()
-    own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), able)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group)
-    hosts, gpus, ability = zip(*everyone, strict=True)
-    return all(ability) and len(set(hosts)) == 1 and len(set(gpus)) == len(gpus)
+def _distances(ranks: int, ring: bool) -> list[int]:
+    """How far the ranks are that a rank sends to."""
+    return sorted({1, ranks - 1}) if ring else [*range(1, ranks)]
+
+
+def _first_flag(room: int, distances: Sequence[int]) -> int:
+    """The offset behind all slots."""
+    return _SLOTS * len(distances) * room
+
+
+def _flag_bytes(group: Any) -> int:
+    return 2 * _SLOTS * dist.get_world_size(group) * _FLAG_BYTES
 
 
 class PeerMemory:
@@ -79,9 +83,9 @@ class PeerMemory:
 
     Args:
         group: process group. All its ranks must call this.
-        device: of this rank.
-        room: the size of a slot in bytes, rounded up.
-        ring: the next rank and the previous one send to this rank; else all others do.
+        mapped: memory for slots and flags.
+        room: the size of a slot in bytes.
+        distances: of the ranks that a rank sends to.
 
     Attributes:
         rank: of this process in the group.
@@ -90,27 +94,22 @@ class PeerMemory:
             ones.
     """
 
-    def __init__(self, group: Any, device: torch.device, room: int, ring: bool = False) -> None:
+    def __init__(
+        self, group: Any, mapped: MappedMemory, room: int, distances: Sequence[int]
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.device, self.room = device, -(-room // _ALIGNMENT) * _ALIGNMENT
-        self._distances = sorted({1, self.ranks - 1}) if ring else [*range(1, self.ranks)]
-        self._flags = _SLOTS * len(self._distances) * self.room
-        total = self._flags + 2 * _SLOTS * self.ranks * _FLAG_BYTES
-        self.memory = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(self.memory, group.group_name)
-        views = [handle.get_buffer(r, (total,), torch.uint8) for r in range(self.ranks)]
-        self._views = views  # of all ranks; holding them keeps the memory mapped
-        self._bases = [view.data_ptr() for view in views]
-        words = self.memory[self._flags :].view(torch.int64)
-        words.zero_()
-        words[: _SLOTS * self.ranks].fill_(1)  # all slots are free
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.memory, self.device, self.room = mapped.own, mapped.own.device, room
+        self._mapped, self._distances = mapped, distances
+        self._flags = _first_flag(room, distances)
+        free = self.memory[self._flags :].view(torch.int64)[: _SLOTS * self.ranks]
+        free.fill_(1)  # all slots are
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.reader: Any = None  # the stream that has received last
         # Transfers that have not received yet, oldest first, each with its collective.
         self.waiting: deque[tuple[Transfer, Any]] = deque()
         self._count = 0
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self.device)
         dist.barrier(group)
 
     def start(self, collective: Any) -> Transfer:
@@ -127,7 +126,7 @@ class PeerMemory:
 
     def address(self, sender: int, receiver: int, slot: int) -> int:
         """The address of that slot, as this rank has mapped it."""
-        return self._bases[receiver] + self.place(sender, receiver, slot)
+        return self._mapped.addresses[receiver] + self.place(sender, receiver, slot)
 
     def free(self, sender: int, receiver: int, slot: int) -> int:
         """The address of the flag that says that the slot is free."""
@@ -138,7 +137,7 @@ class PeerMemory:
         return self._flag(receiver, (_SLOTS + slot) * self.ranks + sender)
 
     def _flag(self, owner: int, number: int) -> int:
-        return self._bases[owner] + self._flags + _FLAG_BYTES * number
+        return self._mapped.addresses[owner] + self._flags + _FLAG_BYTES * number
 
 
 class Transfer:

@@ -14,6 +14,7 @@ without it all ranks have all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -42,10 +43,12 @@ from transformer_engine.pytorch.parallel.collectives import (
     Pending,
     all_gather,
     all_reduce,
+    is_large,
     reduce_scatter,
-    runs_beside,
+    way_of,
 )
 from transformer_engine.pytorch.parallel.groups import TensorParallel
+from transformer_engine.pytorch.parallel.one_shot import one_shot_of, one_shot_tensors
 
 
 def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
@@ -69,7 +72,7 @@ def behind_rows(ranks: TensorParallel) -> list[Stage]:
 
 
 class Collective(Stage):
-    """Base of the collectives: a segment by itself, which is not recorded.
+    """Base of the collectives: a segment by itself, or recorded with others as one-shot collective.
 
     Args:
         ranks: that take part.
@@ -84,11 +87,24 @@ class Collective(Stage):
         """Errors name the layer."""
         self.ranks.layer = layer
 
+    def joins(self, first: torch.Tensor) -> bool:
+        """Whether it is small, and all ranks share a host."""
+        large = is_large(first, self.ranks.size, whole=not self.ranks.sequence)
+        return not large and one_shot_of(self.ranks.check(), first.device) is not None
+
+    def recordable(self, plan: Any) -> bool:
+        """Whether it is recorded is decided by `joins`."""
+        return True
+
+    def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
+        """The memory of one-shot collectives."""
+        return one_shot_tensors(self.ranks.group)
+
     def _count(
         self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
     ) -> None:
         whole = collective != "all-gather"
-        overlapped = overlapped and runs_beside(x, self.ranks.size, whole)
+        overlapped = overlapped and way_of(x, self.ranks.group, whole).beside
         kind = "fp8" if x.dtype is torch.uint8 else str(x.dtype).removeprefix("torch.")
         direction = "backward" if backward else "forward"
         count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)

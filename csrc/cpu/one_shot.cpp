@@ -1,0 +1,114 @@
+// The meaning of one_shot, between processes or threads of one host: see ops/one_shot.h. It uses
+// the flags of one block.
+#include "ops/one_shot.h"
+
+#include <fcntl.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+namespace te::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpins = 1000;  // before the processor goes to others
+constexpr auto kNap = std::chrono::microseconds(50);
+constexpr int kNapsPerLook = 2000;
+
+uint32_t* calls(const OneShotPiece& piece, int rank) {
+  return reinterpret_cast<uint32_t*>(piece.group.addresses[rank]);
+}
+
+// The call whose data `sender` has written last.
+std::atomic_ref<uint32_t> arrived(const OneShotPiece& piece, int receiver, int sender) {
+  return std::atomic_ref<uint32_t>(calls(piece, receiver)[kOneShotBlocks * (1 + sender)]);
+}
+
+char* slot(const OneShotPiece& piece, int receiver, uint32_t call) {
+  return reinterpret_cast<char*>(piece.group.addresses[receiver]) + one_shot_header(piece.ranks) +
+         piece.slot_bytes * (call % 2);
+}
+
+bool has_ended(const OneShotPiece& piece, int rank) {
+  if (piece.group.lock_file < 0) return false;
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  const int found = fcntl(static_cast<int>(piece.group.lock_file), F_GETLK, &lock);
+  return found == 0 && lock.l_type == F_UNLCK;
+}
+
+void wait_for(const OneShotPiece& piece, int sender, uint32_t call) {
+  const auto flag = arrived(piece, static_cast<int>(piece.group.rank), sender);
+  const auto there = [&] {
+    return static_cast<int32_t>(flag.load(std::memory_order_acquire) - call) >= 0;
+  };
+  for (int i = 0; i < kSpins; ++i)
+    if (there()) return;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(piece.group.timeout);
+  for (int naps = 1; !there(); ++naps) {
+    if (naps < kSpins)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kNap);
+    if (naps % kNapsPerLook != 0) continue;
+    require(!has_ended(piece, sender) || there(), Kind::Runtime, "one_shot", "expected rank ",
+            sender, " of the group to take part in a collective, but its process has ended");
+    require(Clock::now() < deadline, Kind::Runtime, "one_shot", "expected rank ", sender,
+            " of the group to take part in a collective within ",
+            static_cast<double>(piece.group.timeout) / 1000.0, " s, but it did not come");
+  }
+}
+
+template <class T>
+float combined(Combine how, float a, T b) {
+  return how == Combine::Sum ? a + static_cast<float>(b) : std::fmax(a, static_cast<float>(b));
+}
+
+// Parts in the order of ranks.
+template <class T>
+void combine(const OneShotPiece& piece, const char* const (&parts)[kOneShotMostRanks]) {
+  auto* out = reinterpret_cast<T*>(piece.out);
+  const auto part = [&](int rank) { return reinterpret_cast<const T*>(parts[rank]); };
+  for (int64_t i = 0; i < piece.bytes / static_cast<int64_t>(sizeof(T)); ++i) {
+    float value = static_cast<float>(part(0)[i]);
+    for (int rank = 1; rank < piece.ranks; ++rank)
+      value = combined(piece.combine, value, part(rank)[i]);
+    out[i] = T(value);
+  }
+}
+
+}  // namespace
+
+void one_shot(const OneShotPiece& piece) {
+  const int rank = static_cast<int>(piece.group.rank);
+  const auto bytes = static_cast<size_t>(piece.bytes);
+  const uint32_t call = calls(piece, rank)[0] + 1;
+  calls(piece, rank)[0] = call;
+  const char* parts[kOneShotMostRanks] = {};
+  for (int other = 0; other < piece.ranks; ++other) {
+    parts[other] = piece.x + piece.x_stride * other;
+    if (other == rank) continue;
+    std::memcpy(slot(piece, other, call) + piece.place(rank, other), parts[other], bytes);
+    arrived(piece, other, rank).store(call, std::memory_order_release);
+    parts[other] = slot(piece, rank, call) + piece.place(other, rank);
+  }
+  for (int other = 0; other < piece.ranks; ++other)
+    if (other != rank) wait_for(piece, other, call);
+  if (piece.combine != Combine::Concatenate)
+    return dispatch_high_precision(piece.dtype, "one_shot", [&](auto tag) {
+      combine<typename decltype(tag)::type>(piece, parts);
+    });
+  for (int other = 0; other < piece.ranks; ++other) {
+    char* const to = piece.out + piece.out_stride * other;
+    if (to != parts[other]) std::memcpy(to, parts[other], bytes);
+  }
+}
+
+}  // namespace te::cpu

@@ -1,0 +1,114 @@
+"""One-shot collectives, by which small tensors pass between the ranks of one host.
+
+A rank writes what others get directly to their memory: `csrc/ops/one_shot.h`. A call is one
+operation of `_C`, so it can be recorded with the stages around it, and costs the host as little as
+any other kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine import _C, _env
+from transformer_engine.pytorch import capture
+from transformer_engine.pytorch._torch_private import group_timeout
+from transformer_engine.pytorch.parallel.mapped_memory import map_memory
+
+_CONCATENATE, _SUM, _MAX = range(3)  # te::Combine
+# Of a slot, for what all others send; larger tensors pass piece by piece.
+_ROOM = {"cuda": 16 * 1024 * 1024, "cpu": 1024 * 1024}
+_SLOTS = 2
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+
+# By group; None if its ranks cannot map each other's memory. An entry ends with its group.
+_known: WeakKeyDictionary[Any, OneShot | None] = WeakKeyDictionary()
+
+
+class OneShot:
+    """One-shot collectives of a group, for tensors on one device.
+
+    All ranks must call the same ones in the same order. Calls on several streams follow one
+    another.
+
+    Args:
+        group: process group.
+        device: of this rank.
+        memory: mapped by all ranks.
+
+    Attributes:
+        tensors: that calls read and write beside their arguments; they persist.
+    """
+
+    def __init__(self, group: Any, device: torch.device, memory: Any) -> None:
+        self.device, self.ranks = device, dist.get_world_size(group)
+        timeout = int(group_timeout(group).total_seconds() * 1000)
+        fields = [dist.get_rank(group), timeout, memory.lock_file, 0, *memory.addresses]
+        self.tensors = (memory.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))
+        self._held = memory
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors `[rows, ...]` of all ranks, as `[ranks * rows, ...]`."""
+        out = x.new_empty((self.ranks * x.shape[0], *x.shape[1:]))
+        _C.one_shot(x, out, *self.tensors, False, _CONCATENATE)
+        return out
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Part r of the first axis goes to rank r; part r of the result comes from rank r."""
+        out = torch.empty_like(x)
+        _C.one_shot(x, out, *self.tensors, True, _CONCATENATE)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's `[rows / ranks, ...]` of the sum of `[rows, ...]`, in the order of ranks."""
+        out = x.new_empty((x.shape[0] // self.ranks, *x.shape[1:]))
+        _C.one_shot(x, out, *self.tensors, True, _SUM)
+        return out
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """The sum or the maximum (`op` is `sum` or `max`), in the memory of `x`."""
+        _C.one_shot(x, x, *self.tensors, False, _SUM if op == "sum" else _MAX)
+        return x
+
+
+def one_shot_of(group: Any, device: torch.device) -> OneShot | None:
+    """The one-shot collectives of a group; None if there are none for tensors on this device.
+
+    All ranks get the same answer. The first call of a group maps memory, for which all ranks must
+    come.
+    """
+    group = group or dist.group.WORLD
+    if group not in _known:
+        if capture.is_capturing():
+            return None
+        _known[group] = _new(group, device)
+    found = _known[group]
+    # Stand-ins of a recording are on the CPU.
+    if found is None or not (found.device == device or _C.is_recording()):
+        return None
+    return found
+
+
+def _new(group: Any, device: torch.device) -> OneShot | None:
+    ranks = dist.get_world_size(group)
+    if not 1 < ranks <= _C.one_shot_most_ranks() or device.type not in _ROOM:
+        return None
+    if dist.get_backend(group) == "fake" or not _env.one_shot_collectives():
+        return None
+    size = _C.one_shot_header(ranks) + _SLOTS * _ROOM[device.type]
+    memory = map_memory(group, device, size)
+    return None if memory is None else OneShot(group, device, memory)
+
+
+def one_shot_tensors(group: Any) -> tuple[torch.Tensor, ...]:
+    """`OneShot.tensors` of a group; none before `one_shot_of`."""
+    found = _known.get(group or dist.group.WORLD)
+    return () if found is None else found.tensors
+
+
+def can_sum(x: torch.Tensor) -> bool:
+    """Whether one-shot collectives can sum this dtype."""
+    return x.dtype in _SUMMED
