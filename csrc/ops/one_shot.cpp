@@ -23,7 +23,7 @@ OneShotGroup read_group(const TensorView& group, int ranks) {
   OneShotGroup found{.rank = fields[0],
                      .timeout = fields[1],
                      .lock_file = fields[2],
-                     .last_stream = fields[3],
+                     .last_stream = fields[kOneShotLastStream],
                      .addresses = {}};
   std::copy_n(fields + kOneShotGroupFields, ranks, found.addresses);
   return found;
@@ -63,7 +63,7 @@ void one_shot(const OneShotArgs& args, Stream stream) {
     if (x.device.type == DeviceType::CPU)
       cpu::one_shot(piece);
     else
-      cuda::one_shot(piece, x.device, args.group.ptr<int64_t>()[3], stream);
+      cuda::one_shot(piece, x.device, args.group.ptr<int64_t>()[kOneShotLastStream], stream);
     piece.x += piece.bytes;
     piece.out += piece.bytes;
   }

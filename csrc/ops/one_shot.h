@@ -31,6 +31,7 @@ struct OneShotGroup {
   int64_t addresses[kOneShotMostRanks];  // of the memory of each rank, as mapped here
 };
 
+constexpr int kOneShotLastStream = 3;   // the number of that field
 constexpr int kOneShotGroupFields = 4;  // before the addresses
 
 struct OneShotArgs {

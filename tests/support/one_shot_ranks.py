@@ -18,11 +18,12 @@ def _drawn(rank: int) -> torch.Tensor:
     return torch.randn(12, 5, generator=generator).to(here(), torch.bfloat16)
 
 
-def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
+def summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    """In fp32, in the order of ranks, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
-        total = total + part
-    return total.bfloat16()
+        total = total + part.float()
+    return total.to(parts[0].dtype)
 
 
 def _wrong(group: Any, ranks: list[int]) -> list[str]:
@@ -32,9 +33,9 @@ def _wrong(group: Any, ranks: list[int]) -> list[str]:
     mine = [part.chunk(count)[own] for part in parts]
     found = {
         "all-gather": (collectives.all_gather(x, group).wait(), torch.cat(parts)),
-        "reduce-scatter": (collectives.reduce_scatter(x, group).wait(), _summed(mine)),
+        "reduce-scatter": (collectives.reduce_scatter(x, group).wait(), summed(mine)),
         "all-to-all": (collectives.all_to_all(x, group), torch.cat(mine)),
-        "all-reduce": (collectives.all_reduce(x.clone(), group).wait(), _summed(parts)),
+        "all-reduce": (collectives.all_reduce(x.clone(), group).wait(), summed(parts)),
         "maximum": (
             collectives.all_reduce(x.clone(), group, "max").wait(),
             torch.stack(parts).amax(0),

@@ -234,8 +234,10 @@ def _without_one_shot() -> Iterator[None]:
     found = one_shot_of(dist.group.WORLD, torch.device("cpu"))
     assert found is not None
     one_shot._known[dist.group.WORLD] = None
-    yield
-    one_shot._known[dist.group.WORLD] = found
+    try:
+        yield
+    finally:
+        one_shot._known[dist.group.WORLD] = found
 
 
 def recordings_around_collectives(rank: int) -> None:

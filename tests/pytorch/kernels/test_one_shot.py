@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from one_shot_ranks import summed
 from rulers import assert_bitwise
 
 from transformer_engine import _C
@@ -46,14 +47,6 @@ class Ranks:
 
 def draw(ranks: int, shape, dtype, device: str):
     return [torch.randn(shape).to(dtype).to(device) for _ in range(ranks)]
-
-
-def summed(parts):
-    """In fp32, in the order of ranks, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
 
 
 @pytest.mark.sanitize

@@ -18,8 +18,6 @@ from transformer_engine.pytorch.kernels import gemm as kernel
 
 _NO_EPILOGUE = (kernel.NO_ACTIVATION, None)
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 _TRACED = "of a compiled graph"  # instead of a layer's name
 
 

@@ -44,8 +44,8 @@ class CallPlan:
         stage_plans: of each stage.
         differentiable: for each stage, whether it has a gradient to compute.
         recordings: segments by shapes of the inputs; None if calls are not recorded.
-        joins: collectives may be recorded together with the stages around them.
-        splits: they could not be; segments that hold collectives must be cut at them.
+        joins: collectives may be recorded together with the stages around them; no longer once such
+            a recording was refused.
         recorded: in the last forward every segment that can be recorded ran from its recording.
         inspect_at: the tick of the inspector from which on it may inspect the call.
         inspection: the last decision of the inspector.
@@ -79,7 +79,6 @@ class CallPlan:
         "recorded",
         "recordings",
         "requires_grad",
-        "splits",
         "stage_plans",
         "state",
     )
@@ -112,7 +111,7 @@ class CallPlan:
         self.inspect_at = 0
         self.inspection: Any = None
         self.recordings: dict[Any, Any] | None = None
-        self.joins, self.splits = True, False
+        self.joins = True
         self.state: Any = None
         self.bind: Any = None
         self.operator: str = ""

@@ -222,7 +222,7 @@ class Segment:
         if not isinstance(recorded, str) and recorded.bytes > _MOST_BYTES:
             recorded = "it needs too much memory"
         if isinstance(recorded, str) and self.joined:
-            plan.splits = True
+            plan.joins = False
         return recorded
 
     def _record_forward(

@@ -190,8 +190,6 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     key = first.shape if values == 1 else tuple([x is None or x.shape for x in inputs[:values]])
     if plan.in_tf32:
         key = (key, "tf32")
-    if plan.splits:
-        _split(plan, recordings)
     found: list[Segment] | None = recordings.get(key)
     if found is None:
         if plan.chain.communicates:
@@ -200,29 +198,20 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         found = _segments(plan, known and is_host_bound(first), first)
         if known:
             recordings[key] = found
+    elif not plan.joins and any([segment.joined for segment in found]):
+        # Ranks need not agree on this: the order of their collectives stays.
+        found = recordings[key] = _segments(plan, True, first)
     return found
 
 
-def _split(plan: CallPlan, recordings: dict[Any, list[Segment]]) -> None:
-    """Cut recorded segments that hold collectives, because one of them could not be recorded.
-
-    Ranks need not agree on this: the order of their collectives stays.
-    """
-    plan.splits = plan.joins = False
-    for found in recordings.values():
-        if any([segment.joined for segment in found]):
-            found[:] = _segments(plan, True)
-
-
-def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor | None = None) -> list[Segment]:
-    """Cut a chain; without `first`, the first value that comes in, at every collective."""
+def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segment]:
     if not (recorded or plan.chain.communicates):
         return []
     steps, segments = _recordable_steps(plan), []
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
-    if recorded and plan.joins and first is not None and not delayed:
+    if recorded and plan.joins and not delayed:
         stages = [plan.chain.steps[i].stage for i in collective]
         if all([stage.joins(first) for stage in stages]):
             collective = set()
