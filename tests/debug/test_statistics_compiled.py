@@ -155,6 +155,7 @@ def compare(case: Case, folder: Path, device: str, backend: str) -> None:
     assert {iteration for iteration, _, _ in eager} >= {0, 2}
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.filterwarnings("ignore:.*Skipping stats collection")  # of what is kept in FP8
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_are_those_of_eager_mode(case: Case, tmp_path: Path, device: str) -> None:

@@ -187,6 +187,7 @@ def test_one_gradient_and_what_is_written_into_it(monkeypatch, by_head):
     assert results[0].shape == whole.shape
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("groups", "interleaved"), [(4, True), (4, False), (2, False)])
 def test_compiled_gradients_of_a_projection_are_not_copied(

@@ -191,6 +191,7 @@ QUICK = (
 )
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_eager(case, device):
@@ -198,6 +199,7 @@ def test_equals_eager(case, device):
     run(case, device, "aot_eager", bitwise if device == "cpu" else near)
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize(
     "case",
     (
@@ -244,6 +246,7 @@ def test_calibration(device):
     assert not torch.equal(twin.scaling["forward"].scale[:2].cpu(), torch.ones(2))
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_micro_batches_and_gradients_in_place(recipe, device):
     """Cached weights and `main_grad` outlive the graphs that write them."""
@@ -325,6 +328,7 @@ def test_inductor_on_a_gpu(case):
     run(case, "cuda", "inductor", near)
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_autocast_outside_and_inside(recipe, device):
     """Under one recipe inside of the graph and another around it, all scales are updated."""

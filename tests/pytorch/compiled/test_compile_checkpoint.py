@@ -129,6 +129,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.filterwarnings("ignore:.*FP8 attention runs on the backend")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_eager(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

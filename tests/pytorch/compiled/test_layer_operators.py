@@ -61,6 +61,7 @@ def compare(layer: Any, recipe: str, device: str, case: str = "", **call: Any) -
     return graphs
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [("encoder", recipe) for recipe in RECIPES]
@@ -85,6 +86,7 @@ def test_rotation(device: str) -> None:
         assert (graphs.chains, graphs.others) == (1, 0)
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("kind", ["encoder", "RMSNorm, swiglu"])
 def test_layers_that_are_alike_share_an_operator(device: str, kind: str) -> None:
     model = nn.Sequential(*(make_of(kind, device) for _ in range(2)))
@@ -108,6 +110,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_that_need_parts(device: str, case: str) -> None:
     graphs = compare(build(device), "delayed", device, case, **ARGUMENTS[case])

@@ -117,6 +117,7 @@ class Calls(nn.Module):
         )
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_modules(recipe, device):
     model = Several(
@@ -338,6 +339,7 @@ def test_what_cannot_be_exported():
     assert "inference_params cannot be exported" in message
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.filterwarnings("ignore:.*kept in FP8 and is dequantised")
 def test_weights_kept_in_fp8(recipe, device):

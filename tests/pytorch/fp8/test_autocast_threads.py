@@ -87,6 +87,7 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("pair", PRECISIONS, ids=lambda pair: "+".join(map(_name, pair)))
 def test_two_models_in_two_threads_train_as_one_after_the_other(
     pair: tuple[Any, Any], device: str

@@ -271,6 +271,7 @@ def test_bad_values_stay_where_they_are(device: str, bad: float) -> None:
         torch.testing.assert_close(zeros, module.bias.expand(16, 48).detach())
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("recipe", [None, RECIPE, Float8CurrentScaling(), Float8BlockScaling()])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_compiled_equals_eager(device: str, kind: str, recipe) -> None:

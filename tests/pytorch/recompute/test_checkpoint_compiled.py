@@ -40,6 +40,7 @@ def steps(layer, recipe, inside, way=None):
     return results
 
 
+@pytest.mark.sampled_on_cpu
 @pytest.mark.parametrize("inside", [True, False], ids=["autocast inside", "autocast outside"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("recipe", RECIPES)
