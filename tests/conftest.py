@@ -20,20 +20,22 @@ SAMPLED = 4  # one in so many cases of a `sampled_on_cpu` test runs on machines 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = torch.cuda.device_count() if torch else 0
-    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        missing = False
         for marker, needed in GPUS_NEEDED.items():
             if found < needed and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {found}"))
-                missing = True
-        if not (missing or found) and item.get_closest_marker("sampled_on_cpu"):
+    if not found:
+        _skip_most_sampled([item for item in items if not item.get_closest_marker("skip")])
+
+
+def _skip_most_sampled(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled_on_cpu"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, own in cases.items():
-        chosen = random.Random(test).sample(own, -(-len(own) // SAMPLED))
-        for item in own:
-            if item not in chosen:
-                item.add_marker(pytest.mark.skip(reason="a sample runs on machines without a GPU"))
+        for item in random.Random(test).sample(own, len(own) * (SAMPLED - 1) // SAMPLED):
+            item.add_marker(pytest.mark.skip(reason="a sample runs on machines without a GPU"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
