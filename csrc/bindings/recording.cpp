@@ -27,9 +27,11 @@ bool aligned(const TensorView& view) { return reinterpret_cast<uintptr_t>(view.d
 
 using Address = std::tuple<uintptr_t, int64_t, int, int64_t>;  // address, bytes, slot, offset
 using Allocation = std::optional<py::tuple>;  // what allocators are called with; none: no tensor
+using Uses = std::pair<int, int>;  // first and last call with a slot; last is -1 if Python reads it
 
 // Slots are, in this order: the inputs, scratch memory, and what the other allocations make. A
 // tensor is the first allocator's if that made it on the device of the inputs, else the next one's.
+// It is made before the first call that uses its slot, and dropped behind the last one.
 class Recording {
  public:
   Recording(const std::vector<TensorView>& inputs, const std::vector<Allocation>& allocations,
@@ -44,25 +46,35 @@ class Recording {
     if (scratch) scratch_bytes_ = py::cast<int64_t>(py::tuple((*scratch)[0])[0]);
   }
 
-  // Takes over the calls; "" or why they cannot be repeated.
-  std::string place(const Recorder& recorder, const std::vector<Address>& addresses) {
+  // Takes over the calls; "" or why they cannot be repeated. `addresses` are those of tensors
+  // (`Address`); `uses` are those of each slot (`Uses`).
+  std::string place(const Recorder& recorder, const py::list& addresses, const py::list& uses) {
     Ranges ranges;
     for (const auto& tensor : persistent_) {
       const auto view = py::cast<TensorView>(tensor);
       if (view.data != nullptr) ranges[reinterpret_cast<uintptr_t>(view.data)] = {extent(view), {}};
     }
-    for (const auto& [address, bytes, slot, offset] : addresses)
+    for (const auto& range : addresses) {
+      const auto [address, bytes, slot, offset] = py::cast<Address>(range);
       ranges[address] = {bytes, {slot, offset}};
+    }
     std::string problem;
     for (const auto& call : recorder.calls)
       if (!call->place(ranges, device_, problem)) return problem;
     calls_ = recorder.calls;
+    made_.resize(calls_.size() + 1);
+    dropped_.resize(calls_.size());
+    for (size_t slot = 0; slot < uses.size(); ++slot) {
+      const auto [first, last] = py::cast<Uses>(uses[slot]);
+      if (slot >= inputs_.size()) made_.at(static_cast<size_t>(first)).push_back(slot);
+      if (last >= 0) dropped_.at(static_cast<size_t>(last)).push_back(slot);
+    }
     return {};
   }
 
-  // The slots, those of the inputs included; None, with nothing done, where an input does not look
-  // like that of the recording.
-  std::optional<py::list> run(const py::tuple& inputs) const {
+  // The slots, those of the inputs included, but without what was dropped; `inputs` is emptied.
+  // None, with nothing done, where an input does not look like that of the recording.
+  std::optional<py::list> run(py::list& inputs) const {
     const size_t count = inputs_.size();
     if (inputs.size() != count) return std::nullopt;
     Memory memory(count + allocations_.size());
@@ -73,14 +85,22 @@ class Recording {
       if (!same(view, inputs_[i]) || !aligned(view)) return std::nullopt;
       memory.put(i, tensor, view);
     }
+    PyList_SetSlice(inputs.ptr(), 0, static_cast<py::ssize_t>(count), nullptr);
     const RecordingScratch scratch(device_, scratch_bytes_);
-    for (size_t i = 0; i < allocations_.size(); ++i) {
-      if (i == 0 && scratch.view())
-        memory.put(count, py::none(), scratch.view());
-      else
-        make(allocations_[i], memory, count + i);
+    const auto make_for = [&](size_t call) {
+      for (const size_t slot : made_[call]) {
+        if (slot == count && scratch.view())
+          memory.put(count, py::none(), scratch.view());
+        else
+          make(allocations_[slot - count], memory, slot);
+      }
+    };
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      make_for(i);
+      calls_[i]->run(memory.bases);
+      for (const size_t slot : dropped_[i]) memory.put(slot, py::none(), {});
     }
-    for (const auto& call : calls_) call->run(memory.bases);
+    make_for(calls_.size());
     return memory.tensors;
   }
 
@@ -89,7 +109,7 @@ class Recording {
     explicit Memory(size_t slots) : tensors(slots), bases(slots) {}
 
     void put(size_t slot, const py::object& tensor, const TensorView& view) {
-      PyList_SET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(slot), tensor.inc_ref().ptr());
+      PyList_SetItem(tensors.ptr(), static_cast<py::ssize_t>(slot), tensor.inc_ref().ptr());
       bases[slot] = static_cast<char*>(view.data);
     }
 
@@ -117,6 +137,8 @@ class Recording {
   }
 
   std::vector<std::shared_ptr<RecordedCall>> calls_;
+  std::vector<std::vector<size_t>> made_;     // slots, before each call and behind the last one
+  std::vector<std::vector<size_t>> dropped_;  // behind each call
   std::vector<TensorView> inputs_;
   std::vector<Allocation> allocations_;
   std::vector<py::object> allocators_;
@@ -173,7 +195,7 @@ void bind_recording(py::module_& m) {
       .def(py::init<const std::vector<TensorView>&, const std::vector<Allocation>&,
                     const std::vector<py::object>&, const py::list&>(),
            arg("inputs"), arg("allocations"), arg("allocators"), arg("persistent"))
-      .def("place", &Recording::place, arg("recorder"), arg("addresses"))
+      .def("place", &Recording::place, arg("recorder"), arg("addresses"), arg("uses"))
       .def("run", &Recording::run, arg("inputs"));
   m.def("is_recording", [] { return Recorder::active() != nullptr; });
   m.def(

@@ -8,7 +8,10 @@ from transformer_engine.pytorch import capture
 
 @contextmanager
 def as_large_inputs(on: bool = True) -> Iterator[None]:
-    """Nothing is recorded, and layers run part by part, whatever the size of their inputs."""
+    """Layers run part by part, recorded without slabs, whatever the size of their inputs.
+
+    Nothing is recorded where ranks share a layer.
+    """
     before = capture.HOST_BOUND_BYTES
     capture.HOST_BOUND_BYTES = -1 if on else before
     try:

@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch import capture
+from transformer_engine.pytorch.chain import segments
 
 _RECIPES = {
     "bf16": None,
@@ -76,12 +76,12 @@ def _train(name: str, seed: int, sizes: tuple[int, int, int], device: str) -> li
 @contextmanager
 def without_recordings() -> Iterator[None]:
     """Every call runs stage by stage."""
-    before = capture.HOST_BOUND_BYTES
-    capture.HOST_BOUND_BYTES = -1
+    before = segments._MOST_SHAPES
+    segments._MOST_SHAPES = 0
     try:
         yield
     finally:
-        capture.HOST_BOUND_BYTES = before
+        segments._MOST_SHAPES = before
 
 
 @contextmanager

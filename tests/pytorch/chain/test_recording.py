@@ -8,6 +8,7 @@ import torch
 from precisions import RECIPES, scope
 from recordings import all_recorded, segments_of
 from rulers import assert_bitwise
+from sizes import as_large_inputs
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
@@ -202,7 +203,7 @@ def test_memory_that_nobody_has_named_is_refused():
     )
     found = recording.record([x], ours, (), [unknown], lambda: python(ours, unknown))
     assert isinstance(found, recording.Recorded)
-    found.run((x,))
+    found.run([x])
     assert_bitwise(unknown, x.bfloat16())
 
 
@@ -267,14 +268,41 @@ def test_calls_that_need_much_memory_run_by_stages(monkeypatch):
     assert [one.refused for one in segments_of(module)] == ["", "it needs too much memory"]
 
 
-def test_large_inputs_run_by_stages(monkeypatch):
-    monkeypatch.setattr("transformer_engine.pytorch.capture.HOST_BOUND_BYTES", 2048)
-    module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
-    found = []
-    for rows in (32, 33):
-        module(torch.ones(rows, 32, dtype=torch.bfloat16))
-        found += [len(one) for p in module._plans.values() for one in p.recordings.values()]
-    assert found == [1, 1, 0]
+@pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])
+def test_large_inputs_are_recorded_without_slabs(device, by_stages, recipe):
+    """Every tensor is one of its own, so that its memory is free as soon as nobody needs it."""
+    with as_large_inputs():
+        module = MODULES["LayerNormMLP, gelu"](device=device, params_dtype=torch.bfloat16)
+        again = MODULES["LayerNormMLP, gelu"](device=device, params_dtype=torch.bfloat16)
+        again.load_state_dict(module.state_dict())
+        got = results(module, recipe, device)
+        assert all_recorded(module)
+        by_stages()
+        same(got, results(again, recipe, device))
+
+
+@pytest.mark.parametrize("slabs", [recording.BOTH_SLABS, recording.NO_SLABS])
+def test_memory_is_free_as_soon_as_nobody_needs_it(slabs):
+    """Inputs, too: the backward's are what the forward has saved."""
+    x, between = torch.full((4,), 3.0), torch.ones(4)
+    ours = recording.stand_ins([x, between])
+
+    def python():
+        scratch, result = (torch.empty(4, dtype=torch.bfloat16) for _ in range(2))
+        _C.cast(ours[0], scratch)
+        _C.cast(scratch, ours[1])
+        _C.cast(ours[1], result)
+        return [result], ()
+
+    found = recording.record([x, between], ours, (), [], python, slabs)
+    inputs = [x, between]
+    alive = [weakref.ref(x), weakref.ref(between)]
+    del x, between
+    buffers = found.run(inputs)
+    assert not inputs and not any(one() is not None for one in alive)
+    (place,) = found.results
+    assert_bitwise(place.within(buffers.pop(place.slot)), torch.full((4,), 3.0).bfloat16())
+    assert sum(one is not None for one in buffers) == slabs.scratch
 
 
 def test_inputs_that_begin_elsewhere_run_by_stages(device):

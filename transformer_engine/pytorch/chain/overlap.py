@@ -56,7 +56,7 @@ class RecordedParamGradTask(ParamGradTask):
         """Compute the gradients, from a recording if possible."""
         like = [self.carry, Operands(None, waited(self.input_again))]
         main = [] if self.target is None else [self.target.main_grad]
-        inputs = (*flatten_values(like), *self.buffers, *main)
+        inputs = [*flatten_values(like), *self.buffers, *main]
         mode = None if self.target is None else self.target.mode
         key = ("parameters", mode, self.plan.in_tf32)
         backwards = self.segment.backwards

@@ -9,7 +9,10 @@ in this order,
     its inputs,
     one slab for scratch, where tensors whose lifetimes do not overlap share memory,
     one slab for what backward will read,
-    its outputs, each a tensor of its own.
+    all other tensors: results, and all that is in no slab.
+
+Slabs save the host time. Where memory counts there are none: each tensor is allocated before the
+first call that uses it, and dropped behind the last one.
 
 Tensors that outlive the call (scales, amaxes) are named beforehand and keep their addresses. An
 address in any other memory refuses the recording, and so does Python that does more than allocate,
@@ -83,17 +86,17 @@ class Recorded(NamedTuple):
     """A recorded piece of Python.
 
     Attributes:
-        run: repeats the calls. It takes the tuple of inputs and returns the list of buffers; or
+        run: repeats the calls. It empties the list of inputs and returns the list of buffers; or
             None, without running, if the inputs differ from those of the recording in shape,
             strides, dtype or device.
         results: slices of what Python returned.
         saved: slices of what it saved for the backward.
         gemms: the GEMMs of a call, for `gemm_report`.
         sent: its collectives, for `parallel_report`; None if there are none.
-        bytes: the memory that a call allocates.
+        bytes: of the memory that a call allocates, all together.
     """
 
-    run: Callable[[tuple[torch.Tensor | None, ...]], Any]
+    run: Callable[[list[torch.Tensor | None]], Any]
     results: Sequence[BufferSlice | None]
     saved: Sequence[BufferSlice | None]
     gemms: CountedGroup
@@ -105,6 +108,23 @@ class Recorded(NamedTuple):
         self.gemms.add()
         if self.sent is not None:
             self.sent.add()
+
+
+class Slabs(NamedTuple):
+    """Which tensors of a call are slices of one buffer.
+
+    Attributes:
+        scratch: those that nobody reads after the call.
+        saved: those that backward will read.
+    """
+
+    scratch: bool = True
+    saved: bool = True
+
+
+BOTH_SLABS = Slabs()
+SCRATCH_SLAB = Slabs(saved=False)
+NO_SLABS = Slabs(scratch=False, saved=False)
 
 
 class _Watch(TorchDispatchMode):
@@ -150,7 +170,7 @@ def record(
     direct: Tensors,
     persistent: list[torch.Tensor],
     python: Callable[[], tuple[Tensors, Tensors]],
-    separate_saved: bool = False,
+    slabs: Slabs = BOTH_SLABS,
 ) -> Recorded | str:
     """Record the calls of `_C` that `python` makes.
 
@@ -161,7 +181,7 @@ def record(
         persistent: tensors that outlive the call, and that `python` may read and write. The
             recording holds them.
         python: returns two lists: results, and what backward will read. Entries may be None.
-        separate_saved: give each tensor that backward will read a buffer of its own.
+        slabs: which there are.
 
     Returns:
         What was recorded, or the reason why it cannot be recorded.
@@ -178,11 +198,11 @@ def record(
     if watch.computes:
         return f"torch computes: {watch.computes}"
     buffers = _BufferPlan([*for_inputs, *direct], watch.allocated, recorder)
-    problem = buffers.place(results, saved, separate_saved)
+    problem = buffers.place(results, saved, slabs)
     if problem:
         return problem
     recording = buffers.recording([*inputs, *direct], persistent)
-    if problem := recording.place(recorder, buffers.ranges):
+    if problem := recording.place(recorder, buffers.ranges, buffers.uses(results, saved)):
         return problem
     return Recorded(
         recording.run,
@@ -198,7 +218,7 @@ class _BufferPlan:
     """Gives every tensor that was recorded a place: a slot and an offset."""
 
     def __init__(self, known: Buffers, allocated: list[torch.Tensor], recorder: Any) -> None:
-        self.recorder = recorder
+        self.calls = recorder.addresses()
         self.known = known
         self.inputs = len(known)
         self.allocated = allocated
@@ -235,7 +255,7 @@ class _BufferPlan:
         same = whole is not None and (t.shape, t.stride()) == (whole.shape, whole.stride())
         return BufferSlice(slot, offset, tuple(t.shape), t.stride(), t.dtype, same)
 
-    def place(self, results: Tensors, saved: Tensors, separate_saved: bool) -> str:
+    def place(self, results: Tensors, saved: Tensors, slabs: Slabs) -> str:
         """Give every tensor a place. Returns why one cannot have any, or `""`."""
         tensors = [t for t in (*results, *saved) if t is not None]
         if not all(t.numel() for t in (*tensors, *self.allocated)):
@@ -243,8 +263,13 @@ class _BufferPlan:
         for t in results:
             self._place(t, self._as_output)
         for t in saved:
-            self._place(t, self._as_output if separate_saved else self._as_saved)
-        self._place_scratch()
+            self._place(t, self._as_saved if slabs.saved else self._as_output)
+        if slabs.scratch:
+            self._place_scratch()
+        else:
+            for t in self.allocated:
+                if self._calls_with(t.data_ptr(), t.nbytes):
+                    self._place(t, self._as_output)
         if any(self._range(t.data_ptr()) is None for t in tensors):
             return "a result was neither allocated here nor brought"
         return ""
@@ -270,11 +295,10 @@ class _BufferPlan:
         return self.inputs + 1, offset
 
     def _place_scratch(self) -> None:
-        calls = self.recorder.addresses()
         placed: list[tuple[range, int, int]] = []  # calls, first byte, end
         for t in sorted(self.allocated, key=lambda t: -t.nbytes):
-            start, end = t.data_ptr(), t.data_ptr() + t.nbytes
-            used = [i for i, call in enumerate(calls) if any(start <= a < end for a in call)]
+            start = t.data_ptr()
+            used = self._calls_with(start, t.nbytes)
             if not used or self._range(start) is not None:
                 continue
             life = range(used[0], used[-1] + 1)
@@ -286,6 +310,20 @@ class _BufferPlan:
             placed.append((life, offset, offset + _aligned(t.nbytes)))
             self.ranges.append((start, t.nbytes, self.inputs, offset))
         self.scratch_bytes = max((end for _, _, end in placed), default=0)
+
+    def _calls_with(self, start: int, count: int) -> list[int]:
+        """The calls that use some of these bytes."""
+        return [i for i, call in enumerate(self.calls) if any(0 <= a - start < count for a in call)]
+
+    def uses(self, results: Tensors, saved: Tensors) -> list[tuple[int, int]]:
+        """For each slot the first call that uses it, and the last one if nobody reads it later."""
+        found = [(0, -1)] * (self.inputs + 2 + len(self.outputs))
+        read = {place.slot for t in (*results, *saved) if (place := self.slice_of(t)) is not None}
+        for start, count, slot, _ in self.ranges:
+            calls = self._calls_with(start, count)
+            if calls and not self.inputs <= slot < self.inputs + 2:
+                found[slot] = (calls[0], -1 if slot in read else calls[-1])
+        return found
 
     def recording(self, inputs: Tensors, persistent: list[torch.Tensor]) -> Any:
         """A recording of `_C` with these buffers, without calls yet."""

@@ -28,9 +28,7 @@ from transformer_engine.pytorch.fp8.casts.operands import (
 )
 from transformer_engine.pytorch.parallel.collectives import waited
 
-_MOST_BYTES = (
-    512 * 1024 * 1024
-)  # memory of a recorded call: a layer of a host-bound input takes less
+_MOST_BYTES = 512 * 1024 * 1024  # in slabs: a layer with a host-bound input takes less
 
 _Reader = Callable[[Buffers], Sequence[torch.Tensor | None]]
 
@@ -66,6 +64,7 @@ class Segment:
         start: the first step.
         stop: the step behind the last one.
         recordable: its stages do nothing but allocate and call `_C`.
+        large: its inputs are not host-bound, so that memory counts more than the host's time.
 
     Attributes:
         joined: it may be recorded, collectives included.
@@ -83,9 +82,12 @@ class Segment:
         backwards: recordings of the backward, or why there is none, by what calls differ in.
     """
 
-    def __init__(self, plan: CallPlan, start: int, stop: int, recordable: bool) -> None:
+    def __init__(
+        self, plan: CallPlan, start: int, stop: int, recordable: bool, large: bool
+    ) -> None:
         self.start, self.stop = start, stop
         self.recordable = recordable
+        self._slabs = recording.NO_SLABS if large else recording.BOTH_SLABS
         chain = plan.chain
         steps = chain.steps[start:stop]
         made = {v for step in steps for v in step.outputs}
@@ -140,7 +142,7 @@ class Segment:
             if state:
                 tensors = (*tensors, *state)
             recorded = self.recorded or self._record_forward(plan, tensors, inputs)
-            buffers = None if recorded is None else recorded.run(tensors)
+            buffers = None if recorded is None else recorded.run([*tensors])
             if buffers is not None:
                 recorded.count_call()  # type: ignore[union-attr]
                 return self._results(buffers), self._saved(buffers), self._trace
@@ -214,12 +216,11 @@ class Segment:
     ) -> Recorded | str:
         """`recording.record` with the persistent tensors of this segment, and a limit of memory."""
         if plan.state is not None:
-            stand_ins = [*stand_ins, *plan.state]
-            inputs = [*inputs, *direct]
-            return recording.record(inputs, stand_ins, (), [], python, separate_saved=True)
+            stand_ins, inputs = [*stand_ins, *plan.state], [*inputs, *direct]
+            return recording.record(inputs, stand_ins, (), [], python, recording.SCRATCH_SLAB)
         persistent = self._persistent_tensors(plan)
-        recorded = recording.record(inputs, stand_ins, direct, persistent, python)
-        if not isinstance(recorded, str) and recorded.bytes > _MOST_BYTES:
+        recorded = recording.record(inputs, stand_ins, direct, persistent, python, self._slabs)
+        if not isinstance(recorded, str) and self._slabs.saved and recorded.bytes > _MOST_BYTES:
             recorded = "it needs too much memory"
         if isinstance(recorded, str) and self.joined:
             plan.joins = False
@@ -276,7 +277,7 @@ class Segment:
             plan: of the forward.
             grads: gradients of the values that the segment made.
             buffers: saved by the forward. The list is emptied, unless `overlaps`: then the task of
-                the first step reads it, too.
+                the first step reads it, too. A tensor is freed when its last reader has run.
             targets: of weight gradients.
             state: see `forward`.
 
@@ -284,32 +285,31 @@ class Segment:
             Gradients of the values that it reads, and of its parameters; with `overlaps` followed
             by what `backward_data` of the first step hands to its `backward_params`.
         """
-        inputs: tuple[Any, ...] = (*grads, *buffers)
+        inputs = flatten_values(grads) if Operands in [type(grad) for grad in grads] else [*grads]
+        saved = slice(len(inputs), len(inputs) + len(buffers))
+        inputs += [*buffers, *state]
         key: tuple[Any, ...] = tuple([grad is None for grad in grads])
         if plan.in_tf32:
             key = (*key, "tf32")
-        if Operands in [type(grad) for grad in grads]:
-            inputs = (*flatten_values(grads), *buffers)
-        inputs = (*inputs, *state)
         own_targets: Targets = {}
         if targets:
             own_targets = {i: t for i, t in targets.items() if self.start <= i < self.stop}
-            inputs = (*inputs, *[t.main_grad for t in own_targets.values()])
+            inputs += [t.main_grad for t in own_targets.values()]
             key = (*key, *[t.mode for t in own_targets.values()])
         found = self.backwards.get(key)
         if found is None:
             found = self._record_backward(plan, inputs, grads, own_targets)
             self.backwards[key] = found
+        if not self.overlaps:
+            buffers.clear()
         if not isinstance(found, str):
             recorded, results_of = found
             memory = recorded.run(inputs)
             if memory is not None:
                 recorded.count_call()
                 return list(results_of(memory))
-        record = self.saved_views(buffers, own_targets)
-        del inputs
-        if not self.overlaps:
-            buffers.clear()
+        record = self.saved_views(inputs[saved], own_targets)
+        inputs.clear()
         return self._backward_by_stages(self.bound(plan, state), grads, record)
 
     def _backward_by_stages(

@@ -178,9 +178,8 @@ def _record_of(
 def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     """The segments of calls with such inputs; none if the chain runs stage by stage.
 
-    Calls that are not host-bound are not recorded: they run stage by stage, which takes less
-    memory, because each stage frees its own when it ends. A collective is a segment by itself
-    in any case.
+    A collective is a segment by itself. Where there are some, calls that are not host-bound are not
+    recorded: a GEMM may read or make rows rank by rank.
     """
     recordings = plan.recordings
     if recordings is None:
@@ -195,7 +194,8 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         if plan.chain.communicates:
             check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
-        found = _segments(plan, known and is_host_bound(first), first)
+        together = is_host_bound(first) or not plan.chain.communicates
+        found = _segments(plan, known and together, first)
         if known:
             recordings[key] = found
     elif not plan.joins and any([segment.joined for segment in found]):
@@ -207,7 +207,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
 def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segment]:
     if not (recorded or plan.chain.communicates):
         return []
-    steps, segments = _recordable_steps(plan), []
+    steps, segments, large = _recordable_steps(plan), [], not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
@@ -222,7 +222,7 @@ def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segme
 
     for (possible, _), pieces in groupby(_pieces(plan.chain.parts, collective, delayed), kind):
         bounds = list(pieces)
-        segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible))
+        segments.append(Segment(plan, bounds[0][0], bounds[-1][1], possible, large))
     if plan.chain.communicates or any([segment.recordable for segment in segments]):
         return segments
     return []
