@@ -16,6 +16,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
+from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.cuda_graphs import callables
 
 RECIPES = {
@@ -64,12 +65,14 @@ def grads(module, name="grad"):
     return [getattr(p, name) for p in module.parameters() if getattr(p, name, None) is not None]
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("way", ["recorded", "large", "stage by stage"])
 @pytest.mark.parametrize("precision", RECIPES)
 @pytest.mark.parametrize("kind", MODULES)
-def test_gradients_are_those_of_a_backward(kind, precision, large):
+def test_gradients_are_those_of_a_backward(kind, precision, way, monkeypatch):
+    if way == "stage by stage":
+        monkeypatch.setattr(segments, "_MOST_SHAPES", 0)
     plain, late = pair(kind)
-    with as_large_inputs(large):
+    with as_large_inputs(way == "large"):
         for first in (1, 3, 5):  # of two backwards each, whose gradients add up
             for seed in (first, first + 1):
                 equal(step(plain, seed, RECIPES[precision]), step(late, seed, RECIPES[precision]))
