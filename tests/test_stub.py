@@ -23,10 +23,7 @@ def test_signatures():
         "def f(x: Sequence[int], y: float | None = None) -> tuple[int, bool]: ..."
     )
     long = make_stub.definition(f"f(self: C, {'x' * 60}: int, y: dict[str, int] = 1) -> None", "  ")
-    assert long.splitlines() == [
-        "  def f(",
-        "      self,",
-        f"      {'x' * 60}: int,",
-        "      y: dict[str, int] = 1,",
-        "  ) -> None: ...",
-    ]
+    inner = f"      self, {'x' * 60}: int, y: dict[str, int] = 1"
+    assert long.splitlines() == ["  def f(", inner, "  ) -> None: ..."]
+    longer = make_stub.definition(f"f(self: C, {'x' * 90}: int) -> None")
+    assert longer.splitlines() == ["def f(", "    self,", f"    {'x' * 90}: int,", ") -> None: ..."]

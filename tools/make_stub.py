@@ -22,7 +22,7 @@ HEAD = """\
 # the callers.
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 """
 # What pybind11 takes is wider than what is meant: __int__ and __float__ convert, sizes are checked.
 PLAIN = (
@@ -30,6 +30,7 @@ PLAIN = (
     (r"typing\.SupportsFloat( \| typing\.SupportsIndex)?", "float"),
     (r"typing\.Annotated\[(.*?), \"FixedSize\(\d+\)\"\]", r"\1"),
     (r"collections\.abc\.", ""),
+    (r"torch\.Tensor", "Tensor"),
 )
 
 
@@ -59,6 +60,9 @@ def definition(signature: str, indent: str = "") -> str:
     if len(line) <= WIDTH:
         return line
     lines = [f"{indent}    {parameter}," for parameter in listed]
+    inner = f"{indent}    {', '.join(listed)}"
+    if len(inner) <= WIDTH:
+        lines = [inner]
     return "\n".join([f"{indent}def {name}(", *lines, f"{indent}) -> {result}: ..."])
 
 

@@ -1,37 +1,53 @@
-// Bindings of peer_memory: streams and addresses are integers, as torch gives them.
+// Bindings of peer_memory and copy, and the numbers by which Python lays out peer memory.
 #include "bindings/bindings.h"
+#include "bindings/recording.h"
 #include "bindings/tensor_bridge.h"
+#include "ops/copy.h"
 #include "ops/peer_memory.h"
 
 namespace te::bindings {
 namespace {
 
-void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
+Stream stream_of(const TensorView& x) { return bridge::current_stream(x.device); }
 
-Device cuda_device(int index) { return {DeviceType::CUDA, index}; }
+void send(const TensorView& x, const TensorView& memory, const TensorView& group, int rank,
+          int slot) {
+  peer_send(x, {memory, group, rank, slot}, stream_of(x));
+}
+
+void receive(const TensorView& memory, const TensorView& group, int rank, int slot) {
+  peer_receive({memory, group, rank, slot}, stream_of(memory));
+}
+
+void release(const TensorView& memory, const TensorView& group, int rank, int slot) {
+  peer_release({memory, group, rank, slot}, stream_of(memory));
+}
+
+// `x` is what was sent, so that a recording knows how long its memory is read.
+void finish(const TensorView& x, const TensorView& memory, const TensorView& group, int rank,
+            int slot) {
+  peer_finish({memory, group, rank, slot}, stream_of(x));
+}
+
+void copy_into(const TensorView& x, const TensorView& out) { copy(x, out, stream_of(x)); }
 
 }  // namespace
 
 void bind_peer_memory(pybind11::module_& m) {
   using pybind11::arg;
+  const auto memory = arg("memory"), group = arg("group"), rank = arg("rank"), slot = arg("slot");
+  m.def("peer_send", recordable<&send>, arg("x"), memory, group, rank, slot);
+  m.def("peer_receive", recordable<&receive>, memory, group, rank, slot);
+  m.def("peer_release", recordable<&release>, memory, group, rank, slot);
+  m.def("peer_finish", recordable<&finish>, arg("x"), memory, group, rank, slot);
+  m.def("peer_memory_bytes", &peer_memory_bytes, arg("ranks"), arg("room"), arg("ring"));
   m.def(
-      "peer_send",
-      [](const TensorView& x, uintptr_t to, uintptr_t free, uintptr_t arrived, uintptr_t stream) {
-        peer_send({.x = x, .to = at(to), .free = at(free), .arrived = at(arrived)}, {at(stream)});
+      "peer_slot_offset",
+      [](const TensorView& group, int rank, int slot) {
+        return peer_slot_offset({{}, group, rank, slot});
       },
-      arg("x"), arg("to"), arg("free"), arg("arrived"), arg("stream"));
-  m.def(
-      "peer_receive",
-      [](int device, uintptr_t arrived, uintptr_t stream) {
-        peer_receive(cuda_device(device), at(arrived), {at(stream)});
-      },
-      arg("device"), arg("arrived"), arg("stream"));
-  m.def(
-      "peer_release",
-      [](int device, uintptr_t free, uintptr_t stream) {
-        peer_release(cuda_device(device), at(free), {at(stream)});
-      },
-      arg("device"), arg("free"), arg("stream"));
+      group, rank, slot);
+  m.def("copy", recordable<&copy_into>, arg("x"), arg("out"));
 }
 
 }  // namespace te::bindings

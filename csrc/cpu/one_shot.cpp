@@ -2,22 +2,14 @@
 // the flags of one block.
 #include "ops/one_shot.h"
 
-#include <fcntl.h>
-
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstring>
-#include <thread>
+
+#include "cpu/rank_wait.h"
 
 namespace te::cpu {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr int kSpins = 1000;  // before the processor goes to others
-constexpr auto kNap = std::chrono::microseconds(50);
-constexpr int kNapsPerLook = 2000;
 
 uint32_t* calls(const OneShotPiece& piece, int rank) {
   return reinterpret_cast<uint32_t*>(piece.group.addresses[rank]);
@@ -33,37 +25,12 @@ char* slot(const OneShotPiece& piece, int receiver, uint32_t call) {
          piece.slot_bytes * (call % 2);
 }
 
-bool has_ended(const OneShotPiece& piece, int rank) {
-  if (piece.group.lock_file < 0) return false;
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
-  const int found = fcntl(static_cast<int>(piece.group.lock_file), F_GETLK, &lock);
-  return found == 0 && lock.l_type == F_UNLCK;
-}
-
 void wait_for(const OneShotPiece& piece, int sender, uint32_t call) {
   const auto flag = arrived(piece, static_cast<int>(piece.group.rank), sender);
   const auto there = [&] {
     return static_cast<int32_t>(flag.load(std::memory_order_acquire) - call) >= 0;
   };
-  for (int i = 0; i < kSpins; ++i)
-    if (there()) return;
-  const auto deadline = Clock::now() + std::chrono::milliseconds(piece.group.timeout);
-  for (int naps = 1; !there(); ++naps) {
-    if (naps < kSpins)
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(kNap);
-    if (naps % kNapsPerLook != 0) continue;
-    require(!has_ended(piece, sender) || there(), Kind::Runtime, "one_shot", "expected rank ",
-            sender, " of the group to take part in a collective, but its process has ended");
-    require(Clock::now() < deadline, Kind::Runtime, "one_shot", "expected rank ", sender,
-            " of the group to take part in a collective within ",
-            static_cast<double>(piece.group.timeout) / 1000.0, " s, but it did not come");
-  }
+  wait_for_rank({sender, piece.group.timeout, piece.group.lock_file}, "one_shot", there);
 }
 
 template <class T>

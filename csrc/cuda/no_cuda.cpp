@@ -7,6 +7,7 @@
 #include "ops/amax.h"
 #include "ops/attention.h"
 #include "ops/cast.h"
+#include "ops/copy.h"
 #include "ops/cross_entropy.h"
 #include "ops/delayed_scaling.h"
 #include "ops/dequantize.h"
@@ -92,8 +93,12 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs&, Stream) {
 void dropout_add_forward(const DropoutAddForwardArgs&, Stream) { absent("dropout_add_forward"); }
 void dropout_add_backward(const DropoutAddBackwardArgs&, Stream) { absent("dropout_add_backward"); }
 void one_shot(const OneShotPiece&, Device, int64_t&, Stream) { absent("one_shot"); }
-void peer_send(const PeerSendArgs&, int64_t, int64_t, Stream) { absent("peer_send"); }
-void peer_receive(Device, void*, Stream) { absent("peer_receive"); }
-void peer_release(Device, void*, Stream) { absent("peer_release"); }
+void peer_send(const PeerRows&, const PeerSlot&, const PeerEvents&, Device, Stream) {
+  absent("peer_send");
+}
+void peer_receive(void*, int64_t&, Device, Stream) { absent("peer_receive"); }
+void peer_release(void*, Device, Stream) { absent("peer_release"); }
+void peer_finish(int64_t, Device, Stream) { absent("peer_finish"); }
+void copy(const TensorView&, const TensorView&, Stream) { absent("copy"); }
 
 }  // namespace te::cuda

@@ -8,6 +8,7 @@
 
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/pack_io.cuh"
+#include "cuda/stream_order.h"
 
 namespace te::cuda {
 namespace {
@@ -236,22 +237,6 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   if (threadIdx.x == 0) *calls = call;
 }
 
-// Calls on another stream than before come after the last one, as the slots are used in turn. What
-// is captured has the order of its graph.
-void follow_last_call(int64_t& last, cudaStream_t stream) {
-  const auto handle = reinterpret_cast<int64_t>(stream);
-  if (last == handle) return;
-  cudaStreamCaptureStatus capture{};
-  check(cudaStreamIsCapturing(stream, &capture), "one_shot");
-  if (capture != cudaStreamCaptureStatusNone) return;
-  cudaEvent_t event{};
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "one_shot");
-  check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(last)), "one_shot");
-  check(cudaStreamWaitEvent(stream, event, 0), "one_shot");
-  check(cudaEventDestroy(event), "one_shot");
-  last = handle;
-}
-
 template <class T, Combine kHow>
 void launch(const OneShotPiece& piece, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(T);
@@ -286,7 +271,8 @@ void concatenate(const OneShotPiece& piece, cudaStream_t stream) {
 void one_shot(const OneShotPiece& piece, Device device, int64_t& last_stream, Stream stream) {
   const DeviceGuard guard(device);
   const cudaStream_t handle = stream_of(stream);
-  follow_last_call(last_stream, handle);
+  // The slots are used in turn.
+  follow_last_stream(last_stream, handle, "one_shot");
   switch (piece.combine) {
     case Combine::Concatenate: return concatenate(piece, handle);
     case Combine::Sum: return combine<Combine::Sum>(piece, handle);

@@ -4,6 +4,7 @@
 
 #include "cuda/dynlib.h"
 #include "cuda/launch.h"
+#include "cuda/stream_order.h"
 
 namespace te::cuda {
 namespace {
@@ -29,44 +30,50 @@ void check(CUresult status) {
 
 CUdeviceptr address(void* flag) { return reinterpret_cast<CUdeviceptr>(flag); }
 
-void set(CUstream stream, void* flag) {
+void set(cudaStream_t stream, void* flag) {
   check(driver().write(stream, address(flag), 1, CU_STREAM_WRITE_VALUE_DEFAULT));
 }
 
-void wait_and_clear(CUstream stream, void* flag) {
+void wait_and_clear(cudaStream_t stream, void* flag) {
   check(driver().wait(stream, address(flag), 1, CU_STREAM_WAIT_VALUE_EQ));
   check(driver().write(stream, address(flag), 0, CU_STREAM_WRITE_VALUE_DEFAULT));
 }
 
-CUstream of(Stream stream) { return static_cast<CUstream>(stream.handle); }
+cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
 }  // namespace
 
-void peer_send(const PeerSendArgs& args, int64_t row_bytes, int64_t pitch, Stream stream) {
-  const DeviceGuard guard(args.x.device);
-  wait_and_clear(of(stream), args.free);
-  const int64_t bytes = args.x.bytes();
-  if (row_bytes == bytes) {
-    check(cudaMemcpyAsync(args.to, args.x.data, static_cast<size_t>(bytes), cudaMemcpyDefault,
-                          of(stream)),
-          "peer_send");
-  } else {
-    check(cudaMemcpy2DAsync(args.to, static_cast<size_t>(row_bytes), args.x.data,
-                            static_cast<size_t>(pitch), static_cast<size_t>(row_bytes),
-                            static_cast<size_t>(bytes / row_bytes), cudaMemcpyDefault, of(stream)),
-          "peer_send");
-  }
-  set(of(stream), args.arrived);
+void peer_send(const PeerRows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+               Stream stream) {
+  const DeviceGuard guard(device);
+  const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);
+  check(cudaEventRecord(event_of(events.computed), stream_of(stream)), "peer_send");
+  check(cudaStreamWaitEvent(sends, event_of(events.computed), 0), "peer_send");
+  wait_and_clear(sends, slot.free);
+  const auto bytes = static_cast<size_t>(rows.bytes), pitch = static_cast<size_t>(rows.pitch);
+  const auto count = static_cast<size_t>(rows.count);
+  check(rows.count == 1 ? cudaMemcpyAsync(slot.data, rows.data, bytes, cudaMemcpyDefault, sends)
+                        : cudaMemcpy2DAsync(slot.data, bytes, rows.data, pitch, bytes, count,
+                                            cudaMemcpyDefault, sends),
+        "peer_send");
+  set(sends, slot.arrived);
+  check(cudaEventRecord(event_of(events.sent), sends), "peer_send");
 }
 
-void peer_receive(Device device, void* arrived, Stream stream) {
+void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream) {
   const DeviceGuard guard(device);
-  wait_and_clear(of(stream), arrived);
+  follow_last_stream(last_stream, stream_of(stream), "peer_receive");
+  wait_and_clear(stream_of(stream), arrived);
 }
 
-void peer_release(Device device, void* free, Stream stream) {
+void peer_release(void* free, Device device, Stream stream) {
   const DeviceGuard guard(device);
-  set(of(stream), free);
+  set(stream_of(stream), free);
+}
+
+void peer_finish(int64_t sent, Device device, Stream stream) {
+  const DeviceGuard guard(device);
+  check(cudaStreamWaitEvent(stream_of(stream), event_of(sent), 0), "peer_finish");
 }
 
 }  // namespace te::cuda

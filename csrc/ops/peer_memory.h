@@ -1,37 +1,101 @@
-// Tensors that one GPU puts into memory of another GPU of this host, which both have mapped.
+// Tensors that one rank puts into memory of another rank of its host, which both have mapped.
 //
-// Copy engines move them, and streams wait for flags by memory operations: neither takes a
-// multiprocessor, so a GEMM that runs meanwhile takes its usual time. A sender has room for one
-// tensor at a receiver. Two flags say whose turn it is, 32-bit words that are 0 or 1:
+// On CUDA copy engines move them, and streams wait for flags by memory operations: neither takes a
+// multiprocessor, so a GEMM that runs meanwhile takes its usual time. On the CPU calls wait
+// themselves. A sender has two slots at each receiver. Two flags for each say whose turn it is,
+// 32-bit words that are 0 or 1:
 //   free     in memory of the sender: the receiver has read what was there before
 //   arrived  in memory of the receiver: the tensor is there
-// Who waits for a flag clears it. All of this may be captured into CUDA graphs.
+// Who waits for a flag clears it. The memory of a rank holds, in this order,
+//   two slots for each rank that sends to it
+//   free     [2, ranks], 8 bytes each
+//   arrived  [2, ranks], 8 bytes each
+// Calls may be recorded, and captured into CUDA graphs.
 #pragma once
 
+#include "core/awaited_rank.h"
 #include "core/tensor_view.h"
 
 namespace te {
 
-struct PeerSendArgs {
-  TensorView x;  // on CUDA; rows of one distance, each of which is contiguous
-  void* to;      // x.bytes() in memory of the receiver, of rows without gaps
+constexpr int kPeerSlots = 2;
+constexpr int kPeerFlagBytes = 8;
+
+// What a rank knows of its group: a tensor of int64 on the CPU, which persists. It has these
+// fields, then the address of the memory of each rank, as mapped here.
+enum class PeerField : int {
+  Rank,
+  Timeout,     // on the CPU: how long to wait for another rank, in milliseconds
+  LockFile,    // on the CPU: rank r locks byte r as long as it lives; -1 if there is none
+  LastStream,  // on CUDA: that has received last
+  SendStream,  // on CUDA: a stream for sends alone
+  Computed,    // on CUDA: an event, recorded when a tensor to send has been computed
+  Sent,        // on CUDA: an event for each slot, recorded when its tensor has been sent
+  Room = static_cast<int>(Sent) + kPeerSlots,  // of a slot, in bytes
+  Ring,  // 1: a rank sends to the next and the previous one alone; 0: to all others
+  Addresses,
+};
+
+// Where to put a tensor, or to find it.
+struct PeerTransfer {
+  TensorView memory;  // uint8, of this rank
+  TensorView group;   // int64, see PeerField
+  int rank;           // the other one
+  int slot;
+};
+
+// Waits for `free`, copies `x`, and sets `arrived`. On CUDA a stream of its own does, once the
+// caller's stream has come here. `x` has rows of one distance, each of which is contiguous; they
+// lie in the slot without gaps.
+void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream);
+
+// Waits for `arrived`: what follows on the stream may read the tensor.
+void peer_receive(const PeerTransfer& from, Stream stream);
+
+// Sets `free` once the stream has come here.
+void peer_release(const PeerTransfer& from, Stream stream);
+
+// Waits until the last tensor sent by way of `to.slot` has left: its memory may be used again.
+void peer_finish(const PeerTransfer& to, Stream stream);
+
+// Bytes of the memory of each rank.
+int64_t peer_memory_bytes(int ranks, int64_t room, bool ring);
+
+// The offset in this rank's memory of what it has received.
+int64_t peer_slot_offset(const PeerTransfer& from);
+
+// Rows of a tensor, one behind the other in memory or with a distance.
+struct PeerRows {
+  const char* data;
+  int64_t count;
+  int64_t bytes;  // of a row
+  int64_t pitch;  // from one to the next
+};
+
+// A slot with its flags, as mapped here.
+struct PeerSlot {
+  char* data;
   void* free;
   void* arrived;
 };
 
-// Waits for `free`, copies, and sets `arrived`.
-void peer_send(const PeerSendArgs& args, Stream stream);
-
-// Waits for `arrived`: what follows on the stream may read the tensor.
-void peer_receive(Device device, void* arrived, Stream stream);
-
-// Sets `free` once the stream has come here.
-void peer_release(Device device, void* free, Stream stream);
+namespace cpu {
+void peer_send(const PeerRows& rows, const PeerSlot& slot, const AwaitedRank& receiver);
+void peer_receive(void* arrived, const AwaitedRank& sender);
+void peer_release(void* free);
+}  // namespace cpu
 
 namespace cuda {
-void peer_send(const PeerSendArgs& args, int64_t row_bytes, int64_t pitch, Stream stream);
-void peer_receive(Device device, void* arrived, Stream stream);
-void peer_release(Device device, void* free, Stream stream);
+struct PeerEvents {
+  int64_t send_stream;
+  int64_t computed;
+  int64_t sent;
+};
+void peer_send(const PeerRows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+               Stream stream);
+void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream);
+void peer_release(void* free, Device device, Stream stream);
+void peer_finish(int64_t sent, Device device, Stream stream);
 }  // namespace cuda
 
 }  // namespace te

@@ -1,8 +1,7 @@
-"""Peer memory as messages of gloo, so that collectives go part by part on CPUs, too."""
+"""Collectives that go part by part through peer memory, however small, and on CPUs, too."""
 
 import gc
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,86 +14,56 @@ from rank_device import here
 from sizes import as_large_inputs
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.parallel import collectives, exchange, peer_memory
+from transformer_engine.pytorch.parallel import peer_memory
 from transformer_engine.pytorch.parallel.groups import SharedByRanks
 from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
-class PeerMessages:
-    """What `PeerMemory` does, of a group of gloo."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.coming: deque[Any] = deque()
-        self.sent: list[Any] = []
-        self.received = 0
-
-    def start(self, collective: Any) -> "Transfer":
-        transfer = Transfer(self)
-        self.coming.append((transfer, collective))
-        return transfer
-
-
-class Transfer:
-    """What `peer_memory.Transfer` does."""
-
-    def __init__(self, memory: PeerMessages) -> None:
-        self.memory = memory
-
-    def send(self, rank: int, x: torch.Tensor) -> None:
-        group, x = self.memory.group, x.contiguous().clone()
-        work = dist.isend(x, dist.get_global_rank(group, rank), group)
-        sent = [one for one in self.memory.sent if not one[1].is_completed()]
-        self.memory.sent = [*sent, (x, work)]
-
-    def receive(
-        self, like: torch.Tensor, senders: Sequence[int] | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        memory = self.memory
-        while memory.coming[0][0] is not self:
-            memory.coming[0][1].wait()
-        memory.coming.popleft()
-        for rank in reversed(memory.others) if senders is None else senders:
-            part = torch.empty_like(like)
-            dist.recv(part, dist.get_global_rank(memory.group, rank), memory.group)
-            memory.received += 1
-            yield rank, part
-            part.view(torch.uint8).fill_(255)  # the next tensor comes into the same memory
-
-
 @contextmanager
-def in_parts() -> Iterator[PeerMessages]:
+def in_parts() -> Iterator[list[int]]:
     """Inside, layers that ask for overlap pass tensors part by part, however small they are.
 
-    Calls are as those with large inputs are. On GPUs parts go through peer memory.
+    Calls are as those with large inputs are. Yields a list that gets an element for each part
+    whose transfer runs from Python.
     """
-    messages = PeerMessages(dist.group.WORLD)
     patch = pytest.MonkeyPatch()
-    patch.setattr(peer_memory, "LEAST_BYTES", 0)
-    if here().type == "cpu":
-        patch.setattr(collectives, "peer_memory", lambda group, device, count: messages)
+    received = _use_peer_memory(patch)
     patch.setattr(tensor_parallel_ranks, "pair", _asking(tensor_parallel_ranks.pair))
     te.initialize_ub([1024, 1024], dist.get_world_size())
     try:
         with as_large_inputs():
-            yield messages
+            yield received
         dist.barrier()  # nobody leaves while another still receives
     finally:
         te.destroy_ub()
         patch.undo()
 
 
+def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
+    """Pass tensors through peer memory, however small they are, on CPUs, too."""
+    patch.setattr(peer_memory, "LEAST_BYTES", 0)
+    patch.setattr(peer_memory, "DEVICES", {"cpu", "cuda"})
+    received: list[int] = []
+    receive = peer_memory.Transfer.receive
+
+    def counted(*arguments: Any) -> Iterator[tuple[int, torch.Tensor]]:
+        for rank, part in receive(*arguments):
+            received.append(rank)
+            yield rank, part
+
+    patch.setattr(peer_memory.Transfer, "receive", counted)
+    return received
+
+
 def matrix_in_parts(rank: int, cases: Any) -> Any:
     """`tensor_parallel_ranks.matrix` in parts, and how many parts came."""
-    with in_parts() as messages:
-        return tensor_parallel_ranks.matrix(rank, cases), messages.received
+    with in_parts() as received:
+        return tensor_parallel_ranks.matrix(rank, cases), len(received)
 
 
 def tensors_left(rank: int) -> int:
     """How many tensors some steps in parts leave behind where nobody collects garbage."""
-    with in_parts() as messages:
+    with in_parts():
         shared = tensor_parallel_ranks.MODULES["layer"]
         layer, _ = tensor_parallel_ranks.pair(shared, True, torch.float32)
         x = torch.randn(8, 2, tensor_parallel_ranks.HIDDEN, device=here(), requires_grad=True)
@@ -102,7 +71,6 @@ def tensors_left(rank: int) -> int:
         def alive() -> int:
             layer(x).sum().backward()
             dist.barrier()
-            messages.sent.clear()
             return sum([issubclass(type(one), torch.Tensor) for one in gc.get_objects()])
 
         alive()
@@ -122,20 +90,12 @@ def rings_in_peer_memory(rank: int, cases: Any) -> Any:
 
     On GPUs that is peer memory.
     """
-    rings: dict[Any, PeerMessages] = {}
-
-    def messages(group: Any, device: torch.device, count: int, ring: bool) -> PeerMessages:
-        assert ring
-        return rings.setdefault(group, PeerMessages(group))
-
     patch = pytest.MonkeyPatch()
-    patch.setattr(peer_memory, "LEAST_BYTES", 0)
-    if here().type == "cpu":
-        patch.setattr(exchange, "peer_memory", messages)
+    received = _use_peer_memory(patch)
     try:
         found = outcomes(rank, cases)
         dist.barrier()  # nobody leaves while another still receives
-        return found, sum([one.received for one in rings.values()])
+        return found, len(received)
     finally:
         patch.undo()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attempts import failures
+from peer_messages import in_parts as passing_in_parts
 from sizes import as_large_inputs
 from tensor_parallel_options import OPTIONS
 from tensor_parallel_overlap import overlap_on_request
@@ -21,6 +22,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.chain import gemm
 from transformer_engine.pytorch.parallel import collectives, one_shot
 from transformer_engine.pytorch.parallel.one_shot import one_shot_of
+from transformer_engine.pytorch.parallel.overlap import Overlap
 
 
 def groups_that_do_not_fit(rank: int) -> None:
@@ -179,7 +181,7 @@ def bytes_that_move(rank: int) -> None:
     for precision, amaxes in (("delayed", 0), ("current", 2), ("block", 0)):
         column, row = column_and_row()
         x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
-        with as_large_inputs(), _logged() as events, scope(precision):
+        with as_large_inputs(), _without_one_shot(), _logged() as events, scope(precision):
             y = row(column(x))
             y.sum().backward()
         gathers = [event for event in events if event.startswith("gather")]
@@ -205,7 +207,9 @@ def weight_gradients_under_collectives(rank: int) -> None:
 _PRECISIONS = ("bf16", "delayed", "current", "block")
 
 
-def _trained(precision: str, sequence: bool, steps: int) -> tuple[Any, list[torch.Tensor]]:
+def _trained(
+    precision: str, sequence: bool, steps: int, in_parts: bool = False, tokens: int = 128
+) -> tuple[Any, list[torch.Tensor]]:
     """The plan of a LayerNormMLP after some steps, and the last output and gradients."""
     torch.manual_seed(5)
     layer = te.LayerNormMLP(
@@ -218,12 +222,15 @@ def _trained(precision: str, sequence: bool, steps: int) -> tuple[Any, list[torc
         params_dtype=torch.bfloat16,
         **CPU,
     )
-    x = torch.randn(128, 64, dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(tokens, 64, dtype=torch.bfloat16).requires_grad_()
+    if in_parts:
+        layer.ranks.overlap = Overlap(gather=True, scatter=True, grad_gather=True)
     for _ in range(steps):
         layer.zero_grad()
         with scope(precision):
             y = layer(x)
-        y.sum().backward()
+        if torch.is_grad_enabled():
+            y.sum().backward()
     (plan,) = [plan for plan in layer._plans.values() if plan.recordings]
     return plan, [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
 
@@ -240,10 +247,17 @@ def _without_one_shot() -> Iterator[None]:
         one_shot._known[dist.group.WORLD] = found
 
 
+def _is_one_recording(segments: list[Any]) -> bool:
+    """Whether the only segment, collectives included, runs from recordings in both directions."""
+    (segment,) = segments
+    (way,) = segment.backwards.values()
+    return segment.joined and segment.recorded is not None and not isinstance(way, str)
+
+
 def recordings_around_collectives(rank: int) -> None:
     """Without one-shot collectives all but the collectives runs from recordings."""
-    with _without_one_shot():
-        for precision, sequence in product(_PRECISIONS, (False, True)):
+    for precision, sequence, large in product(_PRECISIONS, (False, True), (False, True)):
+        with _without_one_shot(), as_large_inputs(large):
             plan, _ = _trained(precision, sequence, steps=2)
             (found,) = plan.recordings.values()
             stages = [plan.chain.steps[s.start].stage.label for s in found]
@@ -265,15 +279,50 @@ def recordings_with_collectives(rank: int) -> None:
         if precision == "block" and sequence:  # torch puts scales in their places
             assert len(found) == 4 and not plan.joins
         else:
-            (segment,) = found
-            (way,) = segment.backwards.values()
-            assert segment.joined and segment.recorded and not isinstance(way, str), precision
+            assert _is_one_recording(found), precision
         report = te.parallel_report(reset=True)
         with _without_one_shot():
             expected = _trained(precision, sequence, steps=3)[1]
         same = [torch.equal(a, b) for a, b in zip(results, expected, strict=True)]
         assert all(same), (precision, sequence, same)
         assert report.counts == te.parallel_report().counts, (precision, sequence)
+
+
+def recordings_with_parts(rank: int) -> None:
+    """Large tensors that pass part by part are recorded with all else: equal bits and report."""
+    with passing_in_parts():
+        for precision in _PRECISIONS:
+            te.parallel_report(reset=True)
+            plan, results = _trained(precision, True, 3, in_parts=True)
+            (found,) = plan.recordings.values()
+            if precision == "block":  # two gathers for a tensor, one of which is torch's
+                assert len(found) == 4 and not plan.joins
+                recorded = [segment.recorded is not None for segment in found]
+                assert recorded == [True, False, False, False], recorded
+            else:
+                assert _is_one_recording(found), precision
+            report = te.parallel_report(reset=True)
+            with _without_one_shot():
+                plan, expected = _trained(precision, True, 3, in_parts=True)
+            assert [len(segments) for segments in plan.recordings.values()] == [4]
+            same = [torch.equal(a, b) for a, b in zip(results, expected, strict=True)]
+            assert all(same), (precision, same)
+            assert report.counts == te.parallel_report().counts, precision
+
+
+def parts_of_odd_sizes(rank: int) -> None:
+    """Tokens that must be padded for FP8, and calls without gradients: as with one-shot ones."""
+    with passing_in_parts():
+        for precision in _PRECISIONS:
+            for tokens in (128, 24):
+                results = _trained(precision, True, 2, in_parts=True, tokens=tokens)[1]
+                with _without_one_shot():
+                    expected = _trained(precision, True, 2, in_parts=True, tokens=tokens)[1]
+                assert all([torch.equal(a, b) for a, b in zip(results, expected, strict=True)])
+                with torch.no_grad():
+                    found = _trained(precision, True, 1, in_parts=True, tokens=tokens)[1]
+                trained = _trained(precision, True, 1, in_parts=True, tokens=tokens)[1]
+                assert torch.equal(found[0], trained[0]), (precision, tokens)
 
 
 def recipes_that_share_no_amaxes(rank: int) -> None:
@@ -303,6 +352,8 @@ SCENARIOS = {
         weight_gradients_under_collectives,
         recordings_around_collectives,
         recordings_with_collectives,
+        recordings_with_parts,
+        parts_of_odd_sizes,
         recipes_that_share_no_amaxes,
         overlap_on_request,
         *OPTIONS,

@@ -17,6 +17,10 @@ HOST_BOUND_BYTES = 16 * 1024 * 1024  # of the first input: up to it the host tak
 _MOST_RESULTS = 4096
 
 
+class NotRecordedError(RuntimeError):
+    """Raised while a call is recorded, by what cannot be; its text says what that is."""
+
+
 def is_capturing() -> bool:
     """Whether the current stream of the current device is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -32,7 +32,7 @@ class RecordedParamGradTask(ParamGradTask):
         plan: of the call.
         grads: gradients of all values.
         carry: returned by `backward_data` of the step.
-        buffers: saved by the forward of the segment.
+        buffers: saved by the forward of the segment; at least what the step reads.
         targets: of weight gradients.
         regathered: the segment's input, see `Stage.regather`; it may be pending.
     """
@@ -74,7 +74,7 @@ class RecordedParamGradTask(ParamGradTask):
 
     def _saved(self, buffers: Tensors, target: Any) -> Saved:
         targets = {} if target is None else {self.number: target}
-        return self.segment.saved_views(buffers, targets)[0]
+        return self.segment.saved_views(buffers, targets, 1)[0]
 
     def _by_stage(self, read: Sequence[Any], saved: Saved) -> Sequence[Any]:
         plan, i = self.plan, self.number

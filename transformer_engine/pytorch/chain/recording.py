@@ -29,9 +29,11 @@ import torch
 
 from transformer_engine import _C
 from transformer_engine.pytorch._torch_private import TorchDispatchMode
+from transformer_engine.pytorch.capture import NotRecordedError
 from transformer_engine.pytorch.fp8.counter import CountedGroup
 from transformer_engine.pytorch.fp8.process_state import process_state
 from transformer_engine.pytorch.kernels.memory import allocators, strides_of
+from transformer_engine.pytorch.parallel.peer_memory import drop_recorded
 
 _ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 
@@ -54,6 +56,7 @@ _VIEWS = {
     _aten.unbind.int,
     _aten.unsqueeze.default,
     _aten.view.default,
+    _aten.view.dtype,
 }
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -193,6 +196,9 @@ def record(
     try:
         with torch.no_grad(), state.gemms.apart() as gemms, state.sent.apart() as sent, watch:
             results, saved = python()
+    except NotRecordedError as reason:
+        drop_recorded()
+        return str(reason)
     finally:
         recorder.stop()
     if watch.computes:

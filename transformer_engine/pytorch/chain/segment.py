@@ -276,8 +276,8 @@ class Segment:
         Args:
             plan: of the forward.
             grads: gradients of the values that the segment made.
-            buffers: saved by the forward. The list is emptied, unless `overlaps`: then the task of
-                the first step reads it, too. A tensor is freed when its last reader has run.
+            buffers: saved by the forward. The list is emptied; with `overlaps` what the task of the
+                first step reads stays. A tensor is freed when its last reader has run.
             targets: of weight gradients.
             state: see `forward`.
 
@@ -300,8 +300,8 @@ class Segment:
         if found is None:
             found = self._record_backward(plan, inputs, grads, own_targets)
             self.backwards[key] = found
-        if not self.overlaps:
-            buffers.clear()
+        own = {p.slot for p in self._stages[0][0] if p is not None} if self.overlaps else ()
+        buffers[:] = [t if i in own else None for i, t in enumerate(buffers)] if own else []
         if not isinstance(found, str):
             recorded, results_of = found
             memory = recorded.run(inputs)
@@ -330,15 +330,15 @@ class Segment:
         parameters = self.parameters.stop - self.parameters.start
         grads[self.parameters] = results[count : count + parameters]
 
-    def saved_views(self, buffers: Sequence[Any], targets: Targets) -> list[Saved]:
-        """What each stage saved, as views into the buffers of the forward."""
+    def saved_views(self, buffers: Any, targets: Targets, stages: int | None = None) -> list[Saved]:
+        """What the stages saved, or the first ones, as views into the buffers of the forward."""
         return [
             Saved(
                 tuple([p if p is None else p.within(buffers[p.slot]) for p in places]),
                 facts,
                 targets.get(i),
             )
-            for i, (places, facts) in enumerate(self._stages, self.start)
+            for i, (places, facts) in enumerate(self._stages[:stages], self.start)
         ]
 
     def readings(self) -> list[list[Reading]]:

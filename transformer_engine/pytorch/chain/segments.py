@@ -15,7 +15,7 @@ import torch
 
 from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.agreement import check_agreement
-from transformer_engine.pytorch.chain.chain import Targets
+from transformer_engine.pytorch.chain.chain import ChainStep, Targets
 from transformer_engine.pytorch.chain.overlap import overlapped_backward
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.recording import Tensors
@@ -178,8 +178,7 @@ def _record_of(
 def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
     """The segments of calls with such inputs; none if the chain runs stage by stage.
 
-    A collective is a segment by itself. Where there are some, calls that are not host-bound are not
-    recorded: a GEMM may read or make rows rank by rank.
+    A collective is a segment by itself, unless it is recorded with the stages around it.
     """
     recordings = plan.recordings
     if recordings is None:
@@ -194,8 +193,7 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         if plan.chain.communicates:
             check_agreement(plan, inputs)
         known = len(recordings) < _MOST_SHAPES
-        together = is_host_bound(first) or not plan.chain.communicates
-        found = _segments(plan, known and together, first)
+        found = _segments(plan, known, first)
         if known:
             recordings[key] = found
     elif not plan.joins and any([segment.joined for segment in found]):
@@ -215,6 +213,9 @@ def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segme
         stages = [plan.chain.steps[i].stage for i in collective]
         if all([stage.joins(first) for stage in stages]):
             collective = set()
+    if large:
+        for i in _by_ranks(plan.chain.steps, collective):
+            steps[i] = False
 
     def kind(piece: tuple[int, int]) -> tuple[bool, int]:
         own = piece[0] if piece[0] in collective | delayed else -1
@@ -226,6 +227,15 @@ def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segme
     if plan.chain.communicates or any([segment.recordable for segment in segments]):
         return segments
     return []
+
+
+def _by_ranks(steps: Sequence[ChainStep], collective: Collection[int]) -> Iterator[int]:
+    """The GEMMs next to collectives that pass in parts: they read or make rows rank by rank."""
+    for i in collective:
+        if steps[i].stage.in_parts:
+            for neighbour in (steps[i].producer, steps[i].consumer):
+                if neighbour >= 0 and steps[neighbour].stage.multiplies:
+                    yield neighbour
 
 
 def _pieces(

@@ -76,6 +76,7 @@ class Stage:
         communicates: it is a collective, and a segment by itself, unless it `joins` others. Its
             results and gradients may be `Pending`; while its backward runs, the parameter gradients
             of its consumer are computed.
+        in_parts: it is a collective that passes large tensors rank by rank.
         token_ratio: tokens (the first size) of its results, divided by those of its first input.
         regathers: see `regather`.
         recomputes: its `backward_data` can compute its first result again, as
@@ -95,6 +96,7 @@ class Stage:
     not_settings: tuple[str, ...] = ()
     records_with_readers = False
     communicates = False
+    in_parts = False
     token_ratio: Fraction | int = 1
     regathers = False
     recomputes = False

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from transformer_engine import _C
 from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
+from transformer_engine.pytorch.kernels.cast import cast
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.one_shot import OneShot, can_sum, one_shot_of
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
 
@@ -27,6 +30,7 @@ scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
     dist, "reduce_scatter_tensor", None
 )
 
+_GATHERS, _SCATTERS = range(2)  # slots of peer memory
 Finish = Callable[[torch.Tensor], Any]
 Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -113,7 +117,7 @@ class _PeerAllGather(Pending):
 
     def __init__(self, x: torch.Tensor, memory: PeerMemory) -> None:
         super().__init__(None)
-        self._own, self._transfer = x, memory.start(self)
+        self._own, self._transfer = x, memory.start(self, _GATHERS)
         for rank in memory.others:
             self._transfer.send(rank, x)
 
@@ -132,11 +136,11 @@ class _PeerAllGather(Pending):
             return
         if keep:
             result = own.new_empty((memory.ranks * rows, *own.shape[1:]))
-            result.narrow(0, memory.rank * rows, rows).copy_(own)
+            _C.copy(own, result.narrow(0, memory.rank * rows, rows))
         yield memory.rank, own
         for rank, part in self._transfer.receive(own):
             if keep:
-                result.narrow(0, rank * rows, rows).copy_(part)
+                _C.copy(part, result.narrow(0, rank * rows, rows))
             yield rank, part
         if keep:
             self.result = result
@@ -189,7 +193,7 @@ class _PeerReduceScatter(Pending):
 
     def __init__(self, x: torch.Tensor | LazyProduct, memory: PeerMemory, add: Add) -> None:
         super().__init__(None)
-        self._add, self._transfer = add, memory.start(self)
+        self._add, self._transfer = add, memory.start(self, _SCATTERS)
         count = x.shape[0] // memory.ranks
         for rank in memory.others:
             self._transfer.send(rank, x[rank * count : (rank + 1) * count])
@@ -200,10 +204,10 @@ class _PeerReduceScatter(Pending):
         """This rank's rows of the sum."""
         if self.result is None:
             left = self._transfer.memory.ranks - 1
-            total = self._own if left == 1 else self._own.float()
+            total = self._own if left == 1 else cast(self._own, torch.float32)
             for _, part in self._transfer.receive(self._own):
                 left -= 1
-                total = total + part if left else self._add(total, part)
+                total = _plus(part, total) if left else self._add(total, part)
             self.result, self._held = total, None
         return self.result
 
@@ -267,6 +271,7 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     way = way_of(x, group, whole=True)
     if way.one_shot is not None and can_sum(x):
         return Pending(way.one_shot.all_reduce(x, op))
+    _refuse_recording()
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     return Pending(x, dist.all_reduce(x, kind, group, async_op=way.beside))
 
@@ -290,6 +295,7 @@ def all_gather(
     memory = peer_memory(group, x.device, x.nbytes) if in_parts and way.beside else None
     if memory is not None:
         return _PeerAllGather(x, memory)
+    _refuse_recording()
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=way.beside)
     return Pending(result, work, held=x)
@@ -319,6 +325,7 @@ def reduce_scatter(
     whole: torch.Tensor = waited(x)
     if way.one_shot is not None and can_sum(whole):
         return Pending(add(way.one_shot.reduce_scatter(whole), None))
+    _refuse_recording()
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     work = scatter_into(result, whole, group=group, async_op=way.beside)
     summed = Pending(result, work, held=whole)
@@ -335,10 +342,17 @@ def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
     way = way_of(x, group, whole=True)
     if way.one_shot is not None:
         return way.one_shot.all_to_all(x)
+    _refuse_recording()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)
     return received
 
 
 def _plus(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    return x if other is None else (x + other).to(other.dtype)
+    return x if other is None else dropout_add_forward(x, None, other, None, 0.0)
+
+
+def _refuse_recording() -> None:
+    """Calls of torch.distributed cannot be recorded."""
+    if _C.is_recording():
+        raise capture.NotRecordedError("a collective of torch.distributed")

@@ -1,7 +1,7 @@
-"""GPU memory that the ranks of one host map, to write tensors directly into each other's memory.
+"""Memory that the ranks of one host map, to write tensors directly into each other's memory.
 
-Copy engines move the tensors and use no multiprocessors, so that a GEMM runs at full speed at the
-same time; kernels of NCCL would wait until a GEMM that fills the GPU has ended.
+On GPUs copy engines move the tensors and use no multiprocessors, so that a GEMM runs at full speed
+at the same time; kernels of NCCL would wait until a GEMM that fills the GPU has ended.
 `csrc/ops/peer_memory.h` describes the flags by which sender and receiver synchronise.
 """
 
@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine import _C
+from transformer_engine.pytorch import capture
+from transformer_engine.pytorch._torch_private import group_timeout
 from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_memory
 
+# On CPUs the host does all the work: nothing would run meanwhile.
+DEVICES = {"cuda"}
 # Smaller tensors arrive sooner through NCCL: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
-_FLAG_BYTES = 8
 _SLOTS = 2
 _ALIGNMENT = 512
 
@@ -42,37 +45,46 @@ def peer_memory(
         count: bytes of each.
         ring: a rank sends to the next one and to the previous one alone.
     """
-    if device.type != "cuda" or count < LEAST_BYTES:
-        return None
+    group = group or dist.group.WORLD
     memories = _memories.setdefault(group, {})
     found = memories.get(ring)
+    if _C.is_recording():  # with stand-ins, which are on the CPU
+        usable = found is not None and LEAST_BYTES <= count <= found.room
+        return found if usable else None
+    if device.type not in DEVICES or count < LEAST_BYTES:
+        return None
     if found is None or found.room < count:
         if ring in memories and found is None:
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if capture.is_capturing():
             return None
-        torch.cuda.synchronize(device)  # until nobody uses the previous memory
+        _synchronize(device)  # until nobody uses the previous memory
         dist.barrier(group)
         room = -(-count // _ALIGNMENT) * _ALIGNMENT
-        distances = _distances(dist.get_world_size(group), ring)
-        mapped = map_memory(group, device, _first_flag(room, distances) + _flag_bytes(group))
-        found = None if mapped is None else PeerMemory(group, mapped, room, distances)
+        size = _C.peer_memory_bytes(dist.get_world_size(group), room, ring)
+        mapped = map_memory(group, device, size)
+        found = None if mapped is None else PeerMemory(group, mapped, room, ring)
         memories[ring] = found
     return found
 
 
-def _distances(ranks: int, ring: bool) -> list[int]:
-    """How far the ranks are that a rank sends to."""
-    return sorted({1, ranks - 1}) if ring else [*range(1, ranks)]
+def peer_tensors(group: Any) -> tuple[torch.Tensor, ...]:
+    """`PeerMemory.tensors` of a group, but for rings; none before `peer_memory`."""
+    found = _memories.get(group or dist.group.WORLD, {}).get(False)
+    return () if found is None else found.tensors
 
 
-def _first_flag(room: int, distances: Sequence[int]) -> int:
-    """The offset behind all slots."""
-    return _SLOTS * len(distances) * room
+def drop_recorded() -> None:
+    """Forget the transfers that a recording has left, which was given up before it ended."""
+    for found in [one for memories in _memories.values() for one in memories.values()]:
+        if found is not None:
+            left = [pair for pair in found.waiting if not pair[0].recorded]
+            found.waiting = deque(left)
 
 
-def _flag_bytes(group: Any) -> int:
-    return 2 * _SLOTS * dist.get_world_size(group) * _FLAG_BYTES
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class PeerMemory:
@@ -85,59 +97,67 @@ class PeerMemory:
         group: process group. All its ranks must call this.
         mapped: memory for slots and flags.
         room: the size of a slot in bytes.
-        distances: of the ranks that a rank sends to.
+        ring: see `peer_memory`.
 
     Attributes:
         rank: of this process in the group.
         ranks: the number of ranks.
         others: the other ranks in the order of sending: at any time all ranks send to different
             ones.
+        tensors: that calls read and write beside their arguments; they persist.
     """
 
-    def __init__(
-        self, group: Any, mapped: MappedMemory, room: int, distances: Sequence[int]
-    ) -> None:
+    def __init__(self, group: Any, mapped: MappedMemory, room: int, ring: bool) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.memory, self.device, self.room = mapped.own, mapped.own.device, room
-        self._mapped, self._distances = mapped, distances
-        self._flags = _first_flag(room, distances)
-        free = self.memory[self._flags :].view(torch.int64)[: _SLOTS * self.ranks]
-        free.fill_(1)  # all slots are
-        self.stream = torch.cuda.Stream(self.device, priority=-1)
-        self.reader: Any = None  # the stream that has received last
+        self.room = room
+        device = mapped.own.device
+        timeout = int(group_timeout(group).total_seconds() * 1000)
+        held: list[Any] = [mapped]
+        handles = [0] * (2 + _SLOTS)
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device, priority=-1)
+            events = [torch.cuda.Event() for _ in range(1 + _SLOTS)]
+            for event in events:
+                event.record(stream)  # which makes it
+            handles = [stream.cuda_stream, *[event.cuda_event for event in events]]
+            held += [stream, events]
+        # te::PeerField
+        fields = [self.rank, timeout, mapped.lock_file, 0, *handles, room, ring, *mapped.addresses]
+        self.tensors = (mapped.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))
+        # Recordings have the tensors alone, and outlive memory that was too small for later calls.
+        self.tensors[1].held = held  # type: ignore[attr-defined]
+        flags = mapped.own[-2 * _SLOTS * self.ranks * 8 :].view(torch.int64)
+        flags[: _SLOTS * self.ranks].fill_(1)  # all slots are free
         # Transfers that have not received yet, oldest first, each with its collective.
         self.waiting: deque[tuple[Transfer, Any]] = deque()
         self._count = 0
-        torch.cuda.synchronize(self.device)
+        _synchronize(device)
         dist.barrier(group)
 
-    def start(self, collective: Any) -> Transfer:
-        """A new transfer for a collective, whose `wait` must call `Transfer.receive`."""
-        self._count += 1
-        transfer = Transfer(self, self._count % _SLOTS)
+    def start(self, collective: Any, slot: int | None = None) -> Transfer:
+        """A new transfer for a collective, whose `wait` must call `Transfer.receive`.
+
+        Args:
+            collective: see above.
+            slot: of the memory, the same on all ranks; None uses slots in turn. What waits there is
+                received first.
+        """
+        if slot is None:
+            self._count += 1
+            slot = self._count % _SLOTS
+        for transfer, started in [*self.waiting]:
+            if transfer.slot == slot:
+                started.wait()
+        transfer = Transfer(self, slot)
         self.waiting.append((transfer, collective))
         return transfer
 
-    def place(self, sender: int, receiver: int, slot: int) -> int:
-        """The offset of a slot in the memory of the receiver."""
-        index = self._distances.index((receiver - sender) % self.ranks)
-        return self.room * (_SLOTS * index + slot)
-
-    def address(self, sender: int, receiver: int, slot: int) -> int:
-        """The address of that slot, as this rank has mapped it."""
-        return self._mapped.addresses[receiver] + self.place(sender, receiver, slot)
-
-    def free(self, sender: int, receiver: int, slot: int) -> int:
-        """The address of the flag that says that the slot is free."""
-        return self._flag(sender, slot * self.ranks + receiver)
-
-    def arrived(self, sender: int, receiver: int, slot: int) -> int:
-        """The address of the flag that says that the tensor has arrived."""
-        return self._flag(receiver, (_SLOTS + slot) * self.ranks + sender)
-
-    def _flag(self, owner: int, number: int) -> int:
-        return self._mapped.addresses[owner] + self._flags + _FLAG_BYTES * number
+    def received(self, sender: int, slot: int, like: torch.Tensor) -> torch.Tensor:
+        """The tensor in a slot of this rank."""
+        own, group = self.tensors
+        place = _C.peer_slot_offset(group, sender, slot)
+        return own.narrow(0, place, like.nbytes).view(like.dtype).view(like.shape)
 
 
 class Transfer:
@@ -150,27 +170,21 @@ class Transfer:
 
     def __init__(self, memory: PeerMemory, slot: int) -> None:
         self.memory, self.slot = memory, slot
-        self._sent: Any = None  # event behind the last send
+        self.recorded = _C.is_recording()
+        self._last: Any = None  # receiver and tensor of the last send
 
     def send(self, rank: int, x: torch.Tensor) -> None:
         """Send a tensor after the current stream has computed it.
 
-        The tensor must not be freed before `receive` has ended.
+        The tensor must not be freed before `receive` has ended. All tensors that are sent share
+        memory.
 
         Args:
             rank: the receiver.
             x: at most `room` bytes; rows may have gaps between them.
         """
-        memory, own, slot = self.memory, self.memory.rank, self.slot
-        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
-        _C.peer_send(
-            x,
-            memory.address(own, rank, slot),
-            memory.free(own, rank, slot),
-            memory.arrived(own, rank, slot),
-            memory.stream.cuda_stream,
-        )
-        self._sent = memory.stream.record_event()
+        _C.peer_send(x, *self.memory.tensors, rank, self.slot)
+        self._last = rank, x
 
     def receive(
         self, like: torch.Tensor, senders: Sequence[int] | None = None
@@ -184,18 +198,14 @@ class Transfer:
             like: a contiguous tensor with the shape and dtype of those received.
             senders: ranks; None is all others.
         """
-        memory, own, slot = self.memory, self.memory.rank, self.slot
+        memory, slot = self.memory, self.slot
         while memory.waiting[0][0] is not self:
             memory.waiting[0][1].wait()
         memory.waiting.popleft()
-        current = torch.cuda.current_stream(memory.device)
-        if memory.reader not in (None, current):
-            current.wait_stream(memory.reader)
-        memory.reader = current
-        device, stream = memory.device.index, current.cuda_stream
         for rank in reversed(memory.others) if senders is None else senders:
-            _C.peer_receive(device, memory.arrived(rank, own, slot), stream)
-            found = memory.memory.narrow(0, memory.place(rank, own, slot), like.nbytes)
-            yield rank, found.view(like.dtype).view(like.shape)
-            _C.peer_release(device, memory.free(rank, own, slot), stream)
-        current.wait_event(self._sent)
+            _C.peer_receive(*memory.tensors, rank, slot)
+            yield rank, memory.received(rank, slot, like)
+            _C.peer_release(*memory.tensors, rank, slot)
+        receiver, x = self._last
+        self._last = None
+        _C.peer_finish(x, *memory.tensors, receiver, slot)

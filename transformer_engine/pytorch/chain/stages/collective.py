@@ -49,6 +49,7 @@ from transformer_engine.pytorch.parallel.collectives import (
 )
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallel.one_shot import one_shot_of, one_shot_tensors
+from transformer_engine.pytorch.parallel.peer_memory import peer_memory, peer_tensors
 
 
 def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
@@ -72,7 +73,10 @@ def behind_rows(ranks: TensorParallel) -> list[Stage]:
 
 
 class Collective(Stage):
-    """Base of the collectives: a segment by itself, or recorded with others as one-shot collective.
+    """Base of the collectives: a segment by itself, or recorded with others.
+
+    Those that pass through memory which ranks map can be recorded: one-shot collectives, and large
+    ones that pass in parts.
 
     Args:
         ranks: that take part.
@@ -88,17 +92,22 @@ class Collective(Stage):
         self.ranks.layer = layer
 
     def joins(self, first: torch.Tensor) -> bool:
-        """Whether it is small, and all ranks share a host."""
-        large = is_large(first, self.ranks.size, whole=not self.ranks.sequence)
-        return not large and one_shot_of(self.ranks.check(), first.device) is not None
+        """Whether all ranks share a host, and it is small or passes in parts."""
+        group, whole = self.ranks.check(), not self.ranks.sequence
+        if one_shot_of(group, first.device) is None:
+            return False
+        if not is_large(first, self.ranks.size, whole):
+            return True
+        return self.in_parts and peer_memory(group, first.device, first.nbytes) is not None
 
     def recordable(self, plan: Any) -> bool:
         """Whether it is recorded is decided by `joins`."""
         return True
 
     def persistent_tensors(self, plan: Any) -> Sequence[torch.Tensor]:
-        """The memory of one-shot collectives."""
-        return one_shot_tensors(self.ranks.group)
+        """The memory that ranks map."""
+        group = self.ranks.group
+        return (*one_shot_tensors(group), *peer_tensors(group))
 
     def _count(
         self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
@@ -140,6 +149,7 @@ class _GatherPlan(NamedTuple):
     dtype: torch.dtype
     saves: bool  # saves this rank's tokens, to gather them again in the backward
     quantizer: Quantizer | None  # casts shards, if FP8 may be sent
+    plain: bool  # the Matmul takes what is gathered as it is
 
 
 class Gather(Collective):
@@ -163,16 +173,21 @@ class Gather(Collective):
         self.token_ratio = ranks.size
         self.results = ("gathered", "normalized") if tap else ("gathered",)
 
+    @property
+    def in_parts(self) -> bool:  # type: ignore[override]
+        """As `ub_overlap_ag` asks."""
+        return self.ranks.overlap.gather
+
     def prepare(self, call: CallPlan, first: int) -> _GatherPlan:
         """Choose what is sent, and whether to save it; parameter `first` is the Matmul's weight."""
         quantizer = call.quantizers[self.index].input
         saves = call.requires_grad and call.needs[first]
         if self.tap:
-            return _GatherPlan(call.dtype, False, None)
+            return _GatherPlan(call.dtype, False, None, False)
         if quantizer is IDENTITY:
-            return _GatherPlan(call.dtype, saves, None)
+            return _GatherPlan(call.dtype, saves, None, True)
         of_shards = quantizer.of_shards(self.ranks.group)
-        return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards)
+        return _GatherPlan(call.dtype, saves and of_shards is not None, of_shards, False)
 
     def request(self, plan: _GatherPlan, x: torch.Tensor) -> OperandRequest | None:
         """The cast of this rank's tokens; None if `forward` casts, with an amax of all ranks."""
@@ -205,13 +220,14 @@ class Gather(Collective):
             return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
-        self._count("all-gather", x, overlapped=self.ranks.overlap.gather and not self.tap)
-        gathered = all_gather(x, group, self.ranks.overlap.gather)
+        in_parts = self.ranks.overlap.gather and plan.plain  # else the Matmul casts the whole
+        self._count("all-gather", x, overlapped=in_parts)
+        gathered = all_gather(x, group, in_parts)
         if self.tap:
             return (gathered.wait(), gathered.result), Saved(())
-        if not plan.saves or plan.quantizer is not None:
+        if not plan.plain:
             return (gathered,), Saved(())
-        return (gathered.then(_row_wise, _row_wise),), Saved((x,), -1)
+        return (gathered.then(_row_wise, _row_wise),), Saved((x,), -1) if plan.saves else Saved(())
 
     def regather(self, saved: Saved, plan: _GatherPlan) -> Pending | None:
         """Gather the column-wise side, which wgrad takes, in the backward."""
@@ -290,6 +306,11 @@ class ReduceScatter(Reduce):
         super().__init__(ranks)
         self.token_ratio = Fraction(1, ranks.size)
 
+    @property
+    def in_parts(self) -> bool:  # type: ignore[override]
+        """As `ub_overlap_rs` or `ub_overlap_ag` asks."""
+        return self.ranks.overlap.scatter or self.ranks.overlap.grad_gather
+
     def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
         rows = x.shape[0]
         if x.dim() < 2 or rows % self.ranks.size:
@@ -309,9 +330,11 @@ class ReduceScatter(Reduce):
         grad, group = grads[0], self.ranks.check()
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
-            self._count("all-gather", grad, True, self.ranks.overlap.grad_gather)
-            gathered = all_gather(grad, group, self.ranks.overlap.grad_gather)
-            if request is not None and request.quantizer is IDENTITY:
+            plain = request is not None and request.quantizer is IDENTITY
+            in_parts = self.ranks.overlap.grad_gather and plain  # else the Matmul casts the whole
+            self._count("all-gather", grad, True, in_parts)
+            gathered = all_gather(grad, group, in_parts)
+            if plain:
                 gathered = gathered.then(_plain_sides, _plain_sides)
             return (gathered,), grad
         sends_columns = request.columnwise and not quantizer.layout.transposes

@@ -1,0 +1,40 @@
+// Between processes or threads of one host: see ops/peer_memory.h.
+#include "ops/peer_memory.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "cpu/rank_wait.h"
+
+namespace te::cpu {
+namespace {
+
+std::atomic_ref<uint32_t> flag(void* address) {
+  return std::atomic_ref<uint32_t>(*static_cast<uint32_t*>(address));
+}
+
+void set(void* address) { flag(address).store(1, std::memory_order_release); }
+
+void wait_and_clear(void* address, const AwaitedRank& rank, const char* op) {
+  const auto there = [&] { return flag(address).load(std::memory_order_acquire) == 1; };
+  wait_for_rank(rank, op, there);
+  flag(address).store(0, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void peer_send(const PeerRows& rows, const PeerSlot& slot, const AwaitedRank& receiver) {
+  wait_and_clear(slot.free, receiver, "peer_send");
+  for (int64_t row = 0; row < rows.count; ++row)
+    std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,
+                static_cast<size_t>(rows.bytes));
+  set(slot.arrived);
+}
+
+void peer_receive(void* arrived, const AwaitedRank& sender) {
+  wait_and_clear(arrived, sender, "peer_receive");
+}
+
+void peer_release(void* free) { set(free); }
+
+}  // namespace te::cpu

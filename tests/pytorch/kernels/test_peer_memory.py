@@ -1,0 +1,170 @@
+"""Transfers through peer memory between threads of this process, or streams of one GPU."""
+
+import threading
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+from transformer_engine import _C
+from transformer_engine.pytorch.chain import recording
+
+ROOM = 4096  # bytes of a slot
+RANK, TIMEOUT, LOCK_FILE, LAST_STREAM = range(4)  # te::PeerField
+
+
+class Ranks:
+    """Ranks that map each other's memory; a ring sends to neighbours alone."""
+
+    def __init__(self, count: int, device: str, ring: bool = False, timeout: float = 60.0) -> None:
+        self.count, self.device = count, device
+        size = _C.peer_memory_bytes(count, ROOM, ring)
+        self.memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        for memory in self.memories:
+            memory[-4 * count * 8 :].view(torch.int64)[: 2 * count] = 1  # all slots are free
+        addresses = [memory.data_ptr() for memory in self.memories]
+        self.streams = [torch.cuda.Stream() for _ in range(count)] if device == "cuda" else []
+        self.held = [self._handles() for _ in range(count)]
+        self.groups = [
+            torch.tensor([rank, int(timeout * 1000), -1, 0, *handles, ROOM, int(ring), *addresses])
+            for rank, (_, handles) in enumerate(self.held)
+        ]
+
+    def _handles(self):
+        if self.device != "cuda":
+            return None, [0] * 4
+        stream, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(3)]
+        for event in events:
+            event.record(stream)
+        return (stream, events), [stream.cuda_stream, *[event.cuda_event for event in events]]
+
+    def received(self, rank: int, sender: int, slot: int, like: torch.Tensor) -> torch.Tensor:
+        """What a rank has received, in its memory."""
+        place = _C.peer_slot_offset(self.groups[rank], sender, slot)
+        return self.memories[rank][place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+    def exchange(self, xs, slot: int, others) -> list[dict[int, torch.Tensor]]:
+        """Every rank sends its tensor to `others(rank)`; what each has received, by sender."""
+        found: list[dict[int, torch.Tensor]] = [{} for _ in xs]
+
+        def send(rank: int) -> None:
+            for other in others(rank):
+                _C.peer_send(xs[rank], self.memories[rank], self.groups[rank], other, slot)
+
+        def receive(rank: int) -> None:
+            memory, group = self.memories[rank], self.groups[rank]
+            for other in others(rank):
+                _C.peer_receive(memory, group, other, slot)
+                found[rank][other] = self.received(rank, other, slot, xs[rank]).clone()
+                _C.peer_release(memory, group, other, slot)
+            _C.peer_finish(xs[rank], memory, group, others(rank)[-1], slot)
+
+        if self.streams:
+            torch.cuda.synchronize()
+            for act in (send, receive):
+                for rank, stream in enumerate(self.streams):
+                    with torch.cuda.stream(stream):
+                        act(rank)
+            torch.cuda.synchronize()
+            return found
+
+        def both(rank: int) -> None:
+            send(rank)
+            receive(rank)
+
+        threads = [threading.Thread(target=both, args=(rank,)) for rank in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+def to_all(count: int):
+    return lambda rank: [(rank + step) % count for step in range(1, count)]
+
+
+def to_neighbours(count: int):
+    return lambda rank: sorted({(rank + 1) % count, (rank - 1) % count})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(("count", "ring"), [(2, False), (3, False), (2, True), (4, True)])
+def test_ranks_receive_what_others_send(device, count, ring, dtype) -> None:
+    """Three times, because a slot must be free before the second time."""
+    ranks = Ranks(count, device, ring)
+    others = to_neighbours(count) if ring else to_all(count)
+    for step in range(3):
+        xs = [torch.randint(0, 255, (9, 16), device=device).to(dtype) for _ in range(count)]
+        for slot in range(2):
+            found = ranks.exchange(xs, slot, others)
+            for rank in range(count):
+                assert sorted(found[rank]) == sorted(others(rank)), step
+                for other, got in found[rank].items():
+                    assert_bitwise(got, xs[other])
+
+
+def test_rows_may_have_gaps(device) -> None:
+    ranks = Ranks(2, device)
+    wide = [torch.randn(6, 5, 32, device=device) for _ in range(2)]
+    found = ranks.exchange([x[:, :, 8:20] for x in wide], 0, to_all(2))
+    assert_bitwise(found[0][1], wide[1][:, :, 8:20].contiguous())
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    ranks = Ranks(4, device, ring=True)
+    own = ranks.memories[0], ranks.groups[0]
+    x = torch.zeros(ROOM // 4 + 4, device=device)
+    with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
+        _C.peer_send(x, *own, 1, 0)
+    with pytest.raises(ValueError, match="expected another rank of 4 and a slot of 2, got rank 0"):
+        _C.peer_receive(*own, 0, 0)
+    with pytest.raises(ValueError, match="and slot 2"):
+        _C.peer_release(*own, 1, 2)
+    with pytest.raises(ValueError, match="the next rank of a ring or the previous one, got 2"):
+        _C.peer_send(x[:8], *own, 2, 0)
+    with pytest.raises(ValueError, match="rows of one distance"):
+        _C.peer_send(torch.zeros(4, 4, 8, device=device)[:, :3, :4], *own, 1, 0)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    ranks = Ranks(2, "cpu", timeout=0.2)
+    with pytest.raises(RuntimeError, match="expected rank 1 of the group to take part"):
+        _C.peer_receive(ranks.memories[0], ranks.groups[0], 1, 0)
+
+
+def test_what_is_sent_lives_until_the_end(device) -> None:
+    """Of a recording, whose tensors are freed behind their last call."""
+    ranks = Ranks(2, device)
+    own, other = [(ranks.memories[rank], ranks.groups[rank]) for rank in range(2)]
+    x = torch.randn(8, 8, device=device)
+    (stand_in,) = recording.stand_ins([x])
+
+    def python():
+        sent = torch.empty_like(stand_in)
+        _C.copy(stand_in, sent)
+        _C.peer_send(sent, *own, 1, 0)
+        more = torch.empty_like(stand_in)
+        _C.copy(stand_in, more)
+        _C.peer_finish(sent, *own, 1, 0)
+        return [more], []
+
+    recorded = recording.record([x], [stand_in], [], [*own], python, recording.NO_SLABS)
+    assert not isinstance(recorded, str), recorded
+    for _ in range(2):
+        (place,) = recorded.results
+        memory = recorded.run([x])
+        assert_bitwise(place.within(memory[place.slot]), x)
+        _C.peer_receive(*other, 0, 0)
+        assert_bitwise(ranks.received(1, 0, 0, x), x)
+        _C.peer_release(*other, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_copy(device, dtype) -> None:
+    x = torch.randint(0, 255, (7, 9), device=device).to(dtype)
+    out = torch.empty_like(x)
+    _C.copy(x, out)
+    assert_bitwise(out, x)
+    with pytest.raises(ValueError, match="out"):
+        _C.copy(x, out[1:])
