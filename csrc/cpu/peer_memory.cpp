@@ -23,7 +23,7 @@ void wait_and_clear(void* address, const AwaitedRank& rank, const char* op) {
 
 }  // namespace
 
-void peer_send(const PeerRows& rows, const PeerSlot& slot, const AwaitedRank& receiver) {
+void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver) {
   wait_and_clear(slot.free, receiver, "peer_send");
   for (int64_t row = 0; row < rows.count; ++row)
     std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,

@@ -4,10 +4,14 @@
 
 namespace te::cuda {
 
-void copy(const TensorView& x, const TensorView& out, Stream stream) {
+void copy(const TensorView& x, const Rows& out, Stream stream) {
   const DeviceGuard guard(x.device);
-  check(cudaMemcpyAsync(out.data, x.data, static_cast<size_t>(x.bytes()), cudaMemcpyDeviceToDevice,
-                        stream_of(stream)),
+  const auto bytes = static_cast<size_t>(out.bytes), pitch = static_cast<size_t>(out.pitch);
+  const auto count = static_cast<size_t>(out.count);
+  check(out.count == 1
+            ? cudaMemcpyAsync(out.data, x.data, bytes, cudaMemcpyDefault, stream_of(stream))
+            : cudaMemcpy2DAsync(out.data, pitch, x.data, bytes, bytes, count, cudaMemcpyDefault,
+                                stream_of(stream)),
         "copy");
 }
 

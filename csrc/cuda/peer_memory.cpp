@@ -43,7 +43,7 @@ cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(hand
 
 }  // namespace
 
-void peer_send(const PeerRows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+void peer_send(const Rows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
                Stream stream) {
   const DeviceGuard guard(device);
   const auto sends = reinterpret_cast<cudaStream_t>(events.send_stream);

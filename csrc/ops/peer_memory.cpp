@@ -8,42 +8,6 @@
 namespace te {
 namespace {
 
-// Axes from here on lie one behind the other in memory.
-int first_of_row(const TensorView& x) {
-  int64_t length = 1;
-  int axis = x.rank;
-  while (axis > 0 && (x.size(axis - 1) == 1 || x.stride(axis - 1) == length))
-    length *= x.size(--axis);
-  return axis;
-}
-
-// The distance of rows, in elements; the axes before `row` must count them evenly.
-int64_t distance(const TensorView& x, int row) {
-  int64_t pitch = 0, rows = 1;
-  for (int axis = row - 1; axis >= 0; --axis) {
-    if (x.size(axis) == 1) continue;
-    if (pitch == 0) pitch = x.stride(axis);
-    require(x.stride(axis) == pitch * rows, Kind::Value, "peer_send",
-            "expected x with rows of one distance, got strides of several");
-    rows *= x.size(axis);
-  }
-  return pitch;
-}
-
-PeerRows rows_of(const TensorView& x) {
-  const int row = first_of_row(x);
-  int64_t length = 1;
-  for (int axis = row; axis < x.rank; ++axis) length *= x.size(axis);
-  const int64_t pitch = row == 0 ? length : distance(x, row);
-  require(pitch >= length, Kind::Value, "peer_send",
-          "expected rows that do not overlap, got a distance of ", pitch, " for ", length,
-          " elements");
-  return {.data = x.ptr<char>(),
-          .count = length == 0 ? 0 : x.numel() / length,
-          .bytes = length * size_of(x.dtype),
-          .pitch = pitch * size_of(x.dtype)};
-}
-
 // How many ranks send to a rank.
 int senders(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
@@ -121,7 +85,7 @@ void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
   check::same_device(x, to.memory, "peer_send", "x");
   require(x.bytes() <= group.room(), Kind::Value, "peer_send", "expected at most ", group.room(),
           " bytes, got ", x);
-  const PeerRows rows = rows_of(x);
+  const Rows rows = rows_of(x, "peer_send", "x");
   on_device(
       x, [&] { cpu::peer_send(rows, group.to_other(), group.other()); },
       [&] { cuda::peer_send(rows, group.to_other(), group.events(), x.device, stream); });

@@ -15,6 +15,7 @@
 
 #include "core/awaited_rank.h"
 #include "core/tensor_view.h"
+#include "ops/rows.h"
 
 namespace te {
 
@@ -64,14 +65,6 @@ int64_t peer_memory_bytes(int ranks, int64_t room, bool ring);
 // The offset in this rank's memory of what it has received.
 int64_t peer_slot_offset(const PeerTransfer& from);
 
-// Rows of a tensor, one behind the other in memory or with a distance.
-struct PeerRows {
-  const char* data;
-  int64_t count;
-  int64_t bytes;  // of a row
-  int64_t pitch;  // from one to the next
-};
-
 // A slot with its flags, as mapped here.
 struct PeerSlot {
   char* data;
@@ -80,7 +73,7 @@ struct PeerSlot {
 };
 
 namespace cpu {
-void peer_send(const PeerRows& rows, const PeerSlot& slot, const AwaitedRank& receiver);
+void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver);
 void peer_receive(void* arrived, const AwaitedRank& sender);
 void peer_release(void* free);
 }  // namespace cpu
@@ -91,7 +84,7 @@ struct PeerEvents {
   int64_t computed;
   int64_t sent;
 };
-void peer_send(const PeerRows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
+void peer_send(const Rows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
                Stream stream);
 void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream);
 void peer_release(void* free, Device device, Stream stream);

@@ -31,7 +31,7 @@ def in_parts() -> Iterator[list[int]]:
     patch.setattr(tensor_parallel_ranks, "pair", _asking(tensor_parallel_ranks.pair))
     te.initialize_ub([1024, 1024], dist.get_world_size())
     try:
-        with as_large_inputs():
+        with as_large_inputs(largest=1024):
             yield received
         dist.barrier()  # nobody leaves while another still receives
     finally:

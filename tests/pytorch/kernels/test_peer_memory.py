@@ -166,5 +166,9 @@ def test_copy(device, dtype) -> None:
     out = torch.empty_like(x)
     _C.copy(x, out)
     assert_bitwise(out, x)
-    with pytest.raises(ValueError, match="out"):
+    wide = torch.zeros(7, 3, 9, device=device).to(dtype)
+    _C.copy(x, wide[:, 1])
+    assert_bitwise(wide[:, 1].contiguous(), x)
+    assert not wide[:, ::2].any()
+    with pytest.raises(ValueError, match="out with the sizes of x"):
         _C.copy(x, out[1:])

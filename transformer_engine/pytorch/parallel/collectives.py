@@ -1,9 +1,10 @@
 """Asynchronous collectives along the first axis of tensors; their results are `Pending`.
 
-Small ones run on the caller's stream: the host decides how long they take, and another stream or
-parts cost it more than is gained by what runs beside them. Where the ranks share a host they are
-`OneShot` collectives. All others are calls of torch.distributed, or copies through peer memory,
-part by part. In compiled code all are torch's functional collectives.
+Small ones run on the caller's stream: the host decides how long they take, and another stream
+costs it more than is gained by what runs beside them. Where the ranks share a host they are
+`OneShot` collectives, or, from 4 MiB on and where that is asked for, copies through peer memory,
+part by part. All others are calls of torch.distributed. In compiled code all are torch's functional
+collectives.
 """
 
 from __future__ import annotations
@@ -230,32 +231,37 @@ def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
 
 
 class Way(NamedTuple):
-    """How a collective runs.
+    """How a collective runs; with neither of the first two torch runs it.
 
     Attributes:
-        one_shot: the collectives that run it; None for those of torch or peer memory.
+        one_shot: the collectives that run it, or None.
+        memory: peer memory through which it passes in parts, or None.
         beside: on a stream of its own.
     """
 
     one_shot: OneShot | None
+    memory: PeerMemory | None
     beside: bool
 
 
-def way_of(
-    x: torch.Tensor | LazyProduct, group: Any, whole: bool, codes: torch.Tensor | None = None
-) -> Way:
+def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: bool = False) -> Way:
     """How a collective runs; while a CUDA graph is captured, torch's have streams of their own.
 
     Args:
         x: what a rank has.
         group: process group.
         whole: see `is_large`.
-        codes: of which `x` are the scales; they go the same way. Or None.
+        in_parts: use peer memory if there is any for tensors of this size.
     """
-    if is_large(x if codes is None else codes, dist.get_world_size(group), whole):
-        return Way(None, True)
+    ranks = dist.get_world_size(group)
+    if in_parts:
+        memory = peer_memory(group, x.device, x.nbytes // (ranks if whole else 1))
+        if memory is not None:
+            return Way(None, memory, True)
+    if is_large(x, ranks, whole):
+        return Way(None, None, True)
     one_shot = one_shot_of(group, x.device)
-    return Way(one_shot, one_shot is None and capture.is_capturing())
+    return Way(one_shot, None, one_shot is None and capture.is_capturing())
 
 
 def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
@@ -276,25 +282,22 @@ def all_reduce(x: torch.Tensor, group: Any, op: str = "sum") -> Pending:
     return Pending(x, dist.all_reduce(x, kind, group, async_op=way.beside))
 
 
-def all_gather(
-    x: torch.Tensor, group: Any, in_parts: bool = False, codes: torch.Tensor | None = None
-) -> Pending:
+def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
     """Concatenate the tensors `[rows, ...]` of all ranks to `[ranks * rows, ...]`.
 
     Args:
         x: contiguous, of equal shape on all ranks.
         group: process group.
-        in_parts: use peer memory if there is any, so that the result has `parts`.
-        codes: of which `x` are the scales; they are gathered on the same stream. Or None.
+        in_parts: use peer memory if there is any for tensors of this size, so that the result has
+            `parts`.
     """
     if torch.compiler.is_compiling():
         return Pending(functional.wait_tensor(functional.all_gather_tensor(x, 0, group)))
-    way = way_of(x, group, False, codes)
+    way = way_of(x, group, False, in_parts)
     if way.one_shot is not None:
         return Pending(way.one_shot.all_gather(x))
-    memory = peer_memory(group, x.device, x.nbytes) if in_parts and way.beside else None
-    if memory is not None:
-        return _PeerAllGather(x, memory)
+    if way.memory is not None:
+        return _PeerAllGather(x, way.memory)
     _refuse_recording()
     result = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     work = gather_into(result, x, group=group, async_op=way.beside)
@@ -318,10 +321,9 @@ def reduce_scatter(
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
         return Pending(add(functional.wait_tensor(summed), None))
     ranks = dist.get_world_size(group)
-    way = way_of(x, group, whole=True)
-    memory = peer_memory(group, x.device, x.nbytes // ranks) if in_parts and way.beside else None
-    if memory is not None:
-        return _PeerReduceScatter(x, memory, add)
+    way = way_of(x, group, True, in_parts)
+    if way.memory is not None:
+        return _PeerReduceScatter(x, way.memory, add)
     whole: torch.Tensor = waited(x)
     if way.one_shot is not None and can_sum(whole):
         return Pending(add(way.one_shot.reduce_scatter(whole), None))

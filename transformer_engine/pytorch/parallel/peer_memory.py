@@ -22,7 +22,7 @@ from transformer_engine.pytorch.parallel.mapped_memory import MappedMemory, map_
 
 # On CPUs the host does all the work: nothing would run meanwhile.
 DEVICES = {"cuda"}
-# Smaller tensors arrive sooner through NCCL: the host takes longer here than for one collective.
+# Smaller tensors arrive sooner otherwise: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
 _SLOTS = 2
 _ALIGNMENT = 512
@@ -35,23 +35,32 @@ _memories: WeakKeyDictionary[Any, dict[bool, PeerMemory | None]] = WeakKeyDictio
 def peer_memory(
     group: Any, device: torch.device, count: int, ring: bool = False
 ) -> PeerMemory | None:
-    """The peer memory of a group; None if tensors of this size must go through NCCL.
+    """The peer memory of a group; None if tensors of this size must pass otherwise.
 
-    All ranks get the same answer. A call with larger tensors than before waits for the GPU.
+    All ranks get the same answer. A call with larger tensors than before waits for the GPU; while
+    a call is recorded, or captured into a CUDA graph, there is no other memory than before.
 
     Args:
         group: process group.
         device: of the tensors.
         count: bytes of each.
         ring: a rank sends to the next one and to the previous one alone.
+
+    Raises:
+        NotRecordedError: while recording, where a call that is not recorded gets new memory.
     """
     group = group or dist.group.WORLD
     memories = _memories.setdefault(group, {})
     found = memories.get(ring)
+    if count < LEAST_BYTES:
+        return None
     if _C.is_recording():  # with stand-ins, which are on the CPU
-        usable = found is not None and LEAST_BYTES <= count <= found.room
-        return found if usable else None
-    if device.type not in DEVICES or count < LEAST_BYTES:
+        if ring not in memories or (found is not None and found.room < count):
+            raise capture.NotRecordedError("a collective that needs more peer memory")
+        return found
+    if device.type not in DEVICES:
+        if device.type == "cpu":  # not of meta tensors, which say nothing of others
+            memories[ring] = None
         return None
     if found is None or found.room < count:
         if ring in memories and found is None:

@@ -93,12 +93,11 @@ class Collective(Stage):
 
     def joins(self, first: torch.Tensor) -> bool:
         """Whether all ranks share a host, and it is small or passes in parts."""
-        group, whole = self.ranks.check(), not self.ranks.sequence
-        if one_shot_of(group, first.device) is None:
-            return False
-        if not is_large(first, self.ranks.size, whole):
-            return True
-        return self.in_parts and peer_memory(group, first.device, first.nbytes) is not None
+        group, device = self.ranks.check(), first.device
+        # Memory for tensors of this size, before the call is recorded.
+        passes = self.in_parts and peer_memory(group, device, first.nbytes) is not None
+        large = is_large(first, self.ranks.size, whole=not self.ranks.sequence)
+        return one_shot_of(group, device) is not None and (passes or not large)
 
     def recordable(self, plan: Any) -> bool:
         """Whether it is recorded is decided by `joins`."""
@@ -110,10 +109,16 @@ class Collective(Stage):
         return (*one_shot_tensors(group), *peer_tensors(group))
 
     def _count(
-        self, collective: str, x: torch.Tensor, backward: bool = False, overlapped: bool = False
+        self,
+        collective: str,
+        x: torch.Tensor,
+        backward: bool = False,
+        overlapped: bool = False,
+        in_parts: bool = False,
     ) -> None:
-        whole = collective != "all-gather"
-        overlapped = overlapped and way_of(x, self.ranks.group, whole).beside
+        if overlapped or in_parts:
+            whole = collective != "all-gather"
+            overlapped = way_of(x, self.ranks.group, whole, in_parts).beside
         kind = "fp8" if x.dtype is torch.uint8 else str(x.dtype).removeprefix("torch.")
         direction = "backward" if backward else "forward"
         count_sent(Sent(self.ranks.layer, collective, direction, kind, overlapped), x)
@@ -214,14 +219,14 @@ class Gather(Collective):
                 x = own.quantizer.operands(x, own)
         if isinstance(x, Operands):
             row: Any = x.rowwise
-            self._count("all-gather", row.codes, overlapped=self.ranks.overlap.gather)
+            self._count("all-gather", row.codes, in_parts=self.ranks.overlap.gather)
             saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
             rows = gather_rows(row, group, in_parts=self.ranks.overlap.gather)
             return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
         in_parts = self.ranks.overlap.gather and plan.plain  # else the Matmul casts the whole
-        self._count("all-gather", x, overlapped=in_parts)
+        self._count("all-gather", x, in_parts=in_parts)
         gathered = all_gather(x, group, in_parts)
         if self.tap:
             return (gathered.wait(), gathered.result), Saved(())
@@ -234,14 +239,14 @@ class Gather(Collective):
         if not saved.tensors:
             return None
         tensors: Any = saved.tensors
-        self._count("all-gather", tensors[0], backward=True, overlapped=True)
         group, in_parts = self.ranks.group, self.ranks.overlap.gather
+        self._count("all-gather", tensors[0], True, True, in_parts)
         if saved.facts < 0:
             return all_gather(tensors[0], group, in_parts)
         matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
         if matrix.layout.transposes:
             return gather_rows(matrix, group, as_columns=True, in_parts=in_parts)
-        return gather_columns(matrix, group)
+        return gather_columns(matrix, group, in_parts)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _GatherPlan, request: OperandRequest | None
@@ -250,9 +255,9 @@ class Gather(Collective):
         grad = grads[0]
         if self.tap and grads[1] is not None:
             grad = grads[1] if grad is None else grad + grads[1]
-        self._count("reduce-scatter", grad, backward=True, overlapped=True)
         overlap = self.ranks.overlap
         in_parts = overlap.gather or overlap.grad_scatter
+        self._count("reduce-scatter", grad, True, True, in_parts)
         return (reduce_scatter(grad, self.ranks.check(), in_parts=in_parts),), None
 
 
@@ -320,7 +325,8 @@ class ReduceScatter(Reduce):
                 f"{self.ranks.layer})"
             )
         in_parts = self.ranks.overlap.scatter
-        self._count("reduce-scatter", x, overlapped=in_parts and isinstance(x, LazyProduct))
+        lazy = isinstance(x, LazyProduct)
+        self._count("reduce-scatter", x, overlapped=in_parts and lazy, in_parts=in_parts and lazy)
         return reduce_scatter(x, group, None if bias is None else _sum(bias), in_parts)
 
     def backward_data(
@@ -332,19 +338,20 @@ class ReduceScatter(Reduce):
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
             plain = request is not None and request.quantizer is IDENTITY
             in_parts = self.ranks.overlap.grad_gather and plain  # else the Matmul casts the whole
-            self._count("all-gather", grad, True, in_parts)
+            self._count("all-gather", grad, True, in_parts=in_parts)
             gathered = all_gather(grad, group, in_parts)
             if plain:
                 gathered = gathered.then(_plain_sides, _plain_sides)
             return (gathered,), grad
         sends_columns = request.columnwise and not quantizer.layout.transposes
         own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, sends_columns))
-        rows = gather_rows(own.rowwise, group, in_parts=self.ranks.overlap.grad_gather)
-        self._count("all-gather", own.rowwise.codes, True, self.ranks.overlap.grad_gather)
+        in_parts = self.ranks.overlap.grad_gather
+        rows = gather_rows(own.rowwise, group, in_parts=in_parts)
+        self._count("all-gather", own.rowwise.codes, True, in_parts=in_parts)
         if not sends_columns:
             to_operands = _both_sides if request.columnwise else _row_wise
             return (rows.then(to_operands, _row_wise),), grad
-        columns = gather_columns(own.columnwise, group)
+        columns = gather_columns(own.columnwise, group, in_parts)
         self._count("all-gather", own.columnwise.codes, backward=True)
         return (rows.then(lambda row: Operands(row, columns.wait())),), grad
 

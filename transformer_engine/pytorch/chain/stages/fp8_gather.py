@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine import _C
 from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, transposed
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
@@ -40,16 +41,17 @@ def gather_rows(
     return codes.then(finish, finish if has_parts else None)
 
 
-def gather_columns(matrix: Fp8Matrix, group: Any) -> Pending:
+def gather_columns(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather column-wise codes of all ranks into an `Fp8Matrix` `[k, rows of all ranks]`.
 
     Args:
         matrix: codes `[k, rows]` of the transpose, in blocks along the rows.
         group: process group.
+        in_parts: see `all_gather`.
     """
-    codes = all_gather(matrix.codes, group)
+    codes = all_gather(matrix.codes, group, in_parts)
     # These scales are stored block by block along the rows, so ranks follow one another in memory.
-    scales = all_gather(matrix.scales, group, codes=matrix.codes)
+    scales = all_gather(matrix.scales, group)
 
     def finish(rows: torch.Tensor) -> Fp8Matrix:
         whole = _side_by_side(rows, matrix.codes.shape[0])
@@ -62,7 +64,7 @@ def _gather_scales(matrix: Fp8Matrix, group: Any) -> Pending:
     layout: ScaleLayout = matrix.layout
     if not layout.in_blocks:
         return Pending(matrix.scales)
-    scales = all_gather(matrix.scales, group, codes=matrix.codes)
+    scales = all_gather(matrix.scales, group)
     if not layout.columns_first:
         return scales
     return scales.then(lambda all_of_them: _side_by_side(all_of_them, matrix.scales.shape[0]))
@@ -70,4 +72,10 @@ def _gather_scales(matrix: Fp8Matrix, group: Any) -> Pending:
 
 def _side_by_side(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Turn gathered `[ranks * rows, columns]` into `[rows, ranks * columns]`."""
-    return x.view(-1, rows, x.shape[-1]).transpose(0, 1).reshape(rows, -1)
+    parts, columns = x.view(-1, rows, x.shape[-1]), x.shape[-1]
+    if torch.compiler.is_compiling():
+        return parts.transpose(0, 1).reshape(rows, -1)
+    whole = x.new_empty((rows, parts.shape[0] * columns))
+    for rank, part in enumerate(parts.unbind()):
+        _C.copy(part, whole.narrow(1, rank * columns, columns))
+    return whole

@@ -1,0 +1,20 @@
+// A tensor as rows of one distance, each of which is contiguous.
+#pragma once
+
+#include <string_view>
+
+#include "core/tensor_view.h"
+
+namespace te {
+
+struct Rows {
+  char* data;
+  int64_t count;
+  int64_t bytes;  // of a row
+  int64_t pitch;  // from one to the next
+};
+
+// Fails where the rows of a tensor have several distances, or overlap.
+Rows rows_of(const TensorView& x, std::string_view op, std::string_view name);
+
+}  // namespace te
