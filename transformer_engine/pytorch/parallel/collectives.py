@@ -2,9 +2,9 @@
 
 Small ones run on the caller's stream: the host decides how long they take, and another stream
 costs it more than is gained by what runs beside them. Where the ranks share a host they are
-`OneShot` collectives, or, from 4 MiB on and where that is asked for, copies through peer memory,
-part by part. All others are calls of torch.distributed. In compiled code all are torch's functional
-collectives.
+`OneShot` collectives. Those of 16 MiB and more are copies through peer memory, part by part, where
+that is asked for. All others are calls of torch.distributed. In compiled code all are torch's
+functional collectives.
 """
 
 from __future__ import annotations
@@ -218,16 +218,35 @@ def waited(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
+def _received_bytes(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> int:
+    """What a rank receives. FP8 codes count as the 16-bit values that the layer has."""
+    part = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // (ranks if whole else 1)
+    return part * (ranks - 1)
+
+
 def is_large(x: torch.Tensor | LazyProduct, ranks: int, whole: bool) -> bool:
     """Whether a collective takes so long that something should run beside it.
 
     Args:
-        x: what a rank has. FP8 codes count as the 16-bit values that the layer has.
+        x: what a rank has.
         ranks: that take part.
         whole: `x` has what all ranks get; else it is one rank's part of that.
     """
-    part = x.nbytes * (2 if x.dtype.itemsize == 1 else 1) // (ranks if whole else 1)
-    return part * (ranks - 1) > capture.HOST_BOUND_BYTES
+    return _received_bytes(x, ranks, whole) > capture.HOST_BOUND_BYTES
+
+
+def memory_for_parts(x: torch.Tensor | LazyProduct, group: Any, whole: bool) -> PeerMemory | None:
+    """Peer memory for a collective in parts; None where it takes longer so, or there is none.
+
+    Args:
+        x: what a rank has.
+        group: process group.
+        whole: see `is_large`.
+    """
+    ranks = dist.get_world_size(group)
+    if _received_bytes(x, ranks, whole) < capture.HOST_BOUND_BYTES:
+        return None
+    return peer_memory(group, x.device, x.nbytes // (ranks if whole else 1))
 
 
 class Way(NamedTuple):
@@ -253,12 +272,10 @@ def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: boo
         whole: see `is_large`.
         in_parts: use peer memory if there is any for tensors of this size.
     """
-    ranks = dist.get_world_size(group)
-    if in_parts:
-        memory = peer_memory(group, x.device, x.nbytes // (ranks if whole else 1))
-        if memory is not None:
-            return Way(None, memory, True)
-    if is_large(x, ranks, whole):
+    memory = memory_for_parts(x, group, whole) if in_parts else None
+    if memory is not None:
+        return Way(None, memory, True)
+    if is_large(x, dist.get_world_size(group), whole):
         return Way(None, None, True)
     one_shot = one_shot_of(group, x.device)
     return Way(one_shot, None, one_shot is None and capture.is_capturing())

@@ -44,12 +44,13 @@ from transformer_engine.pytorch.parallel.collectives import (
     all_gather,
     all_reduce,
     is_large,
+    memory_for_parts,
     reduce_scatter,
     way_of,
 )
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 from transformer_engine.pytorch.parallel.one_shot import one_shot_of, one_shot_tensors
-from transformer_engine.pytorch.parallel.peer_memory import peer_memory, peer_tensors
+from transformer_engine.pytorch.parallel.peer_memory import peer_tensors
 
 
 def before_columns(ranks: TensorParallel, index: int, gathered_tap: bool = False) -> list[Stage]:
@@ -93,11 +94,11 @@ class Collective(Stage):
 
     def joins(self, first: torch.Tensor) -> bool:
         """Whether all ranks share a host, and it is small or passes in parts."""
-        group, device = self.ranks.check(), first.device
+        group, whole = self.ranks.check(), not self.ranks.sequence
         # Memory for tensors of this size, before the call is recorded.
-        passes = self.in_parts and peer_memory(group, device, first.nbytes) is not None
-        large = is_large(first, self.ranks.size, whole=not self.ranks.sequence)
-        return one_shot_of(group, device) is not None and (passes or not large)
+        passes = self.in_parts and memory_for_parts(first, group, whole) is not None
+        small = not is_large(first, self.ranks.size, whole)
+        return one_shot_of(group, first.device) is not None and (passes or small)
 
     def recordable(self, plan: Any) -> bool:
         """Whether it is recorded is decided by `joins`."""
