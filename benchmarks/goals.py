@@ -187,11 +187,12 @@ GOALS = [
     ),
     *(
         Goal(
-            f"training {model} on 2 GPUs (DDP, FSDP2, TP2 + SP), tokens over one GPU's",
+            f"training {model} on 2 GPUs (DDP, FSDP2, TP2 + SP), {how}, tokens over one GPU's",
             ">= 1.9x",
             "-",
-            f"training_ranks_{name}",
+            f"training_ranks_{name}{kind}",
         )
         for name, model in (("125m", "GPT 125M"), ("350m", "GPT 350M"), ("1.3b", "Llama 1.3B"))
+        for kind, how in (("", "eager"), ("_graphs", "in graphs"))
     ),
 ]

@@ -102,16 +102,22 @@ def time_gpu(call: Call, *, repeats: int = 50, warmup: int = 20, cold: bool = Tr
 
 
 @capturing_graphs()
-def captured(call: Call) -> Call:
-    """The replay of the call as a CUDA graph, announced to transformer_engine."""
+def captured(call: Call, stream: torch.cuda.Stream | None = None, warmup: int = 3) -> Call:
+    """The replay of the call as a CUDA graph, announced to transformer_engine.
+
+    Args:
+        call: what is captured.
+        stream: on which it is captured; a new one by default.
+        warmup: calls before: allocations and lazy set-up must be over.
+    """
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):  # allocations and lazy set-up must be over before capture
+    stream = torch.cuda.Stream() if stream is None else stream
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
             call()
-    side.synchronize()
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph.replay
 

@@ -22,6 +22,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1
 LARGEST_NORM = 1.0  # of all gradients together
 BATCHES = 8  # in memory; training goes through them again and again
 WORDS = 1024  # that occur in the data
+BEFORE_CAPTURE = 11  # steps, as DistributedDataParallel needs
 ON_GPU = DEVICE == "cuda"
 FASTEST_ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
@@ -219,14 +220,20 @@ class Training:
     ) -> None:
         self.row, self.done, self.peak = row, 0, 0
         self.way = way or OneGpu()
-        self.model = self.way.build(row, sizes)
-        self.call = self.way.wrap(self.model)
-        ours = row.library == "ours" and not torch_adam
-        self.optimizer = OurAdam(self.model, self.way) if ours else TorchAdam(self.model)
+        # Nodes of autograd's graph that a wrapper keeps run on the stream on which they were made.
+        self.stream = torch.cuda.Stream() if row.in_graphs and ON_GPU else None
+        with self._on_stream():
+            self.model = self.way.build(row, sizes)
+            self.call = self.way.wrap(self.model)
+            ours = row.library == "ours" and not torch_adam
+            self.optimizer = OurAdam(self.model, self.way) if ours else TorchAdam(self.model)
         self.data = self.way.own(batches(sizes, batch))
         self.tokens = self.data[0].clone()  # where a graph reads them
         self.loss = torch.zeros((), device=DEVICE)
         self.run: Callable[[], Any] = self._step
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _step(self) -> None:
         with scope(self.row, self.way.group):
@@ -237,18 +244,21 @@ class Training:
         self.loss.copy_(loss.detach())
 
     def start(self) -> None:
-        """Compile, capture, and take the first five steps, all on one batch."""
-        self._step()  # without a compiler, which finds the scales that it makes
-        if self.row.compiled:
-            backend = "inductor" if ON_GPU else "aot_eager"
-            self.call = torch.compile(self.model, backend=backend, dynamic=False)
-        self._step()  # what a compiler allocates is no part of a step
+        """Compile, capture, and take the first steps, all on one batch."""
+        if ON_GPU:
+            torch.cuda.synchronize()
+        with self._on_stream():
+            self._step()  # without a compiler, which finds the scales that it makes
+            if self.row.compiled:
+                backend = "inductor" if ON_GPU else "aot_eager"
+                self.call = torch.compile(self.model, backend=backend, dynamic=False)
+            self._step()  # what a compiler allocates is no part of a step
         if ON_GPU:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        if self.row.in_graphs and ON_GPU:
-            self.run = captured(self._step)  # which takes three steps before
+        if self.stream is not None:
+            self.run = captured(self._step, self.stream, BEFORE_CAPTURE)
         else:
             for _ in range(3):
                 self._step()
