@@ -235,9 +235,9 @@ class Training:
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def _step(self) -> None:
+    def _step(self, sequences: int | None = None) -> None:
         with scope(self.row, self.way.group):
-            loss = self.call(self.tokens)
+            loss = self.call(self.tokens[:sequences])
         loss.backward()
         self.way.finish(self.model)
         self.optimizer.step()
@@ -248,7 +248,9 @@ class Training:
         if ON_GPU:
             torch.cuda.synchronize()
         with self._on_stream():
-            self._step()  # without a compiler, which finds the scales that it makes
+            # Without a compiler, which finds the scales that this makes. It would take more memory
+            # than what is compiled.
+            self._step(sequences=1 if self.row.compiled else None)
             if self.row.compiled:
                 backend = "inductor" if ON_GPU else "aot_eager"
                 self.call = torch.compile(self.model, backend=backend, dynamic=False)
