@@ -1,5 +1,6 @@
-"""`_extra_state` of another kind, or damaged: a warning or an error that names the layer."""
+"""`_extra_state`: copies of it; of another kind, or damaged: a message that names the layer."""
 
+import copy
 import struct
 
 import pytest
@@ -16,6 +17,21 @@ def linear_with_state() -> te.Linear:
     with te.fp8_autocast(enabled=True):
         layer(torch.randn(16, 32)).sum().backward()
     return layer
+
+
+@pytest.mark.parametrize("make", [linear_with_state, lambda: te.Linear(32, 32, device="cpu")])
+def test_state_dicts_can_be_copied(make) -> None:
+    """As trainings do that keep the best model; a copy is saved as the original is."""
+    state = make().state_dict()
+    twice = [state, state]
+    first, second = copy.deepcopy(twice)
+    assert first is second
+    copied, original = first["_extra_state"], state["_extra_state"]
+    assert type(copied) is type(original)
+    assert copied.data_ptr() != original.data_ptr() or not original.numel()
+    layer = te.Linear(32, 32, device="cpu")
+    layer.load_state_dict(first)
+    assert torch.equal(layer.get_extra_state(), original)
 
 
 FOREIGN = {

@@ -47,6 +47,10 @@ class StateBytes(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateBytes:
+        copied = self.as_subclass(torch.Tensor).clone().as_subclass(StateBytes)
+        return memo.setdefault(id(self), copied)
+
 
 def pack(scaling: dict[str, ScalingState], weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """The state of a module as CPU bytes: of both directions, and the scales of FP8 weights."""
