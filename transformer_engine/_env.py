@@ -82,11 +82,6 @@ def attention_variables() -> AttentionVariables:
     """Read the variables that choose an attention backend, as they are now."""
     if _VARIABLES.keys().isdisjoint(_ATTENTION_KEYS):
         return _DEFAULT
-    return parsed_attention_variables()
-
-
-def parsed_attention_variables() -> AttentionVariables:
-    """The same without the quick look beforehand, which torch.compile cannot trace."""
     values = [os.environ.get(name) for name in _ATTENTION]
     switches = [value is None or value.strip() != "0" for value in values[:_SWITCHES]]
     numbers = [_number(v) for v in values[_SWITCHES:]]

@@ -94,7 +94,9 @@ class ProcessState:
         key = (recipe, process_group)
         group = self.compiled_groups.get(key)
         if group is None:
-            group = self.compiled_groups[key] = ScalingGroup(recipe, process_group, compiled=True)
+            number = 1 + len(self.compiled_groups)
+            group = ScalingGroup(recipe, process_group, number)
+            self.compiled_groups[key] = group
         return group
 
     def update(self, direction: str) -> None:

@@ -20,7 +20,13 @@ from transformer_engine.pytorch.fp8.exporting import exporting, refuse, trained_
 from transformer_engine.pytorch.fp8.model_init import quantized_model_init
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
 from transformer_engine.pytorch.fp8.recipes.base import GemmColumns, rules_of
-from transformer_engine.pytorch.fp8.scaling_state import ALIGNED, BACKWARD, FORWARD, ScalingState
+from transformer_engine.pytorch.fp8.scaling_state import (
+    ALIGNED,
+    BACKWARD,
+    FORWARD,
+    ScalingGroup,
+    ScalingState,
+)
 from transformer_engine.pytorch.fp8.state_manager import FP8GlobalStateManager
 
 if TYPE_CHECKING:
@@ -175,11 +181,17 @@ def states_of(
     module: ScaledModule, recipe: Any, device: torch.device
 ) -> tuple[ScalingState, ScalingState, bool]:
     """A module's states, forward and backward, and whether that of the forward has moved."""
-    compiled = torch.compiler.is_compiling()
-    if compiled and autocast_stack().scope.key >= 0:  # entered before
-        module.make_compiled_state(device)
-    forward, moved = state_of(module, recipe, FORWARD, device, compiled)
-    backward, _ = state_of(module, recipe, BACKWARD, device, compiled)
+    group = None
+    if torch.compiler.is_compiling():
+        process_group, constants = autocast_stack().scope.group, rules_of(recipe).constants(recipe)
+        if constants is None:
+            group = process_state().compiled_group(recipe, process_group)
+        else:
+            made = module.make_compiled_state(device, type(recipe), constants, process_group)
+            for state in module.scaling.values():  # a condition of the graph
+                assert device.type == "meta" or (state.group and state.group.compiled == made)
+    forward, moved = state_of(module, recipe, FORWARD, device, group)
+    backward, _ = state_of(module, recipe, BACKWARD, device, group)
     return forward, backward, moved
 
 
@@ -188,22 +200,21 @@ def state_of(
     recipe: Any,
     direction: str,
     device: torch.device,
-    compiled: bool,
+    group: ScalingGroup | None,
 ) -> tuple[ScalingState, bool]:
     """A module's state, fitted to the recipe, and whether it has moved to other memory.
 
-    With `compiled` it joins the scaling group of compiled code in the open scope.
+    It joins `group`, if there is one: that of compiled code.
     """
     columns = module.gemm_count * (FORWARD_COLUMNS if direction == FORWARD else BACKWARD_COLUMNS)
     state = module.scaling.get(direction)
     if state is None:
         state = ScalingState(direction, columns, recipe.amax_history_len, device)
         module.scaling[direction] = state
-    version = state.version
-    state.fit(recipe.amax_history_len, device)
-    if compiled and device.type != "meta":
-        process_state().compiled_group(recipe, autocast_stack().scope.group).add(state)
-    return state, version != state.version
+    moved = state.fit(recipe.amax_history_len, device)
+    if group is not None and device.type != "meta":
+        group.add(state)
+    return state, moved
 
 
 def columns_in_memory(

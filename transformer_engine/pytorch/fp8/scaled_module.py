@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
-from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
 from transformer_engine.pytorch.fp8.meta import Fp8Meta, last_scope
 from transformer_engine.pytorch.fp8.process_state import Scope, process_state
@@ -49,18 +49,34 @@ class ScaledModule(OptionalExtraState, nn.Module):
         """Drop what points to scaling state that has moved; here there is nothing."""
 
     @constant_in_graphs
-    def make_compiled_state(self, device: torch.device) -> bool:
+    def make_compiled_state(
+        self,
+        device: torch.device,
+        kind: type[Recipe],
+        fields: tuple[tuple[str, Any], ...],
+        process_group: Any,
+    ) -> int:
         """Make the scaling state of compiled calls before Dynamo, which calls this, looks for it.
 
         Made in the graph it would be a side effect, for which the next call is compiled again. All
         modules must do this: with a side effect of another, Dynamo would undo what was done here.
+
+        Args:
+            device: of the state.
+            kind: class of the recipe; one that is made in the graph has no value yet.
+            fields: of the recipe, with names.
+            process_group: of the scope.
+
+        Returns:
+            The number of the scaling group, `ScalingGroup.compiled`.
         """
-        scope = autocast_stack().scope
-        if self.updates(scope) and not exporting():
-            for direction in (FORWARD, BACKWARD):
-                if state_of(self, scope.recipe, direction, device, compiled=True)[1]:
-                    self.drop_plans()
-        return True
+        recipe = object.__new__(kind)
+        vars(recipe).update(fields)
+        group = process_state().compiled_group(recipe, process_group)
+        for direction in (FORWARD, BACKWARD):
+            if state_of(self, recipe, direction, device, group)[1]:
+                self.drop_plans()
+        return group.compiled
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 scaling state as a uint8 tensor of fixed layout; empty where there is none."""

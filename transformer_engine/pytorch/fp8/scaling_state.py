@@ -66,8 +66,12 @@ class ScalingState:
         self._place(scale, amax_history)
         self.version += 1
 
-    def fit(self, length: int, device: torch.device) -> None:
-        """Bring the state to a history length and device; the newest rows are kept."""
+    def fit(self, length: int, device: torch.device) -> bool:
+        """Bring the state to a history length and device, and say whether it has moved.
+
+        The newest rows are kept.
+        """
+        fits = self.room.device == device and self.length == length
         if self.room.device != device:
             if self.room.is_meta:  # a state on meta has no values to keep
                 self.replace(
@@ -77,6 +81,7 @@ class ScalingState:
             self.replace(self.scale.to(device), self.amax_history.to(device))
         if self.length != length:
             self.replace(self.scale, _of_length(self.amax_history, length))
+        return not fits
 
     def restore(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Write values in place, where graphs read; the history may have another length."""
@@ -205,10 +210,10 @@ class ScalingGroup:
     Args:
         recipe: that keeps state.
         process_group: over which amaxes are reduced.
-        compiled: of modules in compiled code, which stay in it.
+        compiled: a number, not 0, if the modules are in compiled code; they stay in the group.
     """
 
-    def __init__(self, recipe: Any, process_group: Any, compiled: bool = False) -> None:
+    def __init__(self, recipe: Any, process_group: Any, compiled: int = 0) -> None:
         self.recipe = recipe
         self.process_group = process_group
         self.compiled = compiled

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from transformer_engine._env import (
-    AttentionVariables,
-    attention_variables,
-    parsed_attention_variables,
-)
+from transformer_engine._env import AttentionVariables, attention_variables
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 
 
+@constant_in_graphs
 def environment() -> AttentionVariables:
-    """The current values of the variables; torch.compile can trace this."""
-    compiling = torch.compiler.is_compiling()
-    return parsed_attention_variables() if compiling else attention_variables()
+    """The current values of the variables; a compiled graph keeps those of its trace."""
+    return attention_variables()
 
 
 def repeatable(allowed: AttentionVariables) -> bool:

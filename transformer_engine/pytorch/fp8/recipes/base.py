@@ -70,6 +70,10 @@ class RecipeRules:
         names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
         return [getattr(recipe, name).amax_epsilon for name in names if hasattr(recipe, name)]
 
+    def constants(self, recipe: Any) -> tuple[tuple[str, Any], ...] | None:
+        """The fields of a recipe that keeps state, by name; None where it may have others too."""
+        return None
+
     def weight_layout(self, recipe: Any) -> ScaleLayout | None:
         """Of weights that exist in FP8 alone; None where no such weight can serve the recipe."""
         return None

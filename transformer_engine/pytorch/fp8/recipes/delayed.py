@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +105,10 @@ class DelayedQuantizer(Fp8Quantizer, native=True):
         return f"{type(self).__name__}({FP8_NAMES[self.format]})"
 
 
+_NUMBERS = ("margin", "interval", "amax_history_len")
+_OTHERS = tuple(one.name for one in fields(DelayedScaling) if one.name not in _NUMBERS)
+
+
 @register(DelayedScaling)
 class DelayedRules(RecipeRules):
     """The answers of `DelayedScaling`."""
@@ -112,6 +118,15 @@ class DelayedRules(RecipeRules):
     fp8_attention = True
     exportable = True
     weight_family = "delayed"
+
+    def constants(self, recipe: DelayedScaling) -> tuple[tuple[str, Any], ...] | None:
+        """The fields; None for a subclass, and where one is a function."""
+        functions = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
+        if functions or type(recipe) is not DelayedScaling:
+            return None
+        # Dynamo may take a number that changes between calls for a symbol; an index has a value.
+        numbers = [(name, index(getattr(recipe, name))) for name in _NUMBERS]
+        return tuple([(name, getattr(recipe, name)) for name in _OTHERS] + numbers)
 
     def gemm_quantizers(
         self, recipe: DelayedScaling, columns: GemmColumns | None

@@ -1,0 +1,96 @@
+"""The scaling state of compiled layers: made when they are traced, for the recipe of the graph."""
+
+import copy
+
+import pytest
+import torch
+from rulers import assert_bitwise
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+
+def largest(history):
+    """As `amax_compute_algo="max"`."""
+    return history.amax(0)
+
+
+OWN = DelayedScaling(amax_history_len=4, amax_compute_algo=largest)
+
+
+def function_of(layer):
+    """A step of the layer with an autocast inside, under a recipe made there, or under `OWN`."""
+
+    def step(x, length=None, algorithm="max"):
+        recipe = OWN
+        if length is not None:
+            recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
+        with te.fp8_autocast(fp8_recipe=recipe):
+            return layer(x)
+
+    return step
+
+
+@pytest.fixture
+def pair(device):
+    """A layer that is compiled, and its twin in eager mode, as functions that train them."""
+    torch._dynamo.reset()
+    layer = te.Linear(32, 32, device=device)
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(function_of(layer), backend="aot_eager", fullgraph=True)
+    return (layer, compiled), (twin, function_of(twin))
+
+
+def train(pair, x, *arguments):
+    """A step of both, which must be equal."""
+    found = []
+    for layer, step in pair:
+        y = step(x, *arguments)
+        y.sum().backward()
+        found += [(y, layer.weight.grad.clone())]
+    for of_compiled, of_eager in zip(*found, strict=True):
+        assert_bitwise(of_compiled, of_eager)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_one_graph_from_the_first_step_on(pair, algorithm, device):
+    x = torch.randn(32, 32, device=device)
+    train(pair, x, 4, algorithm)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(4):
+            train(pair, (2 + step) * x, 4, algorithm)
+
+
+def test_functions_of_ones_own(pair, device):
+    for step in range(4):
+        train(pair, torch.full((32, 32), 1.0 + step, device=device))
+
+
+def test_another_length_of_the_history(pair, device):
+    """The third length would be a symbol, which the state cannot have."""
+    for length in (4, 8, 16, 4):
+        for step in range(2):
+            train(pair, torch.full((32, 32), 1.0 + step + length, device=device), length)
+        assert pair[0][0].scaling["forward"].length == length
+
+
+def test_another_recipe_elsewhere_compiles_nothing_again(pair, device):
+    x = torch.randn(32, 32, device=device)
+    train(pair, x, 4)
+    other = te.Linear(32, 32, device=device)
+    torch.compile(function_of(other), backend="aot_eager", fullgraph=True)(x, 8)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        train(pair, 3 * x, 4)
+        train(pair, x, 4)
+
+
+def test_loaded_states_are_updated(pair, device):
+    """They are new objects, which must join the group of compiled code."""
+    x = torch.randn(32, 32, device=device)
+    for step in range(2):
+        train(pair, (1 + step) * x, 4)
+    for layer, _ in pair:
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    for step in range(3):
+        train(pair, (5 + step) * x, 4)
+    assert pair[0][0].scaling["forward"].scale[0].item() != 1.0
