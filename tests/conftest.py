@@ -1,5 +1,6 @@
 """Fixtures and GPU skipping for all tests; those without torch also run where it is missing."""
 
+import gc
 import os
 import random
 
@@ -26,6 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {found}"))
     if not found:
         _skip_most_sampled([item for item in items if not item.get_closest_marker("skip")])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # tests collect garbage, which takes half a second with the objects of all tests
 
 
 def _skip_most_sampled(items: list[pytest.Item]) -> None:

@@ -333,6 +333,7 @@ def test_largest_batch_is_found(monkeypatch, gib, found, tries):
         return {"batch": batch, "gib": gib(batch)}
 
     monkeypatch.setattr(bench_training, "train", train)
+    monkeypatch.setattr(bench_training, "free", lambda: None)
     sizes = training_models.ARCHITECTURES["1.3b"]
     figures = bench_training.train_largest("a row", sizes, None)
     assert figures == {"batch": found, "gib": gib(found)}

@@ -8,5 +8,5 @@ from ranks import run_ranks
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
 def test_both_ways_give_the_same_bits(backend: str) -> None:
     for found in run_ranks(2, both_ways, backend=backend):
-        assert list(found) == cases()
+        assert list(found) == cases(most=backend == "nccl")
         assert {case: wrong for case, wrong in found.items() if wrong} == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import start_ranks
 from train_gpt_ranks import run_layouts
 
 import train_gpt
@@ -18,6 +18,7 @@ SIZE = "--layers 1 --hidden 32 --heads 2 --seq 32 --batch 4 --steps 12 --validat
 FLAGS = [*SIZE.split(), "--data", "text", "--device", "cpu", "--precision", "fp32"]
 # Each goes on where the one before it has stopped.
 LAYOUTS = (
+    (2, "--ddp"),
     (2, "--tp 2"),
     (4, "--tp 2 --sp --fsdp"),
     (4, "--cp 2 --ddp"),
@@ -60,26 +61,20 @@ def _check_run_of_one_process() -> None:
         torch.testing.assert_close(found["model"][name], value, rtol=0.0, atol=2e-3)
 
 
-def test_any_layout_goes_on_with_the_losses_of_one_process() -> None:
-    assert train_gpt.main([*FLAGS, "--sample", "0", "--checkpoint", "one.pt"]) == 0
-    first = _torchrun("--ddp", "--checkpoint", "run.pt", "--stop-after", "6")
-    output = _torchrun("--fsdp", "--checkpoint", "run.pt", "--resume", "--sample", "8")
-    assert "(2 ranks, ddp), steps 0 to 12" in first
-    assert "(2 ranks, fsdp), steps 6 to 12" in output
-    assert output.count("--- sample") == 1  # from the first rank
-    _check_run_of_one_process()
-
-
-def test_ranks_that_share_layers_and_sequences_go_on_with_each_other() -> None:
+def test_ranks_go_on_with_each_other() -> None:
+    """And have the losses of one process."""
     assert train_gpt.main([*FLAGS, "--sample", "0", "--checkpoint", "one.pt"]) == 0
     runs = []
     for i, (ranks, layout) in enumerate(LAYOUTS):
         arguments = [*FLAGS, *layout.split(), "--checkpoint", "run.pt", "--sample", "2"]
         arguments += ["--resume"] if i else []
-        runs.append((ranks, [*arguments, "--stop-after", str(3 * i + 3)]))
+        runs.append((ranks, [*arguments, "--stop-after", str(2 * i + 2)]))
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    mp.spawn(run_layouts, (port, runs), nprocs=4)
+    start_ranks(run_layouts, (port, runs), 4, "gloo")
+    output = _torchrun("--fsdp", "--checkpoint", "run.pt", "--resume", "--sample", "8")
+    assert "(2 ranks, fsdp), steps 10 to 12" in output
+    assert output.count("--- sample") == 1  # from the first rank
     _check_run_of_one_process()
 
 

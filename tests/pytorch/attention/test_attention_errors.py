@@ -1,6 +1,7 @@
 """DotProductAttention: state, choice of backend, and what it refuses."""
 
 import re
+from unittest import TestCase
 
 import pytest
 import torch
@@ -39,22 +40,23 @@ def test_backends_explain_themselves(monkeypatch):
     assert attention_backends(device="cuda", is_training=False)["sdpa"] is None
 
 
-def test_choice_and_table_agree(caplog, monkeypatch):
+def test_choice_and_table_agree(monkeypatch):
     """What the debug log says of a call is what the table says of the same arguments."""
     monkeypatch.setenv("NVTE_DEBUG", "1")
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
-    with caplog.at_level("DEBUG", logger="DotProductAttention"):
+    logger = ("DotProductAttention", "DEBUG")
+    with TestCase().assertLogs(*logger) as logs:
         make_module(num_gqa_groups=2)(make_qkv()[0], *make_qkv(shape=(5, 2, 2, 8))[1:])
+    text = "\n".join(logs.output)
     problem = "qkv_format='sbhd', .*batch=2, queries=5, keys=5, heads=4, groups=2, key_size=8"
-    assert re.search(problem, caplog.text)
-    assert "running with the backend sdpa" in caplog.text
+    assert re.search(problem, text)
+    assert "running with the backend sdpa" in text
     sizes = {"num_attention_heads": 4, "num_gqa_groups": 2, "kv_channels": 8, "batch_size": 2}
     said = attention_backends(device="cpu", max_seqlen_q=5, max_seqlen_kv=5, **sizes)
-    assert str(said) in caplog.text
-    caplog.clear()
+    assert str(said) in text
     monkeypatch.setenv("NVTE_DEBUG", "0")
-    make_module(num_gqa_groups=1)(make_qkv()[0], *make_qkv(shape=(5, 2, 1, 8))[1:])
-    assert caplog.text == ""
+    with TestCase().assertNoLogs(*logger):
+        make_module(num_gqa_groups=1)(make_qkv()[0], *make_qkv(shape=(5, 2, 1, 8))[1:])
 
 
 @pytest.mark.parametrize(
