@@ -127,13 +127,9 @@ class Float8Tensor(ShardableTensor):
         self._data, self._scale_inv = data, scale_pair(scale_inv)
         self._transpose = None
 
-    def overwrite(self, parts: Parts) -> Float8Tensor:
-        """Take over the contents of other parts; the transpose is dropped."""
-        data, scale_inv = parts
-        assert scale_inv is not None
+    def drop_transpose(self) -> None:
+        """Forget the transposed codes."""
         self._transpose = None
-        super().overwrite((data, scale_inv.reshape(-1)[: self._scale_inv.numel()]))
-        return self
 
     def viewed(self, shape: Sequence[int]) -> Float8Tensor:
         """`view`: all codes have the same scale."""

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.fp8.casts.quantizers import Quantizer
 from transformer_engine.pytorch.tensor.lists import parts_of_lists
 from transformer_engine.pytorch.tensor.part_checks import check_parts
 from transformer_engine.pytorch.tensor.transparent import Dequantize
-from transformer_engine.pytorch.tensor.writing import write, write_unless
+from transformer_engine.pytorch.tensor.writing import overwrite, write, write_unless
 
 Handler = Callable[..., Any]
 Parts = Sequence[torch.Tensor | None]
@@ -210,15 +210,11 @@ class QuantizedTensor(torch.Tensor):
 
     def overwrite(self, parts: Parts) -> Any:
         """Take over the contents of other parts, some of which may be there already."""
-        for own, other in zip(self.parts, parts, strict=True):
-            if own is None or other is None:
-                continue
-            if other is not own:
-                own.copy_(other.view(own.shape))
-            if not own.is_inference():
-                # Below autograd nothing else tells aliases, and graphs that have saved the codes.
-                torch.autograd.graph.increment_version(own)
+        overwrite([self], [parts])
         return self
+
+    def drop_transpose(self) -> None:
+        """Forget what was made of values that change now; here there is nothing."""
 
     @property
     def label(self) -> str:

@@ -6,7 +6,7 @@ on all ranks, by one collective for all weights that are written together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,8 +103,23 @@ def write(
         amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
             `takes_amax`; or none.
     """
+    cast: list[QuantizedTensor] = []
+    contents: list[Sequence[torch.Tensor | None]] = []
+    try:
+        for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
+            cast.append(tensor)
+            contents.append(_cast_scaled(tensor, plain, largest))
+    finally:  # of an error, too: codes need their scale
+        overwrite(cast, contents)
+
+
+def _scaled(
+    tensors: Sequence[QuantizedTensor],
+    values: Sequence[torch.Tensor],
+    known: Sequence[torch.Tensor | None],
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Tensors that `takes_amax`, their values and largest magnitudes; others are written here."""
     pieces: dict[Any, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
-    known = amaxes or [None] * len(tensors)
     for tensor, value, own in zip(tensors, values, known, strict=True):
         plain = tensor.writable(value)
         if tensor.is_meta:
@@ -115,20 +130,46 @@ def write(
             continue
         largest = amax(plain) if own is None else own
         if ranks is None:
-            _write_scaled(tensor, plain, largest)
+            yield tensor, plain, largest
         else:
             pieces.setdefault((ranks.groups, ranks.layer), []).append((tensor, plain, largest))
     for found in pieces.values():
         some = found[0][0]
         reduced = some._quantizer.ranks.reduce(torch.cat([one for *_, one in found]), some.label)
         for (tensor, plain, _), largest in zip(found, reduced.split(1), strict=True):
-            _write_scaled(tensor, plain, largest)
+            yield tensor, plain, largest
 
 
-def _write_scaled(tensor: Any, plain: torch.Tensor, largest: torch.Tensor) -> None:
+def _cast_scaled(
+    tensor: Any, plain: torch.Tensor, largest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast with the scale of the largest magnitude, into the memory of the codes if they lie so."""
     scales = tensor._quantizer.scales_of(largest)
     codes, _ = tensor.parts
     made = codes if codes.is_contiguous() else torch.empty_like(plain, dtype=torch.uint8)
     quantize_into(plain, tensor._format, scales, made)
-    tensor.overwrite((made, scales))
+    return made, scales
+
+
+def overwrite(
+    tensors: Sequence[QuantizedTensor], contents: Sequence[Sequence[torch.Tensor | None]]
+) -> None:
+    """Let tensors take over other parts, some of which may be there already; copied by one call."""
+    targets, sources, written = [], [], []
+    for tensor, parts in zip(tensors, contents, strict=True):
+        tensor.drop_transpose()
+        for own, other in zip(tensor.parts, parts, strict=True):
+            if own is None or other is None:
+                continue
+            if other is not own:
+                targets.append(own)
+                # A tensor of a user's scale may have 1/scale alone.
+                fits = other.shape == own.shape
+                sources.append(other if fits else other.reshape(-1)[: own.numel()].view_as(own))
+            if not own.is_inference():
+                written.append(own)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    if written:
+        # Below autograd nothing else tells aliases, and graphs that have saved the codes.
+        torch.autograd.graph.increment_version(written)
