@@ -71,7 +71,8 @@ class ScalingState:
 
         The newest rows are kept.
         """
-        fits = self.room.device == device and self.length == length
+        if self.room.device == device and self.length == length:
+            return False
         if self.room.device != device:
             if self.room.is_meta:  # a state on meta has no values to keep
                 self.replace(
@@ -81,7 +82,7 @@ class ScalingState:
             self.replace(self.scale.to(device), self.amax_history.to(device))
         if self.length != length:
             self.replace(self.scale, _of_length(self.amax_history, length))
-        return not fits
+        return True
 
     def restore(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Write values in place, where graphs read; the history may have another length."""

@@ -210,7 +210,7 @@ class QuantizedTensor(torch.Tensor):
 
     def overwrite(self, parts: Parts) -> Any:
         """Take over the contents of other parts, some of which may be there already."""
-        overwrite([self], [parts])
+        overwrite([(self, parts)])
         return self
 
     def drop_transpose(self) -> None:

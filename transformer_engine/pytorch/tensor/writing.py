@@ -103,14 +103,12 @@ def write(
         amaxes: fp32 `[1]`, largest magnitudes of the values where they are known, of tensors that
             `takes_amax`; or none.
     """
-    cast: list[QuantizedTensor] = []
-    contents: list[Sequence[torch.Tensor | None]] = []
+    cast: list[tuple[QuantizedTensor, Sequence[torch.Tensor | None]]] = []
     try:
         for tensor, plain, largest in _scaled(tensors, values, amaxes or [None] * len(tensors)):
-            cast.append(tensor)
-            contents.append(_cast_scaled(tensor, plain, largest))
+            cast.append((tensor, _cast_scaled(tensor, plain, largest)))
     finally:  # of an error, too: codes need their scale
-        overwrite(cast, contents)
+        overwrite(cast)
 
 
 def _scaled(
@@ -152,11 +150,11 @@ def _cast_scaled(
 
 
 def overwrite(
-    tensors: Sequence[QuantizedTensor], contents: Sequence[Sequence[torch.Tensor | None]]
+    contents: Sequence[tuple[QuantizedTensor, Sequence[torch.Tensor | None]]],
 ) -> None:
     """Let tensors take over other parts, some of which may be there already; copied by one call."""
     targets, sources, written = [], [], []
-    for tensor, parts in zip(tensors, contents, strict=True):
+    for tensor, parts in contents:
         tensor.drop_transpose()
         for own, other in zip(tensor.parts, parts, strict=True):
             if own is None or other is None:
