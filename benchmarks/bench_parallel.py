@@ -1,64 +1,85 @@
-"""Layers that two GPUs share, beside half of what one GPU takes for the whole layer.
+"""Layers that GPUs share, beside one GPU's time for the whole layer, divided by the ranks.
 
-`ratio` is the time of the slower rank over half of one GPU's.
+    bench_parallel.py             two GPUs
+    bench_parallel.py --ranks 4   four; beside them two pairs, which measure at the same time
+
+`ratio` is the time of the slowest rank over one GPU's share. `alone_ms` is of the collectives of a
+step, one after the other, and `compute_ms` of a step on a rank whose collectives are left out.
+`hidden` is the part of the former that the step does not add to the latter.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from attention_cases import Call
 from contenders import DEVICE, DTYPE, Size, our_layer, random, step
+from gpu_ranks import Rank, run_on_ranks
 from harness import over
-from two_gpus import RANKS, Rank, run_on_ranks
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers a backend
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.parallel.collectives import gather_into, scatter_into
 
-# Of transformer layers, tensor and sequence parallel, by precision: NVIDIA's TE 2.20.2, our bar,
-# and half of one GPU's time on the machine that both are for; GPUs differ by some percent.
-Goals = dict[str, tuple[float, float, float]]
-LAYERS: dict[Size, Goals] = {
+
+class Goal(NamedTuple):
+    """Milliseconds of a layer in one precision.
+
+    Attributes:
+        nvidia: NVIDIA's TE 2.20.2.
+        bar: ours to reach; None where none was set.
+        share: one GPU's time on the machine that both are for, divided by the ranks: GPUs differ by
+            some percent.
+    """
+
+    nvidia: float
+    bar: float | None
+    share: float
+
+
+# By the number of ranks, tensor and sequence parallel.
+Goals = dict[int, Goal]
+LAYERS: dict[Size, dict[str, Goals]] = {
     Size(4096, 16384, 32, 4096, 4): {
-        "fp8 delayed": (13.49, 11.8, 10.7),
-        "fp8 current": (14.20, 12.4, 11.2),
-        "bf16": (20.25, 17.9, 16.4),
+        "fp8 delayed": {2: Goal(13.49, 11.8, 10.7), 4: Goal(7.90, 6.6, 5.35)},
+        "fp8 current": {2: Goal(14.20, 12.4, 11.2), 4: Goal(8.31, None, 5.6)},
+        "bf16": {2: Goal(20.25, 17.9, 16.4), 4: Goal(11.61, None, 8.2)},
     },
     Size(8192, 28672, 64, 4096, 1): {
-        "fp8 delayed": (10.28, 9.3, 8.8),
-        "fp8 current": (11.02, 9.9, 9.2),
-        "bf16": (16.45, 14.9, 14.1),
+        "fp8 delayed": {2: Goal(10.28, 9.3, 8.8), 4: Goal(5.83, 5.1, 4.4)},
+        "fp8 current": {2: Goal(11.02, 9.9, 9.2), 4: Goal(6.23, None, 4.6)},
+        "bf16": {2: Goal(16.45, 14.9, 14.1), 4: Goal(9.13, None, 7.05)},
     },
 }
-WAYS = ("one GPU", "TP2 + SP")
 
 
-def layer_step(rank: Rank, size: Size, name: str, shared: bool) -> Call:
-    """One forward and backward of a layer, alone or on this rank."""
-    group = dist.group.WORLD if shared else rank.alone
-    ranks = {"tp_group": group, "tp_size": RANKS, "sequence_parallel": True}
-    ranks |= {"set_parallel_mode": True, "ub_tp_comm_overlap": True}
-    layer = our_layer(size, attn_input_format="sbhd", **(ranks if shared else {}))
-    tokens = size.sequence // (RANKS if shared else 1)
-    return step(layer, random(tokens, size.batch, size.hidden), name, group)
+def layer_step(size: Size, name: str, group: Any) -> Call:
+    """One forward and backward of a layer that the ranks of a group share."""
+    ranks = dist.get_world_size(group)
+    shared = {"tp_group": group, "tp_size": ranks, "sequence_parallel": True}
+    shared |= {"set_parallel_mode": True, "ub_tp_comm_overlap": True}
+    layer = our_layer(size, attn_input_format="sbhd", **(shared if ranks > 1 else {}))
+    return step(layer, random(size.sequence // ranks, size.batch, size.hidden), name, group)
 
 
-def collectives_alone(step: Call) -> Call:
+def collectives_alone(step: Call, group: Any = None) -> Call:
     """The collectives of a step, one after the other, with nothing beside them."""
     te.parallel_report(reset=True)
     step()
+    ranks = dist.get_world_size(group)
     calls: list[Call] = []
     for sent, (count, nbytes) in te.parallel_report(reset=True).counts.items():
         own = torch.zeros(nbytes // count // DTYPE.itemsize, device=DEVICE, dtype=DTYPE)
+        how = {"group": group, "async_op": True}
         if sent.collective == "all-reduce":
-            calls += [partial(dist.all_reduce, own, async_op=True)] * count
+            calls += [partial(dist.all_reduce, own, **how)] * count
             continue
         gathers = sent.collective == "all-gather"
-        other = own.new_zeros(own.numel() * RANKS if gathers else own.numel() // RANKS)
-        move = gather_into if gathers else scatter_into
-        calls += [partial(move, other, own, async_op=True)] * count
+        other = own.new_zeros(own.numel() * ranks if gathers else own.numel() // ranks)
+        calls += [partial(gather_into if gathers else scatter_into, other, own, **how)] * count
 
     def run() -> None:
         for call in calls:
@@ -67,30 +88,44 @@ def collectives_alone(step: Call) -> Call:
     return run
 
 
-def measure_layers(rank: Rank, size: Size, goals: Goals) -> None:
-    """Transformer layers that two ranks share."""
-    for name, (nvidia, bar_ms, its_half) in goals.items():
-        contenders = {shared: layer_step(rank, size, name, shared == "TP2 + SP") for shared in WAYS}
-        contenders["alone"] = collectives_alone(contenders["TP2 + SP"])
-        times = rank.time_gpu(contenders, repeats=15, warmup=6)
-        half = times["one GPU"].median_us / RANKS
-        more = {"bar": round(bar_ms / its_half, 3), "better": "lower", "nvidia_ms": nvidia}
-        more["half_ms"] = round(half / 1e3, 3)
-        more["alone_ms"] = round(times["alone"].median_us / 1e3, 3)  # of its collectives
-        row = {**over(times["TP2 + SP"], half), **more}
-        rank.row(op="layer, TP2 + SP, forward + backward", case=f"{size} {name}", **row)
-        del contenders
-        rank.free()
+def measure_layer(rank: Rank, size: Size, name: str, goal: Goal, groups: tuple[Any, Any]) -> None:
+    """A transformer layer in one precision.
+
+    Args:
+        groups: of the ranks that share it, and one of as many whose collectives copy what this rank
+            has, and do nothing else.
+    """
+    shared, lone = groups
+    contenders = {"one GPU": layer_step(size, name, rank.alone)}
+    contenders["ranks"] = layer_step(size, name, shared)
+    contenders["collectives"] = collectives_alone(contenders["ranks"], shared)
+    contenders["compute"] = layer_step(size, name, lone)
+    times = rank.time_gpu(contenders, repeats=15, warmup=6)
+    us = {what: timing.median_us for what, timing in times.items()}
+    ranks = dist.get_world_size(shared)
+    share = us["one GPU"] / ranks
+    row = {**over(times["ranks"], share), "nvidia_ms": goal.nvidia}
+    row["share_ms"] = round(share / 1e3, 3)
+    row["alone_ms"] = round(us["collectives"] / 1e3, 3)
+    row["compute_ms"] = round(us["compute"] / 1e3, 3)
+    row["hidden"] = round(1 - (us["ranks"] - us["compute"]) / us["collectives"], 3)
+    if goal.bar is not None and ranks == rank.count:
+        row |= {"bar": round(goal.bar / goal.share, 3), "better": "lower"}
+    rank.row(op=f"layer, TP{ranks} + SP, forward + backward", case=f"{size} {name}", **row)
 
 
 def measure(rank: Rank) -> None:
     layers = rank.either(LAYERS, {Size(64, 128, 4, 32, 1): next(iter(LAYERS.values()))})
-    te.initialize_ub(
-        [max(s.sequence * s.batch for s in layers), max(s.hidden for s in layers)], RANKS
-    )
-    for size, goals in layers.items():
-        measure_layers(rank, size, goals)
-        rank.save()
+    largest = [max(s.sequence * s.batch for s in layers), max(s.hidden for s in layers)]
+    lone = rank.neighbours("fake")
+    for ranks in [count for count in rank.groups if count > 1]:
+        te.initialize_ub(largest, ranks)
+        for size, precisions in layers.items():
+            for name, goals in precisions.items():
+                measure_layer(rank, size, name, goals[ranks], (rank.groups[ranks], lone[ranks]))
+                rank.save()
+                rank.free()
+        te.destroy_ub()
 
 
 if __name__ == "__main__":

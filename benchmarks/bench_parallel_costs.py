@@ -17,8 +17,8 @@ import torch.distributed as dist
 from bench_inspect import ALL, OPERANDS, Config, everywhere
 from bench_parallel import collectives_alone
 from contenders import Size, our_layer, random, step
+from gpu_ranks import Rank, run_on_ranks
 from torch import nn
-from two_gpus import RANKS, Rank, run_on_ranks
 
 import nvdlfw_inspect.api as debug_api
 import transformer_engine.pytorch as te
@@ -41,7 +41,7 @@ def shared_layer(size: Size, sequence: bool = True) -> nn.Module:
         size,
         attn_input_format="sbhd",
         tp_group=dist.group.WORLD,
-        tp_size=RANKS,
+        tp_size=dist.get_world_size(),
         set_parallel_mode=True,
         sequence_parallel=sequence,
     )
@@ -71,7 +71,7 @@ def block_ms(rank: Rank, run: Callable[[], None], config: Config | None, folder:
 def measure_statistics(rank: Rank, size: Size) -> None:
     """Steps of layers in FP8, with the debugger and without."""
     layers = nn.Sequential(*(shared_layer(size) for _ in range(LAYERS)))
-    x = random(size.sequence // RANKS, size.batch, size.hidden)
+    x = random(size.sequence // rank.count, size.batch, size.hidden)
     run = step(layers, x, "fp8 delayed")
     times: dict[str, list[float]] = {name: [] for name in SESSIONS}
     with tempfile.TemporaryDirectory() as folder:
@@ -104,10 +104,12 @@ def measure_host(rank: Rank, size: Size, name: str, sequence: bool) -> None:
     the rest.
     """
     head = size.hidden // size.heads
-    part = Size(size.hidden, size.ffn // RANKS, size.heads // RANKS, size.sequence, size.batch)
+    part = Size(
+        size.hidden, size.ffn // rank.count, size.heads // rank.count, size.sequence, size.batch
+    )
     whole = {"attn_input_format": "sbhd", "kv_channels": head}
     x = random(size.sequence, size.batch, size.hidden)
-    own = x.chunk(RANKS)[rank.number].contiguous() if sequence else x
+    own = x.chunk(rank.count)[rank.number].contiguous() if sequence else x
     shared = step(shared_layer(size, sequence), own, name)
     # Amaxes meet in all of them, once for all layers of a model: they are not of the layer.
     contenders = {

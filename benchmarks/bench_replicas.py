@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from bench_gpt import GPT, training_step
 from contenders import DEVICE, PlainLayer, Size, our_layer
+from gpu_ranks import Rank, run_on_ranks
 from harness import Timing
 from torch.nn.parallel import DistributedDataParallel
-from two_gpus import RANKS, Rank, run_on_ranks
 
 TINY = Size(hidden=64, ffn=128, heads=4, sequence=32, batch=1)
 PRECISIONS = ("torch", "bf16", "fp8 delayed", "fp8 current")
@@ -25,16 +25,18 @@ BAR = 1.9
 LARGE_BUCKETS, FEW_BLOCKS = 100, (4, 8)  # MiB; thread blocks of NCCL's kernels
 
 
-def over_one(times: Mapping[str, Timing], bar: float | None = None) -> list[dict[str, Any]]:
-    """Rows of two GPUs, over one."""
+def over_one(
+    rank: Rank, times: Mapping[str, Timing], bar: float | None = None
+) -> list[dict[str, Any]]:
+    """Rows of several GPUs, over one."""
     one = times["one GPU"].median_us
     rows = []
     for name, timing in times.items():
-        gpus = 1 if name == "one GPU" else RANKS
+        gpus = 1 if name == "one GPU" else rank.count
         row = {"way": name, "ms": round(timing.median_us / 1e3, 3)}
         row |= {"ratio": round(gpus * one / timing.median_us, 3)}
         row |= {"p10_us": round(timing.p10_us, 1), "p90_us": round(timing.p90_us, 1)}
-        rows.append({**row, "bar": bar} if bar is not None and gpus == RANKS else row)
+        rows.append({**row, "bar": bar} if bar is not None and gpus > 1 else row)
     return rows
 
 
@@ -73,7 +75,7 @@ def measure_replicas(rank: Rank, name: str, groups: Mapping[str, Any]) -> None:
         wrapped.require_backward_grad_sync = reduces
         steps[way] = training_step(wrapped, tokens, name, group=None if reduces else rank.alone)
     times = rank.time_wall(steps, loops=6, calls=10, warmup=10)
-    for row in over_one(times):
+    for row in over_one(rank, times):
         judged = {"bar": BAR} if row["way"] == "DDP" and name != "torch" else {}
         rank.row(op="125M GPT, DDP on 2, training step", case=name, **row, **judged)
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import contenders
 import torch
+import torch.distributed as dist
 from bench_replicas import over_one
 from contenders import DEVICE, Size, our_layer, random, step
+from gpu_ranks import Rank, run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from two_gpus import RANKS, Rank, run_on_ranks
 
 import transformer_engine.pytorch as te
 
@@ -50,7 +51,7 @@ def stack(size: Size, layers: int, name: str, fp8_weights: bool, sharded: bool) 
     with te.quantized_model_init(fp8_weights, recipe=contenders.RECIPES[name]):
         model = nn.Sequential(*(our_layer(size) for _ in range(layers)))
     if sharded:
-        mesh = init_device_mesh(DEVICE, (RANKS,))
+        mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
         for part in (*model, model):
             fully_shard(part, mesh=mesh)
     return model
@@ -76,7 +77,7 @@ def measure_shards(rank: Rank, size: Size, name: str) -> None:
     groups = {"one GPU": rank.alone, "FSDP2": None}
     steps = {way: step(model, x, name, groups[way]) for way, model in models.items()}
     op = f"{layers} layers {size}, FSDP2 on 2, FP8 weights"
-    for row in over_one(rank.time_wall(steps, **OF_LARGE_STEPS), BAR):
+    for row in over_one(rank, rank.time_wall(steps, **OF_LARGE_STEPS), BAR):
         rank.row(op=f"{op}, forward + backward", case=name, **row)
     adams = {
         way: te.optimizers.FusedAdam(model.parameters(), lr=1e-5, master_weights=True)
@@ -91,7 +92,7 @@ def measure_shards(rank: Rank, size: Size, name: str) -> None:
         return run
 
     trainings = {way: training(way) for way in models}
-    for row in over_one(rank.time_wall(trainings, **OF_LARGE_STEPS), BAR):
+    for row in over_one(rank, rank.time_wall(trainings, **OF_LARGE_STEPS), BAR):
         rank.row(op=f"{op}, with FusedAdam", case=name, **row)
 
 

@@ -26,11 +26,11 @@ from typing import Any
 
 from bench_replicas import over_one
 from bench_training import TOKENS
+from gpu_ranks import Rank, run_on_ranks
 from harness import Timing
 from training_models import ARCHITECTURES, TINY, Architecture
 from training_steps import OneGpu, Row, Training
 from training_ways import Replicas, Shards, SharedLayers
-from two_gpus import RANKS, Rank, run_on_ranks
 
 import transformer_engine.pytorch as te
 
@@ -53,7 +53,7 @@ def trained(
     training = Training(row, sizes, batch, way=way)
     training.start()
     timing = rank.time_wall({"": training.step}, **STEPS)[""]
-    loss = sum(rank.gathered(training.mean_loss())) / RANKS
+    loss = sum(rank.gathered(training.mean_loss())) / rank.count
     tokens = batch * sizes.sequence
     return timing, {
         "tokens_per_s": round(tokens / timing.median_us * 1e6),
@@ -69,17 +69,19 @@ def measure_ways(rank: Rank, sizes: Architecture, precision: str, options: Any) 
         fp8_weights = name == "FSDP2" and precision != "bf16"
         row = Row("ours", precision, fp8_weights, in_graphs=options.graphs)
         way = OneGpu(rank.alone) if name == ONE_GPU else WAYS[name]()
-        batch = sequences(sizes, rank) * (1 if name == ONE_GPU else RANKS)
+        batch = sequences(sizes, rank) * (1 if name == ONE_GPU else rank.count)
         times[name], more = trained(rank, row, sizes, batch, way)
         op = f"training {sizes.name} s{sizes.sequence}, 2 GPUs"
-        rank.row(op=op, case=precision, **over_one(times, BAR)[-1], **more)
+        rank.row(op=op, case=precision, **over_one(rank, times, BAR)[-1], **more)
         rank.save()
         rank.free()
 
 
 def measure(rank: Rank, model: str, options: Any) -> None:
     sizes = rank.either(ARCHITECTURES, TINY)[model]
-    te.initialize_ub([RANKS * sequences(sizes, rank) * sizes.sequence, sizes.hidden], RANKS)
+    te.initialize_ub(
+        [rank.count * sequences(sizes, rank) * sizes.sequence, sizes.hidden], rank.count
+    )
     for precision in options.precisions:
         measure_ways(rank, sizes, precision, options)
 

@@ -14,9 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_models import Architecture, Model
 from training_steps import LARGEST_NORM, OneGpu, Row, build
-from two_gpus import RANKS
 
 import transformer_engine.pytorch as te
+
+
+def own_part(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Of as many equal parts as there are ranks."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
 class Replicas(OneGpu):
@@ -26,14 +30,14 @@ class Replicas(OneGpu):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def own(self, data: torch.Tensor) -> torch.Tensor:
-        return data.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+        return own_part(data, 1).contiguous()
 
 
 class Shards(Replicas):
     """Each rank has a part of every weight, and sequences of its own (FSDP2)."""
 
     def wrap(self, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
-        mesh = init_device_mesh(DEVICE, (RANKS,))
+        mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
         for part in (*model.layers, model):
             fully_shard(part, mesh=mesh)
         return model
@@ -46,7 +50,7 @@ class SharedLayers(OneGpu):
         options = {"attn_input_format": "sbhd", "ub_tp_comm_overlap": True}
         model = build(row, sizes, kind=SharedModel, **options)
         of_tokens = [name for name in ("norm", "position") if getattr(model, name) is not None]
-        mesh = init_device_mesh(DEVICE, (RANKS,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
         te.parallelize(model, mesh, dict.fromkeys(of_tokens, "tokens"), sequence_parallel=True)
         assert isinstance(model, SharedModel)
         model.share_words()
@@ -72,7 +76,7 @@ class SharedModel(Model):
 
     @staticmethod
     def _part(weight: torch.Tensor) -> nn.Parameter:
-        part: Any = nn.Parameter(weight.detach().chunk(RANKS)[dist.get_rank()].clone())
+        part: Any = nn.Parameter(own_part(weight.detach()).clone())
         part.tensor_model_parallel = True
         return part
 
@@ -85,13 +89,14 @@ class SharedModel(Model):
         x = self.scatter(x)
         if self.position is None:
             return x
-        return x + self.position.weight.chunk(RANKS)[rank].unsqueeze(1)
+        return x + own_part(self.position.weight).unsqueeze(1)
 
     @staticmethod
     def _loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Of all tokens, by the words of all ranks."""
         group = dist.group.WORLD
-        parts = [*te.distributed.gather_along_first_dim(hidden.detach(), group)[0].chunk(RANKS)]
+        gathered = te.distributed.gather_along_first_dim(hidden.detach(), group)[0]
+        parts = [*gathered.chunk(dist.get_world_size())]
         parts[dist.get_rank()] = hidden  # whose gradient is whole: ranks have summed it
         return te.linear_cross_entropy(
             torch.cat(parts), weight, target.t(), dist_process_group=group

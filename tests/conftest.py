@@ -22,8 +22,10 @@ SAMPLED = 4  # one in so many cases of a `sampled_on_cpu` test runs on machines 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = torch.cuda.device_count() if torch else 0
     for item in items:
-        for marker, needed in GPUS_NEEDED.items():
-            if found < needed and item.get_closest_marker(marker):
+        for name, least in GPUS_NEEDED.items():
+            marker = item.get_closest_marker(name)
+            needed = marker.args[0] if marker and marker.args else least
+            if marker and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {found}"))
     if not found:
         _skip_most_sampled([item for item in items if not item.get_closest_marker("skip")])

@@ -5,7 +5,8 @@
 
 The schedule is what a layer says of itself: it runs once, small, as one rank of a group whose other
 ranks are not there (torch's "fake" backend), and `te.parallel_report` tells which collectives it
-has started. Times of one GPU and of two are those of benchmarks/results.
+has started. Times of one GPU and of two are those of benchmarks/results, where four were measured,
+too: what the times of one and of two say of four is put beside that.
 """
 
 from __future__ import annotations
@@ -45,15 +46,12 @@ class Shape:
 
     Attributes:
         hidden, ffn, seq, batch: its sizes.
-        alone_ms: all of its collectives in bf16, one after the other, on two GPUs: of a run whose
-            results did not say it; newer ones do.
     """
 
     hidden: int
     ffn: int
     seq: int
     batch: int
-    alone_ms: float
 
     def __str__(self) -> str:
         return f"h{self.hidden} f{self.ffn} s{self.seq} b{self.batch}"
@@ -106,7 +104,7 @@ class Collective:
     hidden: bool
 
 
-SHAPES = (Shape(4096, 16384, 4096, 4, 2.44), Shape(8192, 28672, 4096, 1, 1.35))
+SHAPES = (Shape(4096, 16384, 4096, 4), Shape(8192, 28672, 4096, 1))
 PRECISIONS = (Precision("bf16", False, 2), Precision("fp8 delayed", True, 1))
 
 
@@ -165,29 +163,27 @@ def sharded_ms(shape: Shape, weight_bytes: int, tp: int, gpus: int, compute: flo
 
 
 class Measured:
-    """Milliseconds of a layer, forward and backward, of benchmarks/results."""
+    """Milliseconds of a layer, forward and backward, of a file of benchmarks/results."""
 
-    def __init__(self) -> None:
-        self.layer = json.loads((RESULTS / "layer.json").read_text())["rows"]
-        self.parallel = json.loads((RESULTS / "parallel.json").read_text())["rows"]
+    def __init__(self, name: str = "parallel") -> None:
+        document = json.loads((RESULTS / f"{name}.json").read_text())
+        self.gpu, self.rows = document["gpu"], document["rows"]
+
+    def shared(self, shape: Shape, precision: str, ranks: int) -> float:
+        """On GPUs that share it."""
+        return float(self._row(shape, precision, ranks)["ms"])
 
     def one(self, shape: Shape, precision: str) -> float:
-        """On one GPU."""
-        rows = [row for row in self.layer if str(shape) in row["op"] and row["case"] == precision]
-        return float(rows[0]["ms"])
-
-    def two(self, shape: Shape, precision: str) -> tuple[float, float]:
-        """On two GPUs, and half of one GPU's time in the same run."""
-        row = self._of_two(shape, precision)
-        return float(row["ms"]), float(row["half_ms"])
+        """On one GPU, in the same run."""
+        return 2 * float(self._row(shape, precision, 2)["share_ms"])
 
     def collectives(self, shape: Shape) -> float:
         """All of a layer in bf16 on two GPUs, one after the other."""
-        return float(self._of_two(shape, "bf16").get("alone_ms", shape.alone_ms))
+        return float(self._row(shape, "bf16", 2)["alone_ms"])
 
-    def _of_two(self, shape: Shape, precision: str) -> dict[str, Any]:
-        case = f"{shape} {precision}"
-        return next(row for row in self.parallel if row["case"] == case)
+    def _row(self, shape: Shape, precision: str, ranks: int) -> dict[str, Any]:
+        case, op = f"{shape} {precision}", f"layer, TP{ranks} + SP, forward + backward"
+        return next(row for row in self.rows if row["case"] == case and row["op"] == op)
 
 
 class Simulation:
@@ -209,7 +205,7 @@ class Simulation:
         self.alone = measured.one(shape, precision.name)
         in_bf16 = tensor_parallel_ms(schedules[2, False], shape, 1e9)
         self.rate = in_bf16 * 1e9 / measured.collectives(shape)
-        self.measured, self.half = measured.two(shape, precision.name)
+        self.measured, self.half = measured.shared(shape, precision.name, 2), self.alone / 2
         self.whole = tensor_parallel_ms(schedules[2, precision.fp8], shape, self.rate)
         self.exposed = max(0.0, self.measured - self.half) / self.whole
 
@@ -272,17 +268,33 @@ def tables(simulations: list[Simulation]) -> dict[str, str]:
     return found
 
 
+def beside_four(simulations: list[Simulation], measured: Measured) -> str:
+    """A table: what one GPU and two say of four, and what four were found to take."""
+    lines = [
+        f"| layer, {measured.gpu} | one GPU / 4 | TP 4, computed | TP 4, measured | error |",
+        "|---|---|---|---|---|",
+    ]
+    for one in simulations:
+        _, computed = one.step(4, 4)
+        found = measured.shared(one.shape, one.precision.name, 4)
+        lines.append(
+            f"| {one.shape}, {one.precision.name} | {one.alone / 4:.2f} | {computed:.2f} | "
+            f"{found:.2f} | {computed / found - 1:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Entry."""
     schedules = {(tp, fp8): schedule(tp, fp8) for tp in TP_SIZES[1:] for fp8 in (False, True)}
-    measured = Measured()
-    simulations = [
-        Simulation(shape, precision, schedules, measured)
-        for shape in SHAPES
-        for precision in PRECISIONS
-    ]
+
+    def simulations(measured: Measured) -> list[Simulation]:
+        return [Simulation(s, p, schedules, measured) for s in SHAPES for p in PRECISIONS]
+
+    four = Measured("parallel_4")
+    found = tables(simulations(Measured())) | {"four": beside_four(simulations(four), four)}
     text = PAGE.read_text()
-    for name, table in tables(simulations).items():
+    for name, table in found.items():
         marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         text = marks.sub(rf"\1\n{table}\n\n\2", text)
         print(table, end="\n\n")

@@ -5,10 +5,14 @@ from clip_ranks import SCENARIOS, scenarios
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
-BACKENDS = [("gloo", 4), pytest.param(("nccl", 2), marks=pytest.mark.multi_gpu)]
+BACKENDS = [
+    ("gloo", 4),
+    pytest.param(("nccl", 2), marks=pytest.mark.multi_gpu),
+    pytest.param(("nccl", 4), marks=pytest.mark.multi_gpu(4)),
+]
 
 
-@pytest.fixture(scope="module", params=BACKENDS, ids=lambda param: param[0])
+@pytest.fixture(scope="module", params=BACKENDS, ids=str)
 def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What each rank found wrong, by scenario."""
     backend, ranks = request.param

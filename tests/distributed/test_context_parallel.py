@@ -91,9 +91,11 @@ def two_gpus():
     return run_ranks(2, outcomes, TWO, backend="nccl")
 
 
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(4, outcomes, FOUR)
+@pytest.fixture(
+    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))]
+)
+def four(request):
+    return run_ranks(4, outcomes, FOUR, backend=request.param)
 
 
 def check(found, case):
@@ -121,7 +123,12 @@ def test_four_ranks(four, case):
 
 @pytest.mark.parametrize(
     "world",
-    [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu)],
+    [
+        (2, "gloo"),
+        (4, "gloo"),
+        pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu),
+        pytest.param((4, "nccl"), marks=pytest.mark.multi_gpu(4)),
+    ],
     ids=str,
 )
 def test_rings_in_peer_memory(world):

@@ -44,9 +44,11 @@ def two(request):
     return run_ranks(2, fp8_everything, TWO, backend=request.param)
 
 
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(4, fp8_outcomes, FOUR)
+@pytest.fixture(
+    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))]
+)
+def four(request):
+    return run_ranks(4, fp8_outcomes, FOUR, backend=request.param)
 
 
 def check(found, case):

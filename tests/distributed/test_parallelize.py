@@ -1,19 +1,31 @@
-"""`te.parallelize`: two ranks share a model that is built, beside the same model in one process."""
+"""`te.parallelize`: ranks share a model that is built, beside the same model in one process."""
 
 import pytest
-from parallelize_ranks import SCENARIOS, scenarios
+from parallelize_ranks import OF_FOUR, SCENARIOS, scenarios
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # starting processes takes long on a busy machine
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What each rank found wrong, by scenario."""
+def two(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """What each of two ranks found wrong, by scenario."""
     return run_ranks(2, scenarios, backend=request.param)
 
 
+@pytest.fixture(
+    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))]
+)
+def four(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """What each of four ranks found wrong, by scenario."""
+    return run_ranks(4, scenarios, backend=request.param)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_ranks_share_a_built_model(found: list[dict[str, str]], scenario: str) -> None:
-    for outcome in found:
-        assert not outcome[scenario], outcome[scenario]
+def test_two_ranks_share_a_built_model(two: list[dict[str, str]], scenario: str) -> None:
+    assert [found[scenario] for found in two] == [""] * 2
+
+
+@pytest.mark.parametrize("scenario", OF_FOUR)
+def test_four_ranks_share_a_built_model(four: list[dict[str, str]], scenario: str) -> None:
+    assert [found[scenario] for found in four] == [""] * 4

@@ -75,8 +75,9 @@ def test_errors_name_the_weight(found) -> None:
         assert "got 64 of 128 rows: those of weight of layer small" in outcome["errors"]["blocks"]
 
 
-def test_replicas_of_shards_find_what_one_process_finds() -> None:
-    for outcome in run_ranks(4, hybrid):
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu(4))])
+def test_replicas_of_shards_find_what_one_process_finds(backend: str) -> None:
+    for outcome in run_ranks(4, hybrid, backend=backend):
         for case in outcome.values():
             assert case["losses"] == case["expected"]
             assert case["differences"] == []

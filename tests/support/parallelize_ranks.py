@@ -165,6 +165,19 @@ def context_parallel(rank: int) -> None:
         _close(Trained(_mesh("cp"), cp_comm_type=comm_type))
 
 
+def tensor_and_context_parallel(rank: int) -> None:
+    """Is the model of one process, where pairs of ranks share layers, and pairs sequences."""
+    for comm_type in ("p2p", "all_gather"):
+        shared = Trained(_mesh("cp", "tp"), sequence_parallel=True, cp_comm_type=comm_type)
+        _close(shared)
+
+
+def shards_of_shared_layers(rank: int) -> None:
+    """Are the model of one process, in fp32 and but for what FP8 rounds otherwise."""
+    for fp8, bound in ((False, BOUND), (True, 2e-3)):
+        _close(Trained(_mesh("dp", "tp"), True, sequence_parallel=True), fp8, bound)
+
+
 def checkpoints_of_other_layouts(rank: int) -> None:
     """Saved by two ranks that share layers; loaded by one process and `fully_shard`, and back."""
     layouts: list[Callable[..., Trained]] = [
@@ -351,6 +364,7 @@ def what_cannot_be_shared(rank: int) -> None:
     assert model["mlp"].tp_size == 1
 
 
+OF_FOUR = {run.__name__: run for run in (tensor_and_context_parallel, shards_of_shared_layers)}
 SCENARIOS = {
     run.__name__: run
     for run in (
@@ -370,4 +384,4 @@ SCENARIOS = {
 
 def scenarios(rank: int) -> dict[str, str]:
     """What each of them found wrong."""
-    return failures(SCENARIOS, rank)
+    return failures(SCENARIOS if dist.get_world_size() == 2 else OF_FOUR, rank)

@@ -1,20 +1,21 @@
-"""The processes of a benchmark that two GPUs share, one for each.
+"""The processes of a benchmark that several GPUs share, one for each.
 
-    from two_gpus import Rank, run_on_ranks
+    from gpu_ranks import Rank, run_on_ranks
 
     def measure(rank: Rank) -> None: ...
 
     if __name__ == "__main__":
         run_on_ranks("replicas", measure)
 
-`python bench_<what>.py --dry-run` runs the same code on two processes without GPUs, with tiny sizes
-and few repeats, and writes nothing: what it prints says only that the code runs.
+`python bench_<what>.py` measures on two GPUs, with `--ranks 4` on four, whose results have a file
+of their own. `--dry-run` runs the same code on processes without GPUs, with tiny sizes and few
+repeats, and writes nothing: what it prints says only that the code runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from tempfile import TemporaryDirectory
@@ -33,7 +34,6 @@ from harness import (
     time_wall_each,
 )
 
-RANKS = 2
 ONCE = {"loops": 2, "calls": 1, "warmup": 1}  # of a dry run
 T = TypeVar("T")
 
@@ -42,16 +42,30 @@ class Rank:
     """What a process measures together with the others.
 
     Attributes:
+        number: of this rank.
+        count: of all ranks, a power of two.
         report: of the first rank; None on the others.
         dry: there are no GPUs, and nothing is measured.
+        groups: of this rank and its neighbours, by the number of their ranks.
         alone: the group of this rank alone.
     """
 
     def __init__(self, number: int, name: str, dry: bool) -> None:
-        self.number, self.dry = number, dry
+        self.number, self.count, self.dry = number, dist.get_world_size(), dry
         self.report = Report(name) if number == 0 else None
-        self.alone: Any = [dist.new_group([one]) for one in range(RANKS)][number]
+        self.groups = self.neighbours()
+        self.alone = self.groups[1]
         self._one = torch.zeros(1, device="cpu" if dry else "cuda")
+
+    def neighbours(self, backend: str | None = None) -> dict[int, Any]:
+        """New groups that have this rank as a member, by the number of their ranks."""
+        found, ranks = {}, 1
+        while ranks <= self.count:
+            members = [[*range(i, i + ranks)] for i in range(0, self.count, ranks)]
+            groups = [dist.new_group(some, backend=backend) for some in members]
+            found[ranks] = groups[self.number // ranks]
+            ranks *= 2
+        return found
 
     def either(self, real: T, tiny: T) -> T:
         """What is measured, or what a dry run has instead."""
@@ -84,7 +98,7 @@ class Rank:
 
     def gathered(self, found: T) -> list[T]:
         """What each rank has found."""
-        ranks: list[Any] = [None] * RANKS
+        ranks: list[Any] = [None] * self.count
         dist.all_gather_object(ranks, found)
         return ranks
 
@@ -104,20 +118,27 @@ class Rank:
 
 
 def run_on_ranks(name: str, measure: Callable[[Rank], None]) -> None:
-    """Measures in one process for each of two GPUs, and saves what the first reports.
+    """Measures in one process for each GPU, and saves what the first reports.
 
     `measure` is a function of a module, which processes import.
     """
-    dry = "--dry-run" in sys.argv[1:]
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dry-run", action="store_true")
+    asked, _ = parser.parse_known_args()
+    count, dry = asked.ranks, asked.dry_run
     if not dry:
         require_gpu()
-        if torch.cuda.device_count() < RANKS:
-            raise SystemExit(f"{RANKS} GPUs are needed, got {torch.cuda.device_count()}")
+        if torch.cuda.device_count() < count:
+            raise SystemExit(f"{count} GPUs are needed, got {torch.cuda.device_count()}")
     with TemporaryDirectory() as folder:
-        mp.spawn(_run, (name, measure, dry, f"{folder}/store"), nprocs=RANKS)
+        name = name if count == 2 else f"{name}_{count}"
+        mp.spawn(_run, (count, name, measure, dry, f"{folder}/store"), nprocs=count)
 
 
-def _run(number: int, name: str, measure: Callable[[Rank], None], dry: bool, store: str) -> None:
+def _run(
+    number: int, count: int, name: str, measure: Callable[[Rank], None], dry: bool, store: str
+) -> None:
     more: dict[str, Any] = {}
     if not dry:
         torch.cuda.set_device(number)
@@ -125,7 +146,7 @@ def _run(number: int, name: str, measure: Callable[[Rank], None], dry: bool, sto
     dist.init_process_group(
         *("gloo" if dry else "nccl", f"file://{store}"),
         rank=number,
-        world_size=RANKS,
+        world_size=count,
         timeout=timedelta(minutes=5),
         **more,
     )
