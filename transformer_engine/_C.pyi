@@ -308,6 +308,14 @@ def peer_send(
     x: Tensor | None, memory: Tensor | None, group: Tensor | None, rank: int, slot: int
 ) -> None: ...
 def peer_slot_offset(group: Tensor | None, rank: int, slot: int) -> int: ...
+def peer_sum(
+    own: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    memory: Tensor | None,
+    group: Tensor | None,
+    slot: int,
+) -> None: ...
 def quantize(
     x: Tensor | None,
     rowwise: Tensor | None,

@@ -19,6 +19,13 @@ void receive(const TensorView& memory, const TensorView& group, int rank, int sl
   peer_receive({memory, group, rank, slot}, stream_of(memory));
 }
 
+void sum(const TensorView& own, const TensorView& bias, const TensorView& out,
+         const TensorView& memory, const TensorView& group, int slot) {
+  peer_sum(
+      {.own = own, .bias = bias, .out = out, .memory = memory, .group = group, .slot = slot},
+      stream_of(own));
+}
+
 void release(const TensorView& memory, const TensorView& group, int rank, int slot) {
   peer_release({memory, group, rank, slot}, stream_of(memory));
 }
@@ -38,6 +45,7 @@ void bind_peer_memory(pybind11::module_& m) {
   const auto memory = arg("memory"), group = arg("group"), rank = arg("rank"), slot = arg("slot");
   m.def("peer_send", recordable<&send>, arg("x"), memory, group, rank, slot);
   m.def("peer_receive", recordable<&receive>, memory, group, rank, slot);
+  m.def("peer_sum", recordable<&sum>, arg("own"), arg("bias"), arg("out"), memory, group, slot);
   m.def("peer_release", recordable<&release>, memory, group, rank, slot);
   m.def("peer_finish", recordable<&finish>, arg("x"), memory, group, rank, slot);
   m.def("peer_memory_bytes", &peer_memory_bytes, arg("ranks"), arg("room"), arg("ring"));

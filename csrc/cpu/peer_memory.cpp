@@ -14,17 +14,17 @@ std::atomic_ref<uint32_t> flag(void* address) {
 }
 
 void set(void* address) { flag(address).store(1, std::memory_order_release); }
+void clear(void* address) { flag(address).store(0, std::memory_order_relaxed); }
 
-void wait_and_clear(void* address, const AwaitedRank& rank, const char* op) {
-  const auto there = [&] { return flag(address).load(std::memory_order_acquire) == 1; };
-  wait_for_rank(rank, op, there);
-  flag(address).store(0, std::memory_order_relaxed);
+void wait_for(void* address, const AwaitedRank& rank, const char* op) {
+  wait_for_rank(rank, op, [&] { return flag(address).load(std::memory_order_acquire) == 1; });
 }
 
 }  // namespace
 
 void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver) {
-  wait_and_clear(slot.free, receiver, "peer_send");
+  wait_for(slot.free, receiver, "peer_send");
+  clear(slot.free);
   for (int64_t row = 0; row < rows.count; ++row)
     std::memcpy(slot.data + row * rows.bytes, rows.data + row * rows.pitch,
                 static_cast<size_t>(rows.bytes));
@@ -32,9 +32,14 @@ void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiv
 }
 
 void peer_receive(void* arrived, const AwaitedRank& sender) {
-  wait_and_clear(arrived, sender, "peer_receive");
+  wait_for(arrived, sender, "peer_receive");
 }
 
-void peer_release(void* free) { set(free); }
+void peer_release(const std::vector<PeerSlot>& slots) {
+  for (const PeerSlot& slot : slots) {
+    clear(slot.arrived);
+    set(slot.free);
+  }
+}
 
 }  // namespace te::cpu

@@ -26,13 +26,14 @@ void transpose(const TransposeArgs& args) {
   const int64_t rows = args.x.rows(), cols = args.x.cols();
   const uint8_t* x = args.x.ptr<uint8_t>();
   uint8_t* out = args.out.ptr<uint8_t>();
+  const int64_t pitch = transpose_pitch(args);
   if (args.scales) transpose_scales(args);
   const int64_t grain = std::max(kTile, kElementsPerThread / std::max<int64_t>(1, rows));
   parallel_for(cols, grain, [&](int64_t first, int64_t last) {
     for (int64_t top = 0; top < rows; top += kTile) {
       const int64_t bottom = std::min(rows, top + kTile);
       for (int64_t j = first; j < last; ++j)
-        for (int64_t i = top; i < bottom; ++i) out[j * rows + i] = x[i * cols + j];
+        for (int64_t i = top; i < bottom; ++i) out[j * pitch + i] = x[i * cols + j];
     }
   });
 }

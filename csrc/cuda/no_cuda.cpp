@@ -23,6 +23,7 @@
 #include "ops/quantize_blocks.h"
 #include "ops/rope.h"
 #include "ops/softmax.h"
+#include "ops/sum_parts.h"
 #include "ops/sum_squares.h"
 #include "ops/transpose.h"
 
@@ -97,8 +98,9 @@ void peer_send(const Rows&, const PeerSlot&, const PeerEvents&, Device, Stream) 
   absent("peer_send");
 }
 void peer_receive(void*, int64_t&, Device, Stream) { absent("peer_receive"); }
-void peer_release(void*, Device, Stream) { absent("peer_release"); }
+void peer_release(const std::vector<PeerSlot>&, Device, Stream) { absent("peer_release"); }
 void peer_finish(int64_t, Device, Stream) { absent("peer_finish"); }
 void copy(const TensorView&, const Rows&, Stream) { absent("copy"); }
+void sum_parts(const SumParts&, Stream) { absent("sum_parts"); }
 
 }  // namespace te::cuda

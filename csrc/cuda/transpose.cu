@@ -19,6 +19,7 @@ struct TransposeTiles {
   int cols;
   TileWalk walk;
   uint8_t* out;
+  int64_t pitch;  // from a row of out to the next
   const float* scales;  // of tiles
   float* out_scales;
   ScaleGrid grid, out_grid;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kTileThreads) transpose_kernel(const Transpose
   for (int i = 0; i < 8; ++i) codes.rows[i] = load_row<kWide>(args.x, block, i);
   tile.put(block.row, block.col, codes);
   __syncthreads();
-  tile.store<kTileThreads>(target_of(args.out, args.rows, at, block));
+  tile.store<kTileThreads>(target_of(args.out, args.pitch, at, block));
 }
 
 }  // namespace
@@ -75,6 +76,7 @@ void transpose(const TransposeArgs& args, Stream stream) {
                              .cols = static_cast<int>(x.cols()),
                              .walk = walk,
                              .out = args.out.ptr<uint8_t>(),
+                             .pitch = transpose_pitch(args),
                              .scales = args.scales.ptr<float>(),
                              .out_scales = args.out_scales.ptr<float>(),
                              .grid = scale_grid(ScaleBlocks::Squares, x.rows(), x.cols()),

@@ -1,58 +1,75 @@
 #include "ops/peer_memory.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/sum_parts.h"
 
 namespace te {
 namespace {
 
 // How many ranks send to a rank.
-int senders(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
+int senders_of(int ranks, bool ring) { return ring ? std::min(2, ranks - 1) : ranks - 1; }
 
+int index(PeerField field) { return static_cast<int>(field); }
+
+// What a tensor says of a group, and the places of one slot.
 class Group {
  public:
-  explicit Group(const PeerTransfer& transfer, const char* op)
-      : fields_(transfer.group.ptr<int64_t>()),
-        ranks_(static_cast<int>(transfer.group.numel() - index(PeerField::Addresses))),
-        slot_(transfer.slot),
-        rank_(transfer.rank) {
-    check::vector(transfer.group, transfer.group.numel(), DType::Int64, op, "group");
-    require(transfer.group.device.type == DeviceType::CPU && ranks_ > 1, Kind::Value, op,
-            "expected a group of two or more ranks on the CPU, got ", transfer.group);
-    require(rank_ >= 0 && rank_ < ranks_ && rank_ != own() && slot_ >= 0 && slot_ < kPeerSlots,
-            Kind::Value, op, "expected another rank of ", ranks_, " and a slot of ", kPeerSlots,
-            ", got rank ", rank_, " and slot ", slot_);
+  Group(const TensorView& group, int slot, const char* op)
+      : fields_(group.ptr<int64_t>()),
+        ranks_(static_cast<int>(group.numel() - index(PeerField::Addresses))),
+        slot_(slot),
+        op_(op) {
+    check::vector(group, group.numel(), DType::Int64, op, "group");
+    require(group.device.type == DeviceType::CPU && ranks_ > 1, Kind::Value, op,
+            "expected a group of two or more ranks on the CPU, got ", group);
+    require(slot >= 0 && slot < kPeerSlots, Kind::Value, op, "expected a slot of ", kPeerSlots,
+            ", got slot ", slot);
   }
+  Group(const PeerTransfer& transfer, const char* op) : Group(transfer.group, transfer.slot, op) {}
 
-  int own() const { return static_cast<int>(at(PeerField::Rank)); }
+  int ranks() const { return ranks_; }
+  bool ring() const { return at(PeerField::Ring) != 0; }
   int64_t room() const { return at(PeerField::Room); }
-  char* memory_of(int rank) const {
-    return reinterpret_cast<char*>(fields_[index(PeerField::Addresses) + rank]);
-  }
+  char* own_memory() const { return memory_of(own()); }
   int64_t& last_stream() const { return fields_[index(PeerField::LastStream)]; }
-  PeerSlot to_other() const { return between(own(), rank_); }
-  PeerSlot from_other() const { return between(rank_, own()); }
   int64_t sent() const { return fields_[index(PeerField::Sent) + slot_]; }
-  AwaitedRank other() const {
-    return {.rank = rank_, .timeout = at(PeerField::Timeout), .lock_file = at(PeerField::LockFile)};
+  PeerSlot to(int rank) const { return between(own(), other(rank)); }
+  PeerSlot from(int rank) const { return between(other(rank), own()); }
+  AwaitedRank awaited(int rank) const {
+    return {.rank = rank, .timeout = at(PeerField::Timeout), .lock_file = at(PeerField::LockFile)};
   }
   cuda::PeerEvents events() const {
     return {.send_stream = at(PeerField::SendStream),
             .computed = at(PeerField::Computed),
             .sent = sent()};
   }
+  // The ranks that send to this one, in the order of their slots in memory.
+  std::vector<int> senders() const {
+    require(!ring(), Kind::Value, op_, "expected memory for all ranks, got that of a ring");
+    std::vector<int> found;
+    for (int place = 1; place < ranks_; ++place) found.push_back((own() + ranks_ - place) % ranks_);
+    return found;
+  }
 
  private:
-  static int index(PeerField field) { return static_cast<int>(field); }
   int64_t at(PeerField field) const { return fields_[index(field)]; }
-
-  bool ring() const { return at(PeerField::Ring) != 0; }
+  int own() const { return static_cast<int>(at(PeerField::Rank)); }
+  char* memory_of(int rank) const {
+    return reinterpret_cast<char*>(fields_[index(PeerField::Addresses) + rank]);
+  }
+  int other(int rank) const {
+    require(rank >= 0 && rank < ranks_ && rank != own(), Kind::Value, op_,
+            "expected another rank of ", ranks_, ", got rank ", rank);
+    return rank;
+  }
 
   PeerSlot between(int sender, int receiver) const {
     const int distance = (receiver - sender + ranks_) % ranks_;
-    require(!ring() || distance == 1 || distance == ranks_ - 1, Kind::Value, "peer_memory",
+    require(!ring() || distance == 1 || distance == ranks_ - 1, Kind::Value, op_,
             "expected the next rank of a ring or the previous one, got ", receiver, " from ",
             sender);
     const int number = (ring() ? std::min(distance, 2) : distance) - 1;
@@ -61,23 +78,24 @@ class Group {
             .arrived = flag(receiver, (kPeerSlots + slot_) * ranks_ + sender)};
   }
   void* flag(int owner, int number) const {
-    const int64_t slots = kPeerSlots * senders(ranks_, ring()) * room();
+    const int64_t slots = kPeerSlots * senders_of(ranks_, ring()) * room();
     return memory_of(owner) + slots + kPeerFlagBytes * number;
   }
 
   int64_t* fields_;
-  int ranks_, slot_, rank_;
+  int ranks_, slot_;
+  const char* op_;
 };
 
 }  // namespace
 
 int64_t peer_memory_bytes(int ranks, int64_t room, bool ring) {
-  return kPeerSlots * (senders(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
+  return kPeerSlots * (senders_of(ranks, ring) * room + int64_t{2} * ranks * kPeerFlagBytes);
 }
 
 int64_t peer_slot_offset(const PeerTransfer& from) {
   const Group group(from, "peer_memory");
-  return group.from_other().data - group.memory_of(group.own());
+  return group.from(from.rank).data - group.own_memory();
 }
 
 void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
@@ -86,24 +104,56 @@ void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream) {
   require(x.bytes() <= group.room(), Kind::Value, "peer_send", "expected at most ", group.room(),
           " bytes, got ", x);
   const Rows rows = rows_of(x, "peer_send", "x");
+  const PeerSlot slot = group.to(to.rank);
   on_device(
-      x, [&] { cpu::peer_send(rows, group.to_other(), group.other()); },
-      [&] { cuda::peer_send(rows, group.to_other(), group.events(), x.device, stream); });
+      x, [&] { cpu::peer_send(rows, slot, group.awaited(to.rank)); },
+      [&] { cuda::peer_send(rows, slot, group.events(), x.device, stream); });
 }
 
 void peer_receive(const PeerTransfer& from, Stream stream) {
   const Group group(from, "peer_receive");
-  void* const arrived = group.from_other().arrived;
+  void* const arrived = group.from(from.rank).arrived;
   on_device(
-      from.memory, [&] { cpu::peer_receive(arrived, group.other()); },
+      from.memory, [&] { cpu::peer_receive(arrived, group.awaited(from.rank)); },
       [&] { cuda::peer_receive(arrived, group.last_stream(), from.memory.device, stream); });
 }
 
 void peer_release(const PeerTransfer& from, Stream stream) {
-  void* const free = Group(from, "peer_release").from_other().free;
+  const Group group(from, "peer_release");
+  std::vector<PeerSlot> slots;
+  for (const int rank : from.rank == kAllOthers ? group.senders() : std::vector{from.rank})
+    slots.push_back(group.from(rank));
   on_device(
-      from.memory, [&] { cpu::peer_release(free); },
-      [&] { cuda::peer_release(free, from.memory.device, stream); });
+      from.memory, [&] { cpu::peer_release(slots); },
+      [&] { cuda::peer_release(slots, from.memory.device, stream); });
+}
+
+void peer_sum(const PeerSum& sum, Stream stream) {
+  constexpr const char* kOp = "peer_sum";
+  const TensorView& own = sum.own;
+  check::high_precision(own, kOp, "own");
+  check::contiguous(own, kOp, "own");
+  check::dtype(sum.out, own.dtype, kOp, "out");
+  check::same_shape(sum.out, own, kOp, "out");
+  check::same_device(own, sum.memory, kOp, "own");
+  if (sum.bias) {
+    check::vector(sum.bias, own.cols(), own.dtype, kOp, "the bias");
+    check::same_device(sum.bias, own, kOp, "the bias");
+  }
+  const Group group(sum.group, sum.slot, kOp);
+  require(own.bytes() <= group.room(), Kind::Value, kOp, "expected at most ", group.room(),
+          " bytes, got ", own);
+  const std::vector<int> senders = group.senders();
+  for (const int rank : senders) peer_receive({sum.memory, sum.group, rank, sum.slot}, stream);
+  const SumParts parts{.own = own,
+                       .first = group.from(senders.front()).data,
+                       .stride = kPeerSlots * group.room(),
+                       .count = group.ranks() - 1,
+                       .bias = sum.bias,
+                       .out = sum.out};
+  on_device(
+      own, [&] { cpu::sum_parts(parts); }, [&] { cuda::sum_parts(parts, stream); });
+  peer_release({sum.memory, sum.group, kAllOthers, sum.slot}, stream);
 }
 
 void peer_finish(const PeerTransfer& to, Stream stream) {

@@ -6,12 +6,15 @@
 // 32-bit words that are 0 or 1:
 //   free     in memory of the sender: the receiver has read what was there before
 //   arrived  in memory of the receiver: the tensor is there
-// Who waits for a flag clears it. The memory of a rank holds, in this order,
+// The sender clears `free` before it sends, and the receiver clears `arrived` before it sets
+// `free`. The memory of a rank holds, in this order,
 //   two slots for each rank that sends to it
 //   free     [2, ranks], 8 bytes each
 //   arrived  [2, ranks], 8 bytes each
 // Calls may be recorded, and captured into CUDA graphs.
 #pragma once
+
+#include <vector>
 
 #include "core/awaited_rank.h"
 #include "core/tensor_view.h"
@@ -21,6 +24,7 @@ namespace te {
 
 constexpr int kPeerSlots = 2;
 constexpr int kPeerFlagBytes = 8;
+constexpr int kAllOthers = -1;  // in place of a rank
 
 // What a rank knows of its group: a tensor of int64 on the CPU, which persists. It has these
 // fields, then the address of the memory of each rank, as mapped here.
@@ -41,7 +45,7 @@ enum class PeerField : int {
 struct PeerTransfer {
   TensorView memory;  // uint8, of this rank
   TensorView group;   // int64, see PeerField
-  int rank;           // the other one
+  int rank;           // the other one; in peer_release it may be kAllOthers
   int slot;
 };
 
@@ -53,7 +57,18 @@ void peer_send(const TensorView& x, const PeerTransfer& to, Stream stream);
 // Waits for `arrived`: what follows on the stream may read the tensor.
 void peer_receive(const PeerTransfer& from, Stream stream);
 
-// Sets `free` once the stream has come here.
+// Sums what all other ranks have sent to a slot. It waits for them, and releases the slot.
+struct PeerSum {
+  TensorView own;     // [..., cols], fp32/fp16/bf16, contiguous; what is sent is alike
+  TensorView bias;    // [cols], the same dtype; may be absent
+  TensorView out;     // like own: the sum, see ops/sum_parts.h
+  TensorView memory;  // see PeerTransfer
+  TensorView group;
+  int slot;
+};
+void peer_sum(const PeerSum& sum, Stream stream);
+
+// Lets the sender write there again, once the stream has come here.
 void peer_release(const PeerTransfer& from, Stream stream);
 
 // Waits until the last tensor sent by way of `to.slot` has left: its memory may be used again.
@@ -75,7 +90,7 @@ struct PeerSlot {
 namespace cpu {
 void peer_send(const Rows& rows, const PeerSlot& slot, const AwaitedRank& receiver);
 void peer_receive(void* arrived, const AwaitedRank& sender);
-void peer_release(void* free);
+void peer_release(const std::vector<PeerSlot>& slots);
 }  // namespace cpu
 
 namespace cuda {
@@ -87,7 +102,7 @@ struct PeerEvents {
 void peer_send(const Rows& rows, const PeerSlot& slot, const PeerEvents& events, Device device,
                Stream stream);
 void peer_receive(void* arrived, int64_t& last_stream, Device device, Stream stream);
-void peer_release(void* free, Device device, Stream stream);
+void peer_release(const std::vector<PeerSlot>& slots, Device device, Stream stream);
 void peer_finish(int64_t sent, Device device, Stream stream);
 }  // namespace cuda
 

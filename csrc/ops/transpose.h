@@ -9,12 +9,17 @@ namespace te {
 
 struct TransposeArgs {
   TensorView x;           // [..., cols], one-byte elements, contiguous
-  TensorView out;         // [cols, rows]
+  TensorView out;         // [cols, rows]; without scales its rows may be apart
   TensorView scales;      // fp32, of x: see core/scale_blocks.h, Squares; may be absent
   TensorView out_scales;  // fp32, of out, with `scales`; what rounding up adds is zero
 };
 
 void transpose(const TransposeArgs& args, Stream stream);
+
+// From a row of out to the next.
+inline int64_t transpose_pitch(const TransposeArgs& args) {
+  return args.out.is_contiguous() ? args.x.rows() : args.out.stride(0);
+}
 
 namespace cpu {
 void transpose(const TransposeArgs& args);

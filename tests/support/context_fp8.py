@@ -11,10 +11,11 @@ from rank_device import here
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.attention.context import gather, ring
+from transformer_engine.pytorch.attention.context import gather
 from transformer_engine.pytorch.attention.core import casts
 from transformer_engine.pytorch.distributed import shard_sequence
 from transformer_engine.pytorch.fp8.scaling_state import BACKWARD, FORWARD
+from transformer_engine.pytorch.parallel import exchange
 
 RECIPE = DelayedScaling(fp8_dpa=True, amax_history_len=4)
 COLUMNS = {
@@ -214,7 +215,7 @@ def sent(rank):
     """Elements and bytes of what a rank sends in forward and backward, by kind of communication."""
     found = {}
     for comm, module, name in (
-        ("p2p", ring, "send_to_next"),
+        ("p2p", exchange, "_exchange"),
         ("all_gather", gather, "all_gather_stack"),
     ):
         leaves, grad = leaves_and_grad(rank)

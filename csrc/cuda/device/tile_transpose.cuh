@@ -59,17 +59,17 @@ __device__ __forceinline__ CodeBlock transposed(const CodeBlock& block) {
 // Where a tile goes in the transposed matrix, and how much of it exists.
 struct TileTarget {
   uint8_t* to;    // code (0, 0) of the tile
-  int64_t pitch;  // rows of the whole matrix: the distance between columns
+  int64_t pitch;  // the distance between columns: the rows of the whole matrix, or more
   int rows;       // that exist in this tile; may exceed its size
   int cols;
   bool wide;  // `to` and `pitch` are multiples of 16
 };
 
 // The target of a tile of matrix_tile.cuh.
-__device__ __forceinline__ TileTarget target_of(uint8_t* out, int64_t matrix_rows, TilePlace at,
+__device__ __forceinline__ TileTarget target_of(uint8_t* out, int64_t pitch, TilePlace at,
                                                 const TileBlock& block) {
-  return {out + int64_t{at.col} * kTile * matrix_rows + int64_t{at.row} * kTile, matrix_rows,
-          block.rows, block.cols, (matrix_rows | reinterpret_cast<intptr_t>(out)) % 16 == 0};
+  return {out + int64_t{at.col} * kTile * pitch + int64_t{at.row} * kTile, pitch, block.rows,
+          block.cols, (pitch | reinterpret_cast<intptr_t>(out)) % 16 == 0};
 }
 
 // The first `count` of 16 codes, where they are not aligned.

@@ -43,13 +43,14 @@ class Ranks:
         place = _C.peer_slot_offset(self.groups[rank], sender, slot)
         return self.memories[rank][place : place + like.nbytes].view(like.dtype).view(like.shape)
 
+    def send(self, x: torch.Tensor, rank: int, others, slot: int) -> None:
+        """A rank sends its tensor to `others(rank)`."""
+        for other in others(rank):
+            _C.peer_send(x, self.memories[rank], self.groups[rank], other, slot)
+
     def exchange(self, xs, slot: int, others) -> list[dict[int, torch.Tensor]]:
         """Every rank sends its tensor to `others(rank)`; what each has received, by sender."""
         found: list[dict[int, torch.Tensor]] = [{} for _ in xs]
-
-        def send(rank: int) -> None:
-            for other in others(rank):
-                _C.peer_send(xs[rank], self.memories[rank], self.groups[rank], other, slot)
 
         def receive(rank: int) -> None:
             memory, group = self.memories[rank], self.groups[rank]
@@ -59,14 +60,31 @@ class Ranks:
                 _C.peer_release(memory, group, other, slot)
             _C.peer_finish(xs[rank], memory, group, others(rank)[-1], slot)
 
+        self.act(lambda rank: self.send(xs[rank], rank, others, slot), receive)
+        return found
+
+    def sums(self, xs, bias, slot: int) -> list[torch.Tensor]:
+        """What each rank has of `peer_sum`, where every rank sends its tensor to all others."""
+        outs = [torch.empty_like(x) for x in xs]
+
+        def receive(rank: int) -> None:
+            own = self.memories[rank], self.groups[rank]
+            _C.peer_sum(xs[rank], bias, outs[rank], *own, slot)
+            _C.peer_finish(xs[rank], *own, (rank + 1) % self.count, slot)
+
+        self.act(lambda rank: self.send(xs[rank], rank, to_all(self.count), slot), receive)
+        return outs
+
+    def act(self, send, receive) -> None:
+        """Each rank sends and receives, on a thread or a stream of its own."""
         if self.streams:
             torch.cuda.synchronize()
-            for act in (send, receive):
+            for step in (send, receive):
                 for rank, stream in enumerate(self.streams):
                     with torch.cuda.stream(stream):
-                        act(rank)
+                        step(rank)
             torch.cuda.synchronize()
-            return found
+            return
 
         def both(rank: int) -> None:
             send(rank)
@@ -77,7 +95,6 @@ class Ranks:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
 
 
 def to_all(count: int):
@@ -104,6 +121,25 @@ def test_ranks_receive_what_others_send(device, count, ring, dtype) -> None:
                     assert_bitwise(got, xs[other])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [2, 4, 10])
+@pytest.mark.parametrize("shape", [(6, 3, 16), (5, 7)], ids=str)
+def test_sums_are_rounded_once(device, shape, count, dtype) -> None:
+    """Of this rank's tensor and those of the ranks before it, the nearest one first."""
+    ranks = Ranks(count, device)
+    bias = torch.randn(shape[-1], device=device).to(dtype)
+    for slot in (0, 1, 0):
+        xs = [torch.randn(shape, device=device).to(dtype) for _ in range(count)]
+        for added in (bias, None):
+            for rank, found in enumerate(ranks.sums(xs, added, slot)):
+                expected = xs[rank].float()
+                for distance in range(1, count):
+                    expected = expected + xs[(rank - distance) % count].float()
+                if added is not None:
+                    expected = expected + added.float()
+                assert_bitwise(found, expected.to(dtype))
+
+
 def test_rows_may_have_gaps(device) -> None:
     ranks = Ranks(2, device)
     wide = [torch.randn(6, 5, 32, device=device) for _ in range(2)]
@@ -117,12 +153,18 @@ def test_errors_name_what_is_wrong(device) -> None:
     x = torch.zeros(ROOM // 4 + 4, device=device)
     with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
         _C.peer_send(x, *own, 1, 0)
-    with pytest.raises(ValueError, match="expected another rank of 4 and a slot of 2, got rank 0"):
+    with pytest.raises(ValueError, match="expected another rank of 4, got rank 0"):
         _C.peer_receive(*own, 0, 0)
-    with pytest.raises(ValueError, match="and slot 2"):
+    with pytest.raises(ValueError, match="expected a slot of 2, got slot 2"):
         _C.peer_release(*own, 1, 2)
     with pytest.raises(ValueError, match="the next rank of a ring or the previous one, got 2"):
         _C.peer_send(x[:8], *own, 2, 0)
+    with pytest.raises(ValueError, match="expected at most 4096 bytes, got"):
+        _C.peer_sum(x, None, x, *own, 0)
+    with pytest.raises(ValueError, match="for out, got"):
+        _C.peer_sum(x[:8], None, x, *own, 0)
+    with pytest.raises(ValueError, match="memory for all ranks, got that of a ring"):
+        _C.peer_sum(x[:8], None, x[:8], *own, 0)
     with pytest.raises(ValueError, match="rows of one distance"):
         _C.peer_send(torch.zeros(4, 4, 8, device=device)[:, :3, :4], *own, 1, 0)
 

@@ -47,6 +47,18 @@ def test_scales_of_blocks_change_place(device, shape):
     assert_bitwise(got_scales, expected)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("shape", [(64, 48), (2, 24, 40), (130, 70)], ids=str)
+def test_rows_of_the_output_may_be_apart(device, shape):
+    """As where the codes of ranks are put side by side."""
+    codes = codes_of(shape).to(device)
+    rows, cols = codes.numel() // shape[-1], shape[-1]
+    wide = torch.zeros(cols, 3 * rows, dtype=torch.uint8, device=device)
+    _C.transpose(codes, wide.narrow(1, rows, rows))
+    assert_bitwise(wide[:, rows : 2 * rows].contiguous(), transpose(codes))
+    assert not wide[:, :rows].any() and not wide[:, 2 * rows :].any()
+
+
 def test_keeps_the_dtype(device):
     codes = codes_of((4, 6)).view(torch.float8_e4m3fn).to(device)
     assert transpose(codes).dtype == torch.float8_e4m3fn
@@ -73,6 +85,7 @@ def test_more_than_2_to_the_31_elements():
             r"8 x 4 elements for the output, got shape \(4, 8\)",
             {"out": codes_of((4, 8))},
         ),
+        (ValueError, "each row of the output in memory of its own", {"out": codes_of((4, 8)).T}),
         (ValueError, "a tensor for scales, got none", {"out_scales": torch.ones(1, 4)}),
         (
             ValueError,

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from transformer_engine import _C
 from transformer_engine.pytorch import capture
 from transformer_engine.pytorch._torch_private import functional_collectives as functional
-from transformer_engine.pytorch.kernels.cast import cast
 from transformer_engine.pytorch.kernels.dropout_add import dropout_add_forward
 from transformer_engine.pytorch.parallel.one_shot import OneShot, can_sum, one_shot_of
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
@@ -33,7 +32,6 @@ scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
 
 _GATHERS, _SCATTERS = range(2)  # slots of peer memory
 Finish = Callable[[torch.Tensor], Any]
-Add = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 class RankParts(NamedTuple):
@@ -42,7 +40,7 @@ class RankParts(NamedTuple):
     Attributes:
         ranks: the number of parts.
         each: yields (rank, rows), this rank first, the others as they arrive. Rows are valid until
-            the iterator advances.
+            the iterator ends.
     """
 
     ranks: int
@@ -190,11 +188,13 @@ class LazyProduct(Pending):
 class _PeerReduceScatter(Pending):
     """A reduce-scatter through peer memory. Rows of other ranks are computed and sent first."""
 
-    __slots__ = ("_add", "_own", "_transfer")
+    __slots__ = ("_bias", "_own", "_transfer")
 
-    def __init__(self, x: torch.Tensor | LazyProduct, memory: PeerMemory, add: Add) -> None:
+    def __init__(
+        self, x: torch.Tensor | LazyProduct, memory: PeerMemory, bias: torch.Tensor | None
+    ) -> None:
         super().__init__(None)
-        self._add, self._transfer = add, memory.start(self, _SCATTERS)
+        self._bias, self._transfer = bias, memory.start(self, _SCATTERS)
         count = x.shape[0] // memory.ranks
         for rank in memory.others:
             self._transfer.send(rank, x[rank * count : (rank + 1) * count])
@@ -204,12 +204,8 @@ class _PeerReduceScatter(Pending):
     def wait(self) -> torch.Tensor:
         """This rank's rows of the sum."""
         if self.result is None:
-            left = self._transfer.memory.ranks - 1
-            total = self._own if left == 1 else cast(self._own, torch.float32)
-            for _, part in self._transfer.receive(self._own):
-                left -= 1
-                total = _plus(part, total) if left else self._add(total, part)
-            self.result, self._held = total, None
+            self.result = self._transfer.receive_sum(self._own, self._bias)
+            self._held = None
         return self.result
 
 
@@ -322,36 +318,37 @@ def all_gather(x: torch.Tensor, group: Any, in_parts: bool = False) -> Pending:
 
 
 def reduce_scatter(
-    x: torch.Tensor | LazyProduct, group: Any, add: Add | None = None, in_parts: bool = False
+    x: torch.Tensor | LazyProduct,
+    group: Any,
+    bias: torch.Tensor | None = None,
+    in_parts: bool = False,
 ) -> Pending:
     """This rank's rows of the sum over the ranks: `[rows / ranks, ...]` of `[rows, ...]`.
 
     Args:
         x: contiguous, or a `LazyProduct`, whose rows are computed when they are sent.
         group: process group.
-        add: `add(x, other)` sums two tensors (or one and None) in fp32 with one rounding; it may
-            add a bias.
+        bias: `[cols]`, of the dtype of `x`, added to the sum; may be None.
         in_parts: see `all_gather`.
     """
-    add = _plus if add is None else add
     if torch.compiler.is_compiling():
         summed = functional.reduce_scatter_tensor(x, "sum", 0, group)
-        return Pending(add(functional.wait_tensor(summed), None))
+        return Pending(plus_bias(functional.wait_tensor(summed), bias))
     ranks = dist.get_world_size(group)
     way = way_of(x, group, True, in_parts)
     if way.memory is not None:
-        return _PeerReduceScatter(x, way.memory, add)
+        return _PeerReduceScatter(x, way.memory, bias)
     whole: torch.Tensor = waited(x)
     if way.one_shot is not None and can_sum(whole):
-        return Pending(add(way.one_shot.reduce_scatter(whole), None))
+        return Pending(plus_bias(way.one_shot.reduce_scatter(whole), bias))
     _refuse_recording()
     result = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
     work = scatter_into(result, whole, group=group, async_op=way.beside)
     summed = Pending(result, work, held=whole)
-    return summed if add is _plus else summed.then(lambda total: add(total, None))
+    return summed if bias is None else summed.then(lambda total: plus_bias(total, bias))
 
 
-def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, group: Any) -> Pending:
     """Part r of the first axis goes to rank r; part r of the result comes from rank r.
 
     Args:
@@ -360,15 +357,16 @@ def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
     """
     way = way_of(x, group, whole=True)
     if way.one_shot is not None:
-        return way.one_shot.all_to_all(x)
+        return Pending(way.one_shot.all_to_all(x))
     _refuse_recording()
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received
+    work = dist.all_to_all_single(received, x, group=group, async_op=way.beside)
+    return Pending(received, work, held=x)
 
 
-def _plus(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    return x if other is None else dropout_add_forward(x, None, other, None, 0.0)
+def plus_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x + bias`; `x` itself without one."""
+    return x if bias is None else dropout_add_forward(x, bias, None, None, 0.0)
 
 
 def _refuse_recording() -> None:

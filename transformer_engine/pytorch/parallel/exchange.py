@@ -1,20 +1,23 @@
-"""Exchange of tensors between the ranks of a group: a step of a ring, and collectives of stacks.
+"""Exchange of tensors between the ranks of a group: a step of a ring, sums, collectives of stacks.
 
 A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.parallel.collectives import all_gather, all_to_all, reduce_scatter
-from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, peer_memory
-
-T = TypeVar("T")
+from transformer_engine.pytorch.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+)
+from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, Transfer, peer_memory
 
 
 class PendingReceive:
@@ -38,11 +41,6 @@ class PendingReceive:
         self._works, self._sent = [], ()
         return self._tensors
 
-    def read(self, functions: Sequence[Callable[[torch.Tensor], T]]) -> list[T]:
-        """What each function returns of its tensor. The tensors may not be used afterwards."""
-        pairs = zip(functions, self.wait(), strict=True)
-        return [function(x) for function, x in pairs]
-
 
 class _PeerTensor:
     """A tensor that another rank writes to peer memory.
@@ -64,17 +62,10 @@ class _PeerTensor:
     def wait(self) -> torch.Tensor:
         """A copy, which also frees the peer memory."""
         if self._copy is None:
-            self._copy = self.read(torch.clone)
+            sent, self._sent = self._sent, None
+            assert sent is not None
+            (self._copy,) = [x.clone() for _, x in self._transfer.receive(sent, self._source)]
         return self._copy
-
-    def read(self, function: Callable[[torch.Tensor], T]) -> T:
-        """What a function returns of the tensor, which it may not keep."""
-        if self._copy is not None:  # a later transfer has waited for this one
-            return function(self._copy)
-        sent, self._sent = self._sent, None
-        assert sent is not None, "a tensor is read once"
-        (result,) = [function(x) for _, x in self._transfer.receive(sent, [self._source])]
-        return result
 
 
 class _PeerReceive(PendingReceive):
@@ -85,10 +76,6 @@ class _PeerReceive(PendingReceive):
 
     def wait(self) -> Sequence[torch.Tensor]:
         return [one.wait() for one in self._pending]
-
-    def read(self, functions: Sequence[Callable[[torch.Tensor], T]]) -> list[T]:
-        pairs = zip(functions, self._pending, strict=True)
-        return [one.read(function) for function, one in pairs]
 
 
 def send_to_next(
@@ -110,11 +97,87 @@ def send_to_next(
     memory = peer_memory(group, sent[0].device, max([x.nbytes for x in sent]), ring=True)
     if memory is not None:
         return _PeerReceive([_PeerTensor(x, memory, to, source) for x in sent])
+    return _exchange(sent, group, to, source)
+
+
+class SummandExchange:
+    """Sums of tensors to which every rank has a summand. Ranks send each other theirs one by one.
+
+    They are summed in fp32 and rounded once, to their own dtype.
+
+    Args:
+        group: whose ranks call all of this in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._transfers: list[Transfer] | None = None
+        self._sent: list[torch.Tensor] = []
+        self._received: PendingReceive | None = None
+        self._totals: list[torch.Tensor] = []
+
+    def send(self, summands: Sequence[torch.Tensor], to: int, source: int) -> None:
+        """Send the summands of the rank `to`, and begin to receive those of the rank `source`.
+
+        Each other rank is `to` once, and `source` once.
+
+        Args:
+            summands: one or two, of equal sizes on all ranks, and in all calls.
+            to: rank of the group.
+            source: likewise.
+        """
+        summands = [x.contiguous() for x in summands]
+        if not self._sent:
+            count = max([x.nbytes for x in summands])
+            memory = peer_memory(self._group, summands[0].device, count)
+            if memory is not None:
+                self._transfers = [memory.start(self, slot) for slot in range(len(summands))]
+        self._sent += summands
+        if self._transfers is None:
+            self._add_received()
+            self._received = _exchange(summands, self._group, to, source)
+            return
+        for transfer, x in zip(self._transfers, summands, strict=True):
+            transfer.send(to, x)
+
+    def results(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of this rank, after all other ranks have been sent to.
+
+        Args:
+            own: this rank's own summands.
+        """
+        if self._transfers is not None:
+            in_memory = zip(self._transfers, own, strict=True)
+            return [transfer.receive_sum(x.contiguous(), None) for transfer, x in in_memory]
+        self._add_received()
+        return [t.add_(x).to(x.dtype) for t, x in zip(self._totals, own, strict=True)]
+
+    def wait(self) -> None:
+        """Called where another collective needs the memory: the call of this one has failed.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("[p2p] the backward of a ring has failed: its ranks cannot go on")
+
+    def _add_received(self) -> None:
+        if self._received is None:
+            return
+        received = self._received.wait()
+        if not self._totals:
+            self._totals = [torch.zeros_like(x, dtype=torch.float32) for x in received]
+        for total, x in zip(self._totals, received, strict=True):
+            total.add_(x)
+
+
+def _exchange(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, to: int, source: int
+) -> PendingReceive:
     to, source = (dist.get_global_rank(group, one) for one in (to, source))
-    received = [torch.empty_like(x) for x in sent]
-    ops = [dist.P2POp(dist.isend, x, to, group) for x in sent]
+    received = [torch.empty_like(x) for x in tensors]
+    ops = [dist.P2POp(dist.isend, x, to, group) for x in tensors]
     ops += [dist.P2POp(dist.irecv, x, source, group) for x in received]
-    return PendingReceive(received, dist.batch_isend_irecv(ops), sent)
+    return PendingReceive(received, dist.batch_isend_irecv(ops), tensors)
 
 
 def all_gather_stack(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -129,6 +192,6 @@ def reduce_scatter_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch
     return own.squeeze(0)
 
 
-def all_to_all_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_stack(stack: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Send entry r of `[ranks, ...]` to rank r; entry r of the result comes from rank r."""
     return all_to_all(stack.contiguous(), group)

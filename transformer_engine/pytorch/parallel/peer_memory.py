@@ -8,7 +8,7 @@ at the same time; kernels of NCCL would wait until a GEMM that fills the GPU has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ DEVICES = {"cuda"}
 # Smaller tensors arrive sooner otherwise: the host takes longer here than for one collective.
 LEAST_BYTES = 4 * 1024 * 1024
 _SLOTS = 2
+_ALL_OTHERS = -1  # te::kAllOthers
 _ALIGNMENT = 512
 
 # By group, then by whether it serves a ring; None if its ranks cannot map each other's memory. An
@@ -196,25 +197,47 @@ class Transfer:
         self._last = rank, x
 
     def receive(
-        self, like: torch.Tensor, senders: Sequence[int] | None = None
+        self, like: torch.Tensor, sender: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (rank, tensor) for each sender, on the current stream.
 
-        A tensor is valid until the iterator advances. When it ends, the sends of this rank have
-        ended, too. Collectives that were started earlier are waited for first.
+        Tensors are valid until the iterator ends; by then the sends of this rank have ended, too.
+        Collectives that were started earlier are waited for first.
 
         Args:
             like: a contiguous tensor with the shape and dtype of those received.
-            senders: ranks; None is all others.
+            sender: a rank; None is all others.
         """
         memory, slot = self.memory, self.slot
-        while memory.waiting[0][0] is not self:
-            memory.waiting[0][1].wait()
-        memory.waiting.popleft()
-        for rank in reversed(memory.others) if senders is None else senders:
+        self._come_next()
+        for rank in reversed(memory.others) if sender is None else [sender]:
             _C.peer_receive(*memory.tensors, rank, slot)
             yield rank, memory.received(rank, slot, like)
-            _C.peer_release(*memory.tensors, rank, slot)
+        _C.peer_release(*memory.tensors, _ALL_OTHERS if sender is None else sender, slot)
+        self._finish()
+
+    def receive_sum(self, own: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The sum of a tensor and of those that all others have sent, in fp32, rounded once.
+
+        As `receive`, it waits for collectives that were started earlier, and for this rank's sends.
+
+        Args:
+            own: contiguous, with the shape and dtype of those received.
+            bias: `[cols]`, of that dtype, added to the sum; may be None.
+        """
+        self._come_next()
+        out = torch.empty_like(own)
+        _C.peer_sum(own, bias, out, *self.memory.tensors, self.slot)
+        self._finish()
+        return out
+
+    def _come_next(self) -> None:
+        waiting = self.memory.waiting
+        while waiting[0][0] is not self:
+            waiting[0][1].wait()
+        waiting.popleft()
+
+    def _finish(self) -> None:
         receiver, x = self._last
         self._last = None
-        _C.peer_finish(x, *memory.tensors, receiver, slot)
+        _C.peer_finish(x, *self.memory.tensors, receiver, self.slot)

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.masks.alibi import default_slopes
 from transformer_engine.pytorch.attention.masks.masks import build_mask
 from transformer_engine.pytorch.capture import memoize
+from transformer_engine.pytorch.parallel.collectives import Pending
 from transformer_engine.pytorch.parallel.exchange import (
     all_gather_stack,
     all_to_all_stack,
@@ -61,16 +62,19 @@ class _Exchange:
         assert sequences.starts is not None
         return sequences.starts // self.context.group_size
 
-    def to_heads(self, x: torch.Tensor, side: str) -> torch.Tensor:
+    def to_heads(self, x: torch.Tensor, side: str) -> Pending:
         """`[tokens of a rank, heads, size]` as `[tokens of all, some heads, size]`."""
         stack = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0)
         received = all_to_all_stack(stack, self.group)
-        return to_sequence_order(received, self.dim, self._starts(side))
+        return received.then(lambda x: to_sequence_order(x, self.dim, self._starts(side)))
 
-    def to_tokens(self, x: torch.Tensor, side: str) -> torch.Tensor:
-        """The inverse of `to_heads`."""
+    def to_tokens(self, x: torch.Tensor | None, side: str) -> Pending:
+        """The inverse of `to_heads`; None of None."""
+        if x is None:
+            return Pending(None)
         stack = to_rank_order(x, self.dim, self.ranks, self._starts(side))
-        return all_to_all_stack(stack, self.group).movedim(0, -3).flatten(-3, -2)
+        received = all_to_all_stack(stack, self.group)
+        return received.then(lambda x: x.movedim(0, -3).flatten(-3, -2))
 
     def inner(self, device: torch.device) -> Call:
         """The call after the exchange: fewer heads, more tokens."""
@@ -176,18 +180,19 @@ def forward(
     """See `backends/__init__.py`."""
     exchange = _Exchange(call)
     inner = exchange.inner(query.device)
-    inputs = [
+    started = [  # one tensor is being sent while the next one is reordered
         exchange.to_heads(query, "query"),
         exchange.to_heads(key, "key"),
         exchange.to_heads(value, "key"),
     ]
+    inputs = [pending.wait() for pending in started]
     backend = ring.BACKEND
     if inner.context is None:
         backend = choose(query.device, query.dtype, any(needs), inner)
         inner = with_seed(inner, backend, query.device)
     out, saved = backend.forward(inputs[0], inputs[1], inputs[2], inner, needs)
     size = call.shape.value_size
-    out = exchange.to_tokens(out.unflatten(-1, (-1, size)), "query").flatten(-2)
+    out = exchange.to_tokens(out.unflatten(-1, (-1, size)), "query").wait().flatten(-2)
     if saved is None:
         return out, None
     facts = _Facts(backend, saved.facts, inner.settings())
@@ -199,16 +204,16 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     call = call.with_tensors(CallTensors(*saved.tensors[:TENSORS]))
     exchange, (backend, backend_facts, inner) = _Exchange(call), saved.facts
     grad = grad.unflatten(-1, (-1, call.shape.value_size))
-    grad = exchange.to_heads(grad, "query").flatten(-2)
+    grad = exchange.to_heads(grad, "query").wait().flatten(-2)
     inner_saved = Saved(saved.log_sum_exp, saved.tensors[TENSORS:], backend_facts)
     query, key, value, bias, sink = backend.backward(grad, inner_saved, inner, needs)
-    return Gradients(
-        None if query is None else exchange.to_tokens(query, "query"),
-        None if key is None else exchange.to_tokens(key, "key"),
-        None if value is None else exchange.to_tokens(value, "key"),
-        exchange.bias_gradient(bias),
-        exchange.sink_gradient(sink),
-    )
+    started = [
+        exchange.to_tokens(query, "query"),
+        exchange.to_tokens(key, "key"),
+        exchange.to_tokens(value, "key"),
+    ]
+    query, key, value = (pending.wait() for pending in started)
+    return Gradients(query, key, value, exchange.bias_gradient(bias), exchange.sink_gradient(sink))
 
 
 BACKEND = Backend("a2a", forward, backward, keeps_scores=True, requirements=())

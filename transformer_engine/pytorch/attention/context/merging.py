@@ -117,11 +117,6 @@ class GradSum:
             if self._total is not None or len(self._summands) > 2:
                 self.in_fp32()
 
-    def plus(self, grad: torch.Tensor) -> torch.Tensor:
-        """The sum with a gradient of all tokens, which is not written to."""
-        self._summands.append(_Summand(grad, lambda total: total, False))
-        return self.result()
-
     def in_fp32(self) -> torch.Tensor:
         """The sum in fp32."""
         for grad, narrow, _ in self._summands:

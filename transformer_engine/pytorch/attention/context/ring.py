@@ -4,10 +4,8 @@ In step i of the forward rank r computes with the keys of rank r - i and receive
 r - i - 1. It saves the keys of the last step. The backward runs the steps in reverse: it begins
 with these keys, sends keys the other way round, and ends with the rank's own keys.
 
-The gradient of a block of keys is passed on behind the keys: each rank adds its share and sends the
-sum on, and the sum of the others reaches the owner of the keys during the last step. These sums are
-fp32. In a ring of two there is nothing to add on the way: gradients are sent in their own dtype,
-which is fp32 in FP8 attention.
+The gradients of a block of keys go straight to the owner of the keys, during the next step. The
+owner sums those of all ranks in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from transformer_engine.pytorch.attention.context.merging import GradSum
 from transformer_engine.pytorch.attention.context.parts import RankCall
 from transformer_engine.pytorch.attention.context.score_blocks import chunks_of_rank
 from transformer_engine.pytorch.attention.core.call import Call
-from transformer_engine.pytorch.parallel.exchange import PendingReceive, send_to_next
+from transformer_engine.pytorch.parallel.exchange import SummandExchange, send_to_next
 
 
 class _Ring:
@@ -84,16 +82,10 @@ class _Ring:
         chunks, values = chunks_of_rank(owner, self.ranks, self.key_length), self.rank_call.values
         return KeyValues(step, chunks, values(key), values(value))
 
-    def send_grads(
-        self, grads: tuple[GradSum, GradSum], previous: PendingReceive | None
-    ) -> PendingReceive:
-        """Add this rank's gradients of keys and values to those received, and send the sums on."""
-        if self.ranks == 2:
-            return send_to_next([x.result() for x in grads], self.group, reverse=True)
-        sums = [x.in_fp32() for x in grads]
-        if previous is not None:
-            sums = [x.add_(other) for x, other in zip(sums, previous.wait(), strict=True)]
-        return send_to_next(sums, self.group, reverse=True)
+    def send_grads(self, grads: Sequence[GradSum], step: int, sums: SummandExchange) -> None:
+        """Send gradients of keys and values to their owner."""
+        owner, source = ((self.rank + way * step) % self.ranks for way in (-1, 1))
+        sums.send([grad.result() for grad in grads], owner, source)
 
 
 def forward(
@@ -112,12 +104,11 @@ def backward(grad: torch.Tensor, saved: Saved, call: Call, needs: Needs) -> Grad
     """See `backends/__init__.py`."""
     ring = _Ring(with_saved_tensors(call, saved))
     steps = Backward(ring.rank_call, grad, saved, needs)
-    pending = None
+    sums = SummandExchange(ring.group)
     for step in ring.reverse_steps(*saved.tensors[-2:]):
-        pending = ring.send_grads(steps.run(step), pending)
-    assert pending is not None, "a ring has two ranks or more"
+        ring.send_grads(steps.run(step), step.step, sums)
     own_grads = steps.run(ring.key_values(0, *saved.tensors[1:3]))
-    return steps.gradients(*pending.read([own.plus for own in own_grads]))
+    return steps.gradients(*sums.results([grad.result() for grad in own_grads]))
 
 
 BACKEND = Backend("p2p", *with_casts(forward, backward), keeps_scores=True, requirements=())

@@ -23,20 +23,20 @@ import torch
 from transformer_engine.pytorch.chain.parallel_report import Sent, count_sent
 from transformer_engine.pytorch.chain.plan import CallPlan
 from transformer_engine.pytorch.chain.stage import Parameters, Results, Saved, Stage, Values
-from transformer_engine.pytorch.chain.stages.fp8_gather import gather_columns, gather_rows
+from transformer_engine.pytorch.chain.stages.fp8_gather import (
+    gather_both_sides,
+    gather_columns,
+    gather_rows,
+)
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     OperandRequest,
     Operands,
-    transposed,
 )
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY, Fp8Quantizer, Quantizer
 from transformer_engine.pytorch.fp8.exporting import refuse
 from transformer_engine.pytorch.kernels.cast import cast
-from transformer_engine.pytorch.kernels.dropout_add import (
-    dropout_add_backward,
-    dropout_add_forward,
-)
+from transformer_engine.pytorch.kernels.dropout_add import dropout_add_backward
 from transformer_engine.pytorch.kernels.shapes import rows_of
 from transformer_engine.pytorch.parallel.collectives import (
     LazyProduct,
@@ -45,6 +45,7 @@ from transformer_engine.pytorch.parallel.collectives import (
     all_reduce,
     is_large,
     memory_for_parts,
+    plus_bias,
     reduce_scatter,
     way_of,
 )
@@ -222,7 +223,7 @@ class Gather(Collective):
             row: Any = x.rowwise
             self._count("all-gather", row.codes, in_parts=self.ranks.overlap.gather)
             saved = Saved(*_saved_side(x.columnwise or row)) if plan.saves else Saved(())
-            rows = gather_rows(row, group, in_parts=self.ranks.overlap.gather)
+            rows = gather_rows(row, group, self.ranks.overlap.gather)
             return (rows.then(_row_wise, _row_wise),), saved
         if x.dtype is not plan.dtype:
             x = cast(x, plan.dtype)  # under torch.autocast
@@ -246,7 +247,8 @@ class Gather(Collective):
             return all_gather(tensors[0], group, in_parts)
         matrix = Fp8Matrix(tensors[0], tensors[1], saved.facts)
         if matrix.layout.transposes:
-            return gather_rows(matrix, group, as_columns=True, in_parts=in_parts)
+            both = gather_both_sides(matrix, group, in_parts, columns_only=True)
+            return both.then(_column_wise)
         return gather_columns(matrix, group, in_parts)
 
     def backward_data(
@@ -286,8 +288,7 @@ class Reduce(Collective):
 
     def _start(self, x: Any, bias: torch.Tensor | None, group: Any) -> Pending:
         self._count("all-reduce", x)
-        summed = all_reduce(x, group)
-        return summed if bias is None else summed.then(lambda total: _sum(bias)(total, None))
+        return all_reduce(x, group).then(lambda total: plus_bias(total, _like(bias, total)))
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
@@ -328,7 +329,7 @@ class ReduceScatter(Reduce):
         in_parts = self.ranks.overlap.scatter
         lazy = isinstance(x, LazyProduct)
         self._count("reduce-scatter", x, overlapped=in_parts and lazy, in_parts=in_parts and lazy)
-        return reduce_scatter(x, group, None if bias is None else _sum(bias), in_parts)
+        return reduce_scatter(x, group, _like(bias, x), in_parts)
 
     def backward_data(
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
@@ -347,11 +348,12 @@ class ReduceScatter(Reduce):
         sends_columns = request.columnwise and not quantizer.layout.transposes
         own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, sends_columns))
         in_parts = self.ranks.overlap.grad_gather
-        rows = gather_rows(own.rowwise, group, in_parts=in_parts)
         self._count("all-gather", own.rowwise.codes, True, in_parts=in_parts)
+        if request.columnwise and not sends_columns:
+            return (gather_both_sides(own.rowwise, group, in_parts),), grad
+        rows = gather_rows(own.rowwise, group, in_parts)
         if not sends_columns:
-            to_operands = _both_sides if request.columnwise else _row_wise
-            return (rows.then(to_operands, _row_wise),), grad
+            return (rows.then(_row_wise, _row_wise),), grad
         columns = gather_columns(own.columnwise, group, in_parts)
         self._count("all-gather", own.columnwise.codes, backward=True)
         return (rows.then(lambda row: Operands(row, columns.wait())),), grad
@@ -361,17 +363,17 @@ def _plain_sides(x: Any) -> Operands:
     return Operands(x, x)
 
 
-def _both_sides(row: Any) -> Operands:
-    return Operands(row, transposed(row))
-
-
 def _row_wise(row: Any) -> Operands:
     return Operands(row, None)
+
+
+def _column_wise(operands: Any) -> Any:
+    return operands.columnwise
 
 
 def _saved_side(side: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
     return (side.codes, side.scales), side.format
 
 
-def _sum(bias: torch.Tensor) -> Any:
-    return lambda x, other: dropout_add_forward(x, bias.to(x.dtype), other, None, 0.0)
+def _like(bias: torch.Tensor | None, x: Any) -> torch.Tensor | None:
+    return None if bias is None else bias.to(x.dtype)

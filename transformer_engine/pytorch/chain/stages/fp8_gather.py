@@ -1,4 +1,4 @@
-"""All-gather of FP8 matrices: row-wise codes and scales, transposed after they are received.
+"""All-gather of FP8 matrices: row-wise codes and scales, transposed where they are received.
 
 A single scale is not sent: it is equal on all ranks, because their amaxes were reduced. Blocks of
 1 x 128 values have no transpose, so their column-wise codes are gathered, too.
@@ -6,39 +6,110 @@ A single scale is not sent: it is equal on all ranks, because their amaxes were 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from transformer_engine import _C
-from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, transposed
+from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, Operands, transposed
 from transformer_engine.pytorch.kernels.shapes import rows_of
-from transformer_engine.pytorch.parallel.collectives import Pending, all_gather
+from transformer_engine.pytorch.parallel.collectives import Pending, RankParts, all_gather
 from transformer_engine.pytorch.scale_layout import ScaleLayout
 
 _PRODUCT_ROWS = 16  # parts can be multiplied one by one if their rows are a multiple of this
 
 
-def gather_rows(
-    matrix: Fp8Matrix, group: Any, as_columns: bool = False, in_parts: bool = False
-) -> Pending:
+def gather_rows(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
     """Gather the rows of all ranks into an `Fp8Matrix`.
 
     Args:
         matrix: codes `[..., k]`; blocks do not reach from one rank's rows into another's.
         group: process group.
-        as_columns: return the transpose; the layout must have one.
         in_parts: see `all_gather`.
     """
     codes = all_gather(matrix.codes, group, in_parts)
     scales = _gather_scales(matrix, group)
 
     def finish(rows: torch.Tensor) -> Fp8Matrix:
-        found = Fp8Matrix(rows, scales.wait(), matrix.format)
-        return transposed(found) if as_columns else found
+        return Fp8Matrix(rows, scales.wait(), matrix.format)
 
-    has_parts = not (as_columns or matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
-    return codes.then(finish, finish if has_parts else None)
+    return codes.then(finish, finish if _multiplies_in_parts(matrix) else None)
+
+
+def gather_both_sides(
+    matrix: Fp8Matrix, group: Any, in_parts: bool = False, columns_only: bool = False
+) -> Pending:
+    """Gather the rows of all ranks into `Operands`, with the transpose as the column-wise side.
+
+    Args:
+        matrix: see `gather_rows`; its layout has a transpose.
+        group: process group.
+        in_parts: see `all_gather`.
+        columns_only: nobody reads the row-wise side, nor parts.
+    """
+    codes = all_gather(matrix.codes, group, in_parts)
+    if codes.has_parts and _multiplies_in_parts(matrix):
+        return _TransposedGather(codes, matrix, columns_only)
+    scales = _gather_scales(matrix, group)
+
+    def finish(rows: torch.Tensor) -> Operands:
+        row = Fp8Matrix(rows, scales.wait(), matrix.format)
+        return Operands(None if columns_only else row, transposed(row))
+
+    return codes.then(finish)
+
+
+class _TransposedGather(Pending):
+    """`Operands` of all ranks' rows; each part is transposed to its place as it arrives.
+
+    Args:
+        codes: an all-gather that has parts.
+        matrix: of this rank, with a scale that all ranks share.
+        columns_only: see `gather_both_sides`.
+    """
+
+    __slots__ = ("_codes", "_columns_only", "_matrix")
+
+    def __init__(self, codes: Pending, matrix: Fp8Matrix, columns_only: bool) -> None:
+        super().__init__(None)
+        self._codes, self._matrix, self._columns_only = codes, matrix, columns_only
+
+    @property
+    def has_parts(self) -> bool:
+        return True
+
+    def parts(self, keep: bool) -> RankParts:
+        arriving = self._codes.parts(keep=False)
+        assert arriving is not None
+        return RankParts(arriving.ranks, self._transposing(arriving, keep))
+
+    def _transposing(self, arriving: RankParts, keep: bool) -> Iterator[tuple[int, Operands]]:
+        own = self._matrix
+        tokens, features = rows_of(own.codes), own.codes.shape[-1]
+        if keep:
+            columns = own.codes.new_empty((features, arriving.ranks * tokens))
+        for rank, rows in arriving.each:
+            yield rank, Operands(Fp8Matrix(rows, own.scales, own.format), None)
+            if keep:
+                _C.transpose(rows, columns.narrow(1, rank * tokens, tokens))
+        if keep:
+            self.result = Operands(None, Fp8Matrix(columns, own.scales, own.format))
+
+    def wait(self) -> Operands:
+        """Both sides; the column-wise one alone where somebody has read all parts."""
+        if self.result is None and self._columns_only:
+            for _ in self.parts(keep=True).each:
+                pass
+        if self.result is None:
+            row = Fp8Matrix(self._codes.wait(), self._matrix.scales, self._matrix.format)
+            self.result = Operands(row, transposed(row))
+        return self.result
+
+
+def _multiplies_in_parts(matrix: Fp8Matrix) -> bool:
+    """Whether the rows of one rank can be multiplied by themselves."""
+    return not matrix.layout.in_blocks and rows_of(matrix.codes) % _PRODUCT_ROWS == 0
 
 
 def gather_columns(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
