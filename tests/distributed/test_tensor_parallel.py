@@ -1,12 +1,17 @@
 """Modules that ranks share do what they do in one process, on the gathered tensors."""
 
 import pytest
-from peer_messages import matrix_in_parts, tensors_left
+from peer_messages import matrix_in_parts, tensors_left, weights_in_fp8
 from ranks import run_ranks
 from tensor_parallel_ranks import MODULES, Case, bound, cases, matrix
 from tensor_parallel_scenarios import SCENARIOS, scenarios
 
-WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu)]
+WORLDS = [
+    (2, "gloo"),
+    (4, "gloo"),
+    pytest.param((2, "nccl"), marks=pytest.mark.multi_gpu),
+    pytest.param((4, "nccl"), marks=pytest.mark.multi_gpu(4)),
+]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
@@ -38,6 +43,13 @@ def test_parts_agree_with_one_process(world) -> None:
         for case, tensors in found.items():
             for tensor, apart in tensors.items():
                 assert apart <= bound(case, backend), (case, tensor, apart)
+
+
+@pytest.mark.parametrize("world", [WORLDS[0], WORLDS[2]], ids=str)
+def test_parts_are_multiplied_by_weights_in_fp8(world) -> None:
+    ranks, backend = world
+    for found in run_ranks(ranks, weights_in_fp8, backend=backend):
+        assert max(found) < 0.02
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

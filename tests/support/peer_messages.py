@@ -44,14 +44,19 @@ def _use_peer_memory(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(peer_memory, "LEAST_BYTES", 0)
     patch.setattr(peer_memory, "DEVICES", {"cpu", "cuda"})
     received: list[int] = []
-    receive = peer_memory.Transfer.receive
+    receive, receive_sum = peer_memory.Transfer.receive, peer_memory.Transfer.receive_sum
 
     def counted(*arguments: Any) -> Iterator[tuple[int, torch.Tensor]]:
         for rank, part in receive(*arguments):
             received.append(rank)
             yield rank, part
 
+    def counted_sum(transfer: Any, *arguments: Any) -> torch.Tensor:
+        received.extend(transfer.memory.others)
+        return receive_sum(transfer, *arguments)
+
     patch.setattr(peer_memory.Transfer, "receive", counted)
+    patch.setattr(peer_memory.Transfer, "receive_sum", counted_sum)
     return received
 
 
@@ -59,6 +64,38 @@ def matrix_in_parts(rank: int, cases: Any) -> Any:
     """`tensor_parallel_ranks.matrix` in parts, and how many parts came."""
     with in_parts() as received:
         return tensor_parallel_ranks.matrix(rank, cases), len(received)
+
+
+def weights_in_fp8(rank: int) -> list[float]:
+    """How far results and gradients in parts are from those that arrive as a whole."""
+
+    def steps(overlap: Overlap) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        recipe = tensor_parallel_ranks.RECIPES["delayed"]
+        with te.quantized_model_init(recipe=recipe):
+            mlp = te.LayerNormMLP(
+                *(tensor_parallel_ranks.HIDDEN, tensor_parallel_ranks.FFN),
+                set_parallel_mode=True,
+                sequence_parallel=True,
+                tp_group=dist.group.WORLD,
+                tp_size=dist.get_world_size(),
+                params_dtype=torch.bfloat16,
+                device=here(),
+            )
+        mlp.ranks.overlap = overlap
+        torch.manual_seed(2 + rank)
+        x = torch.randn(16, 2, tensor_parallel_ranks.HIDDEN).to(here(), torch.bfloat16)
+        x.requires_grad_()
+        for _ in range(2):
+            with tensor_parallel_ranks.scope("delayed"):
+                y = mlp(x)
+            y.backward(torch.ones_like(y))
+        return [y.detach(), x.grad, mlp.fc1_weight.grad, mlp.fc2_weight.grad]
+
+    whole = steps(Overlap())
+    with in_parts():
+        parts = steps(Overlap(gather=True, scatter=True, grad_gather=True))
+    return [tensor_parallel_ranks.difference(x, y) for x, y in zip(parts, whole, strict=True)]
 
 
 def tensors_left(rank: int) -> int:

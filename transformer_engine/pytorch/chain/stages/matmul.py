@@ -312,17 +312,20 @@ class Matmul(Stage):
         if not plan.needs_input:
             return (None,), operands
         weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
-        if facts.saves_fp8_weight:
-            weight = columnwise_of(weight, operands.rowwise, plan.dtype)
+        column = None if facts.saves_fp8_weight else weight  # made for the first product
 
         def multiply(rows: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+            nonlocal column
+            if column is None:
+                column = columnwise_of(weight, rows, plan.dtype)
             fast = plan.fast_accumulation[1]
-            return gemm.dgrad(rows, weight, plan.dtype, fast, self.name, out)
+            return gemm.dgrad(rows, column, plan.dtype, fast, self.name, out)
 
         if parts is not None:
-            fp8 = isinstance(weight, Fp8Matrix)
-            columns = weight.codes.shape[0] if fp8 else weight.shape[1]  # type: ignore[union-attr]
-            dx = product_of_parts(parts, columns, plan.dtype, multiply)
+            data: Any = weight.codes if isinstance(weight, Fp8Matrix) else weight
+            column_wise = isinstance(weight, Fp8Matrix) and not facts.saves_fp8_weight
+            features = data.shape[0 if column_wise else 1]
+            dx = product_of_parts(parts, features, plan.dtype, multiply)
             operands = grad.wait() if plan.needs_weight else operands
         else:
             dx = multiply(operands.rowwise)
