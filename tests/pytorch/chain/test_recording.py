@@ -260,12 +260,19 @@ def test_scratch_memory_is_shared_by_tensors_that_do_not_meet():
     assert one.recorded.bytes < 8 * codes
 
 
-def test_calls_that_need_much_memory_run_by_stages(monkeypatch):
+def test_calls_that_need_much_memory_are_recorded_without_slabs(monkeypatch):
+    """From the second call on."""
     monkeypatch.setattr("transformer_engine.pytorch.chain.segment._MOST_BYTES", 6000)
     module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
-    for rows in (16, 64):
-        module(torch.ones(rows, 32, dtype=torch.bfloat16))
-    assert [one.refused for one in segments_of(module)] == ["", "it needs too much memory"]
+    few, many = (torch.ones(rows, 32, dtype=torch.bfloat16) for rows in (16, 64))
+    for x in (few, many):
+        y = module(x)
+    refused = [one.refused for one in segments_of(module)]
+    assert refused == ["", "it needs too much memory in slabs"]
+    assert_bitwise(module(many), y)
+    assert_bitwise(module(few), y[:16])
+    assert [one.refused for one in segments_of(module)] == ["", ""]
+    assert all_recorded(module)
 
 
 @pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])

@@ -64,20 +64,19 @@ class Segment:
         start: the first step.
         stop: the step behind the last one.
         recordable: its stages do nothing but allocate and call `_C`.
-        large: its inputs are not host-bound, so that memory counts more than the host's time.
+        large: memory counts more than the host's time: tensors share no slabs.
 
     Attributes:
         joined: it may be recorded, collectives included.
-        reads: the values that it reads and does not make. For a segment that is the whole chain:
-            all inputs of the chain.
-        makes: the values that it makes and others read. For a segment that is the whole chain: what
-            the chain returns.
+        reads: the values that it reads and does not make; of a whole chain all of its inputs.
+        makes: the values that it makes and others read; of a whole chain what it returns.
         parameters: the numbers of its parameters.
         last_reads: the values that no later segment reads.
         overlaps: the gradients of the first step's parameters are a task of their own
             (`ParamGradTask`): it runs while the collective before the segment runs backward, or
             waits for `backward_dw`.
         read_inputs: takes the inputs of `forward` out of all values.
+        outgrew_slabs: a call needs much memory, so that tensors should not share slabs.
         refused: why the segment cannot be recorded; `""` if it may be.
         backwards: recordings of the backward, or why there is none, by what calls differ in.
     """
@@ -85,8 +84,7 @@ class Segment:
     def __init__(
         self, plan: CallPlan, start: int, stop: int, recordable: bool, large: bool
     ) -> None:
-        self.start, self.stop = start, stop
-        self.recordable = recordable
+        self.start, self.stop, self.recordable = start, stop, recordable
         self._slabs = recording.NO_SLABS if large else recording.BOTH_SLABS
         chain = plan.chain
         steps = chain.steps[start:stop]
@@ -113,6 +111,7 @@ class Segment:
         self._caching = [pair for pair in plan.caching if pair[0] in stages]
         self.refused = "" if recordable else "a stage does more than call _C"
         self.recorded: Recorded | None = None
+        self.outgrew_slabs = False
         self._scales = plan.bind is not None and bool(self._persistent_tensors(plan))
         self._trace = Trace(self, 0, None)
         self._results: _Reader = list
@@ -220,10 +219,11 @@ class Segment:
             return recording.record(inputs, stand_ins, (), [], python, recording.SCRATCH_SLAB)
         persistent = self._persistent_tensors(plan)
         recorded = recording.record(inputs, stand_ins, direct, persistent, python, self._slabs)
-        if not isinstance(recorded, str) and self._slabs.saved and recorded.bytes > _MOST_BYTES:
-            recorded = "it needs too much memory"
-        if isinstance(recorded, str) and self.joined:
-            plan.joins = False
+        if isinstance(recorded, str):
+            plan.joins &= not self.joined
+        elif self._slabs.saved and recorded.bytes > _MOST_BYTES:
+            plan.outgrew_slabs = self.outgrew_slabs = True  # later calls have segments without
+            return "it needs too much memory in slabs"
         return recorded
 
     def _record_forward(

@@ -196,16 +196,20 @@ def _segments_of(plan: CallPlan, inputs: Sequence[Any]) -> list[Segment]:
         found = _segments(plan, known, first)
         if known:
             recordings[key] = found
-    elif not plan.joins and any([segment.joined for segment in found]):
-        # Ranks need not agree on this: the order of their collectives stays.
-        found = recordings[key] = _segments(plan, True, first)
+    elif plan.outgrew_slabs or not plan.joins:
+        outgrew = any([segment.outgrew_slabs for segment in found])
+        if outgrew or (not plan.joins and any([segment.joined for segment in found])):
+            # Ranks need not agree on this: the order of their collectives stays.
+            found = recordings[key] = _segments(plan, True, first, outgrew)
     return found
 
 
-def _segments(plan: CallPlan, recorded: bool, first: torch.Tensor) -> list[Segment]:
+def _segments(
+    plan: CallPlan, recorded: bool, first: torch.Tensor, large: bool = False
+) -> list[Segment]:
     if not (recorded or plan.chain.communicates):
         return []
-    steps, segments, large = _recordable_steps(plan), [], not is_host_bound(first)
+    steps, segments, large = _recordable_steps(plan), [], large or not is_host_bound(first)
     pairs = zip(plan.chain.steps, plan.stage_plans, strict=True)
     delayed = {i for i, (step, own) in enumerate(pairs) if step.stage.delays(own)}
     collective = {i for i, step in enumerate(plan.chain.steps) if step.stage.communicates}
