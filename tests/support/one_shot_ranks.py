@@ -34,7 +34,7 @@ def _wrong(group: Any, ranks: list[int]) -> list[str]:
     found = {
         "all-gather": (collectives.all_gather(x, group).wait(), torch.cat(parts)),
         "reduce-scatter": (collectives.reduce_scatter(x, group).wait(), summed(mine)),
-        "all-to-all": (collectives.all_to_all(x, group), torch.cat(mine)),
+        "all-to-all": (collectives.all_to_all(x, group).wait(), torch.cat(mine)),
         "all-reduce": (collectives.all_reduce(x.clone(), group).wait(), summed(parts)),
         "maximum": (
             collectives.all_reduce(x.clone(), group, "max").wait(),
