@@ -146,6 +146,20 @@ GOALS = [
         "context_parallel",
         r"context parallel .*",
     ),
+    Goal(
+        "layer of 4 GPUs, TP4 + SP, over a quarter of one GPU's time",
+        "h4096 <= 1.234x, h8192 <= 1.159x (delayed)",
+        "TE 7.90, 5.83 ms",
+        "parallel_4",
+        r"layer, TP4 .*",
+    ),
+    Goal(
+        "attention of 4 GPUs that share sequences, over a quarter of one GPU's time",
+        "<= 1.24x, 1.05x at s32768",
+        "TE 1.97x, 1.13x",
+        "context_parallel_4",
+        r"context parallel .*",
+    ),
     Goal("125M GPT of 2 GPUs, DDP, tokens over one GPU's", ">= 1.9x", "-", "replicas", "125M.*"),
     Goal(
         "12 layers of 2 GPUs, FSDP2, FP8 weights, tokens over one GPU's",
