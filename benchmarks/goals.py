@@ -89,7 +89,13 @@ GOALS = [
         "attention",
         r"forward( \+ backward)?",
     ),
-    Goal("attention of half padding, over padded", ">= 1.6x", "-", "attention", r"half padding.*"),
+    Goal(
+        "attention of half padding, over padded",
+        ">= 1.6x",
+        "-",
+        "attention_padding",
+        r"half padding.*",
+    ),
     Goal("attention in a window of 1024 of 16384", ">= 4x", "-", "attention", r"window.*"),
     Goal(
         "TransformerLayer h4096 f16384 s4096 b4, FP8 and BF16, ms",

@@ -108,6 +108,12 @@ def test_goals_are_distinct():
     assert len({goal.work for goal in goals.GOALS}) == len(goals.GOALS)
 
 
+def test_every_goal_is_measured():
+    documents = report.load(Path(report.__file__).parent / "results")
+    missing = [goal.work for goal in goals.GOALS if not report.rows_of(goal, documents)]
+    assert not missing
+
+
 @pytest.mark.parametrize("kind", [fidelity.KINDS[0], fidelity.KINDS[-1]], ids=str)
 def test_trainings_of_many_seeds_are_those_of_the_example(kind, tmp_path):
     settings = fidelity.settings_of(kind, 3, "tiny", 2, "cpu")
