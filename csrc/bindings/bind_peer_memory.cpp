@@ -21,9 +21,8 @@ void receive(const TensorView& memory, const TensorView& group, int rank, int sl
 
 void sum(const TensorView& own, const TensorView& bias, const TensorView& out,
          const TensorView& memory, const TensorView& group, int slot) {
-  peer_sum(
-      {.own = own, .bias = bias, .out = out, .memory = memory, .group = group, .slot = slot},
-      stream_of(own));
+  peer_sum({.own = own, .bias = bias, .out = out, .memory = memory, .group = group, .slot = slot},
+           stream_of(own));
 }
 
 void release(const TensorView& memory, const TensorView& group, int rank, int slot) {

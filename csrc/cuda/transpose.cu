@@ -19,7 +19,7 @@ struct TransposeTiles {
   int cols;
   TileWalk walk;
   uint8_t* out;
-  int64_t pitch;  // from a row of out to the next
+  int64_t pitch;        // from a row of out to the next
   const float* scales;  // of tiles
   float* out_scales;
   ScaleGrid grid, out_grid;
