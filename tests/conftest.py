@@ -16,7 +16,7 @@ except ModuleNotFoundError:
     torch = None
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
-SAMPLED = 4  # one in so many cases of a `sampled_on_cpu` test runs on machines without a GPU
+SAMPLED = 8  # one in so many cases of a `sampled_on_cpu` test runs on machines without a GPU
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
