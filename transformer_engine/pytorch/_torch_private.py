@@ -250,6 +250,11 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
+def real_object(x: Any) -> Any:
+    """The object itself: Dynamo of torch 2.13 calls functions with stand-ins of process groups."""
+    return getattr(x, "real_obj", x)
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` is true.

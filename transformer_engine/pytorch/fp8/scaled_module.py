@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch._torch_private import constant_in_graphs
+from transformer_engine.pytorch._torch_private import constant_in_graphs, real_object
 from transformer_engine.pytorch.fp8 import extra_state
 from transformer_engine.pytorch.fp8.autocast_stack import Step, autocast_stack
 from transformer_engine.pytorch.fp8.extra_state import OptionalExtraState
@@ -72,7 +72,7 @@ class ScaledModule(OptionalExtraState, nn.Module):
         """
         recipe = object.__new__(kind)
         vars(recipe).update(fields)
-        group = process_state().compiled_group(recipe, process_group)
+        group = process_state().compiled_group(recipe, real_object(process_group))
         for direction in (FORWARD, BACKWARD):
             if state_of(self, recipe, direction, device, group)[1]:
                 self.drop_plans()

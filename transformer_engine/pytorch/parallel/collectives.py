@@ -262,12 +262,16 @@ class Way(NamedTuple):
 def way_of(x: torch.Tensor | LazyProduct, group: Any, whole: bool, in_parts: bool = False) -> Way:
     """How a collective runs; while a CUDA graph is captured, torch's have streams of their own.
 
+    In compiled code torch runs all of them.
+
     Args:
         x: what a rank has.
         group: process group.
         whole: see `is_large`.
         in_parts: use peer memory if there is any for tensors of this size.
     """
+    if torch.compiler.is_compiling():
+        return Way(None, None, False)
     memory = memory_for_parts(x, group, whole) if in_parts else None
     if memory is not None:
         return Way(None, memory, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.parallel.construction import Remakable
@@ -99,7 +100,8 @@ class TensorParallel:
         Raises:
             RuntimeError: the group was not set.
         """
-        if not self.used:
+        # Code that read `used` would be compiled again for the second call.
+        if torch.compiler.is_compiling() or not self.used:
             found = group_size(self.group)
             if found != self.size:
                 raise RuntimeError(
