@@ -215,7 +215,8 @@ def _mlp(sequence: bool) -> te.LayerNormMLP:
 
 def compiled_layers(rank: int) -> None:
     """Compute what eager ones do, in two steps of one graph; a layer takes seconds to compile."""
-    for make, sequence, precision in ((_layer, True, "delayed"), (_mlp, False, "bf16")):
+    cases = ((_layer, True, "current"), (_mlp, True, "delayed"), (_mlp, False, "bf16"))
+    for make, sequence, precision in cases:
         torch._dynamo.reset()
         layer, group = make(sequence), dist.new_group([0, 1])
         layer.set_tensor_parallel_group(group)

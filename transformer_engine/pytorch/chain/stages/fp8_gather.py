@@ -34,7 +34,9 @@ def gather_rows(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pendin
     def finish(rows: torch.Tensor) -> Fp8Matrix:
         return Fp8Matrix(rows, scales.wait(), matrix.format)
 
-    return codes.then(finish, finish if _multiplies_in_parts(matrix) else None)
+    # The rows of one rank can be multiplied by themselves.
+    has_parts = not (matrix.layout.in_blocks or rows_of(matrix.codes) % _PRODUCT_ROWS)
+    return codes.then(finish, finish if has_parts else None)
 
 
 def gather_both_sides(
@@ -48,53 +50,50 @@ def gather_both_sides(
         in_parts: see `all_gather`.
         columns_only: nobody reads the row-wise side, nor parts.
     """
-    codes = all_gather(matrix.codes, group, in_parts)
-    if codes.has_parts and _multiplies_in_parts(matrix):
-        return _TransposedGather(codes, matrix, columns_only)
-    scales = _gather_scales(matrix, group)
+    rows = gather_rows(matrix, group, in_parts)
+    if rows.has_parts:
+        return _TransposedGather(rows, columns_only)
 
-    def finish(rows: torch.Tensor) -> Operands:
-        row = Fp8Matrix(rows, scales.wait(), matrix.format)
+    def finish(row: Any) -> Operands:
         return Operands(None if columns_only else row, transposed(row))
 
-    return codes.then(finish)
+    return rows.then(finish)
 
 
 class _TransposedGather(Pending):
     """`Operands` of all ranks' rows; each part is transposed to its place as it arrives.
 
     Args:
-        codes: an all-gather that has parts.
-        matrix: of this rank, with a scale that all ranks share.
+        rows: of `gather_rows`, with parts.
         columns_only: see `gather_both_sides`.
     """
 
-    __slots__ = ("_codes", "_columns_only", "_matrix")
+    __slots__ = ("_columns_only", "_rows")
 
-    def __init__(self, codes: Pending, matrix: Fp8Matrix, columns_only: bool) -> None:
+    def __init__(self, rows: Pending, columns_only: bool) -> None:
         super().__init__(None)
-        self._codes, self._matrix, self._columns_only = codes, matrix, columns_only
+        self._rows, self._columns_only = rows, columns_only
 
     @property
     def has_parts(self) -> bool:
         return True
 
     def parts(self, keep: bool) -> RankParts:
-        arriving = self._codes.parts(keep=False)
+        arriving = self._rows.parts(keep=False)
         assert arriving is not None
         return RankParts(arriving.ranks, self._transposing(arriving, keep))
 
     def _transposing(self, arriving: RankParts, keep: bool) -> Iterator[tuple[int, Operands]]:
-        own = self._matrix
-        tokens, features = rows_of(own.codes), own.codes.shape[-1]
-        if keep:
-            columns = own.codes.new_empty((features, arriving.ranks * tokens))
-        for rank, rows in arriving.each:
-            yield rank, Operands(Fp8Matrix(rows, own.scales, own.format), None)
+        columns: Any = None
+        for rank, part in arriving.each:
+            yield rank, Operands(part, None)
             if keep:
-                _C.transpose(rows, columns.narrow(1, rank * tokens, tokens))
+                tokens, features = rows_of(part.codes), part.codes.shape[-1]
+                if columns is None:
+                    columns = part.codes.new_empty((features, arriving.ranks * tokens))
+                _C.transpose(part.codes, columns.narrow(1, rank * tokens, tokens))
         if keep:
-            self.result = Operands(None, Fp8Matrix(columns, own.scales, own.format))
+            self.result = Operands(None, Fp8Matrix(columns, part.scales, part.format))
 
     def wait(self) -> Operands:
         """Both sides; the column-wise one alone where somebody has read all parts."""
@@ -102,14 +101,9 @@ class _TransposedGather(Pending):
             for _ in self.parts(keep=True).each:
                 pass
         if self.result is None:
-            row = Fp8Matrix(self._codes.wait(), self._matrix.scales, self._matrix.format)
+            row = self._rows.wait()
             self.result = Operands(row, transposed(row))
         return self.result
-
-
-def _multiplies_in_parts(matrix: Fp8Matrix) -> bool:
-    """Whether the rows of one rank can be multiplied by themselves."""
-    return not matrix.layout.in_blocks and rows_of(matrix.codes) % _PRODUCT_ROWS == 0
 
 
 def gather_columns(matrix: Fp8Matrix, group: Any, in_parts: bool = False) -> Pending:
