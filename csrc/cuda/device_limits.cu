@@ -40,12 +40,38 @@ int code_of(int device) {
   return kernel.ptxVersion;
 }
 
+// Of blocks that have `shared_bytes` each; zeros where the driver does not say.
+ClusterCounts clusters_of(int shared_bytes) {
+  ClusterCounts counts{};
+  check(cudaFuncSetAttribute(nothing_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             shared_bytes),
+        kOp);
+  for (int size = 2; size <= kMaxCluster; ++size) {
+    LaunchAttributes attributes({}, size);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(size));
+    config.blockDim = dim3(32);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    attributes.add_to(config);
+    int& count = counts[static_cast<size_t>(size)];
+    if (cudaOccupancyMaxActiveClusters(&count, nothing_kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      count = 0;
+    }
+  }
+  return counts;
+}
+
 DeviceFacts facts_of(Device device) {
   const DeviceGuard guard(device);
-  return {.capability = capability_of(device.index),
-          .code = code_of(device.index),
-          .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device.index),
-          .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)};
+  DeviceFacts facts{
+      .capability = capability_of(device.index),
+      .code = code_of(device.index),
+      .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device.index),
+      .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)};
+  constexpr int kHopper = 90;
+  if (facts.code >= kHopper) facts.clusters = clusters_of(static_cast<int>(facts.shared_bytes));
+  return facts;
 }
 
 }  // namespace

@@ -9,9 +9,9 @@
 namespace te::cuda {
 namespace {
 
+using norm_tiles::kGroups;
 using norm_tiles::kThreads;
 using norm_tiles::kUnitCols;
-using norm_tiles::kUnitRows;
 using norm_tiles::kWarps;
 using norm_tiles::Problem;
 using norm_tiles::Worker;
@@ -19,56 +19,45 @@ using norm_tiles::Worker;
 constexpr const char* kOp = "norm_forward";
 
 template <class In, NormKind kKind, int kRows, bool kMoments>
-__global__ void __launch_bounds__(kThreads, kMoments ? 2 : blocks_sharing(4, 3, kThreads))
-    tile_kernel(const __grid_constant__ Problem p) {
-  follow_previous_kernel();
+__global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint64_t barriers[kWarps];
-  __shared__ float2 row_statistics[kWarps][kUnitRows];
-  __shared__ float amaxes[kWarps];
-  [[maybe_unused]] __shared__ TileMoments<kWarps> moments;
-  auto* parts = reinterpret_cast<float4*>(memory + p.steps * kStepElements * sizeof(In));
+  __shared__ norm_tiles::Shared shared;
+  [[maybe_unused]] __shared__ TileMoments<kGroups * kWarps> moments;
+  const Worker<In, kKind, kRows> worker(p, shared, memory);
+  worker.init_barriers();
+  follow_previous_kernel();
+  GatheredMoments<In, kMoments, double> gathered;
+  const float amax = warp_reduce(worker.run(gathered), Max{});
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const Worker<In, kKind, kRows> worker(p, memory, parts, row_statistics[warp]);
-  cluster_arrive_relaxed();  // this block runs: its shared memory may be written to
-  worker.start_loads(&barriers[warp]);
-  const float scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0);
-  wait_barrier(&barriers[warp], 0);
-  cluster_wait();
-  worker.send_parts();
-  cluster_arrive();
-  cluster_wait();
-  worker.merge_parts();
-  GatheredMoments<In, kMoments> gathered;
-  const float amax = warp_reduce(worker.write_results(scale, gathered), Max{});
   if constexpr (kMoments) {
+    cluster_arrive();
+    cluster_wait();
     if (p.moments) moments.leave(worker.moments(gathered));
   } else {
     if (!p.fp8.amax) return;
   }
-  if (threadIdx.x % 32 == 0) amaxes[warp] = amax;
+  if (threadIdx.x % 32 == 0) shared.amaxes[warp] = amax;
   __syncthreads();
   if constexpr (kMoments) {
-    if (warp == kWarps - 1 && p.moments) moments.finish(p.moments, static_cast<int>(blockIdx.x));
+    if (warp == kGroups * kWarps - 1 && p.moments)
+      moments.finish(p.moments, static_cast<int>(blockIdx.x));
   }
   if (threadIdx.x != 0 || !p.fp8.amax) return;
   float block_amax = amax;
-  for (int i = 1; i < kWarps; ++i) block_amax = fmaxf(block_amax, amaxes[i]);
+  for (const float of_warp : shared.amaxes) block_amax = fmaxf(block_amax, of_warp);
   atomic_max(p.fp8.amax, block_amax);
 }
 
 template <class In, NormKind kKind, int kRows, bool kMoments>
-void launch(const Problem& p, int64_t tiles, Device device, cudaStream_t stream) {
-  constexpr size_t kColumnWarps = kWarps * kUnitRows / kRows;
+void launch(const Problem& p, int64_t clusters, Device device, cudaStream_t stream) {
   const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
   once(device, [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), device, kOp); });
-  LaunchAttributes attributes(device_limits(device), p.cluster);
+  LaunchAttributes attributes(device_limits(device), p.policy.cluster);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * p.cluster));
+  config.gridDim = dim3(static_cast<unsigned>(clusters * p.policy.cluster));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(p.steps) * kStepElements * sizeof(In) +
-                            kRows * static_cast<size_t>(p.cluster) * kColumnWarps * sizeof(float4);
+  config.dynamicSmemBytes = static_cast<size_t>(norm_tiles_bytes(p.policy, sizeof(In)));
   config.stream = stream;
   attributes.add_to(config);
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
@@ -97,6 +86,7 @@ bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream) {
   const NormTilesPolicy policy = policy_of(args.x);
   if (policy.rows == 0) return false;
   const int64_t tiles = std::max<int64_t>(ceil_div(args.x.rows(), policy.rows), 1);
+  const int64_t clusters = norm_tiles_clusters(policy, tiles, device_limits(args.x.device));
   const bool moments = args.moments && norm_tiles_take_moments(args.x);
   const Problem p{.x = args.x.data,
                   .gamma = args.gamma.data,
@@ -104,26 +94,27 @@ bool norm_forward_tiles(const NormForwardArgs& args, cudaStream_t stream) {
                   .gamma_dtype = args.gamma.dtype,
                   .gamma_offset = args.zero_centered ? 1.0f : 0.0f,
                   .epsilon = args.epsilon,
+                  .inverse_cols = 1.0f / static_cast<float>(args.x.cols()),
                   .rows = args.x.rows(),
                   .cols = static_cast<int>(args.x.cols()),
-                  .steps = policy.steps,
-                  .cluster = policy.cluster,
+                  .tiles = static_cast<int>(tiles),
+                  .policy = policy,
                   .y = args.y.data,
                   .e5m2 = args.quantized.dtype == DType::Float8E5M2,
                   .fp8 = sink_of(args.quantized),
                   .mean = args.mean.ptr<float>(),
                   .rstd = args.rstd.ptr<float>(),
                   .moments = tile_moments_sink_of(moments ? args.moments : MomentsSink{},
-                                                  tiles * policy.cluster, args.x.numel())};
+                                                  clusters * policy.cluster, args.x.numel())};
   dispatch_high_precision(args.x.dtype, kOp, [&](auto tag) {
     dispatch_bool(args.kind == NormKind::LayerNorm, [&](auto layer) {
       using In = typename decltype(tag)::type;
       constexpr auto kKind = layer() ? NormKind::LayerNorm : NormKind::RMSNorm;
       dispatch_moments<In, true>(moments, [&](auto takes) {
         if (policy.rows == 64)
-          launch<In, kKind, 64, takes()>(p, tiles, args.x.device, stream);
+          launch<In, kKind, 64, takes()>(p, clusters, args.x.device, stream);
         else
-          launch<In, kKind, 32, takes()>(p, tiles, args.x.device, stream);
+          launch<In, kKind, 32, takes()>(p, clusters, args.x.device, stream);
       });
     });
   });

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <random>
 #include <vector>
 
 namespace te::cuda {
@@ -36,9 +38,14 @@ void expect_tiles(const NormTilesPolicy& policy, const DeviceLimits& device, int
   ASSERT_GE(policy.cluster * width, cols);
   ASSERT_LT((policy.cluster - 1) * width, cols);
   ASSERT_LE(policy.cluster, device.cluster);
-  const int64_t parts = int64_t{64} * policy.cluster * 16;
-  constexpr int64_t kTables = 2 << 10;
-  ASSERT_LE(policy.steps * kStepElements * size + parts + kTables, device.shared_bytes);
+  constexpr int64_t kTables = 3 << 10;
+  ASSERT_LE(norm_tiles_bytes(policy, size) + kTables, device.shared_bytes);
+  // A tile lies in the ring as a whole; sums that go ahead need the steps of both groups twice.
+  ASSERT_GE(policy.slots, policy.steps);
+  ASSERT_LE(policy.slots, kNormTileSlots);
+  ASSERT_LE(policy.part_tiles, kNormPartTiles);
+  ASSERT_GE(policy.slots, (policy.ahead ? 2 : 1) * kNormTileGroups);
+  ASSERT_TRUE(policy.steps >= kNormTileGroups || policy.slots % kNormTileGroups == 0);
 }
 
 TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
@@ -47,7 +54,8 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
       for (const int64_t rows : {1, 64, 2048, 100000}) {
         for (int64_t cols = 8; cols <= 12288; cols += 8) {
           const auto policy = norm_tiles_policy(rows, cols, size, device);
-          const bool must = cols <= (device.cluster > 1 ? 4096 : 512);
+          const bool fit = size == 2 || device.shared_bytes > 128 << 10;  // a step for each group
+          const bool must = fit && cols <= (device.cluster > 1 ? 4096 : 512);
           if (must || policy.rows != 0) expect_tiles(policy, device, cols, size);
         }
       }
@@ -56,17 +64,107 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
   for (const int64_t size : {2, 4}) EXPECT_NE(norm_tiles_policy(64, 12288, size, kHopper).rows, 0);
 }
 
+// The clusters of a chip whose parts lack a few multiprocessors.
 TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
-  const auto same = [](const NormTilesPolicy& policy, int rows, int steps, int cluster) {
-    return policy.rows == rows && policy.steps == steps && policy.cluster == cluster;
+  const DeviceLimits device =
+      limits_of({90, 90, 132, 227 << 10, {0, 132, 66, 39, 30, 22, 17, 15, 15}}, {});
+  const auto same = [&](int64_t rows, int64_t cols, int tile_rows, int steps, int cluster) {
+    const auto policy = norm_tiles_policy(rows, cols, 2, device);
+    return policy.rows == tile_rows && policy.steps == steps && policy.cluster == cluster;
   };
-  EXPECT_TRUE(same(norm_tiles_policy(8192, 4096, 2, kHopper), 64, 2, 8));
-  EXPECT_TRUE(same(norm_tiles_policy(8192, 12288, 2, kHopper), 32, 3, 8));
-  EXPECT_TRUE(same(norm_tiles_policy(8192, 12288, 4, kHopper), 32, 3, 8));
-  EXPECT_TRUE(same(norm_tiles_policy(8192, 2048, 2, kHopper), 32, 2, 2));
-  EXPECT_TRUE(same(norm_tiles_policy(8192, 768, 2, kHopper), 32, 1, 2));
-  EXPECT_TRUE(same(norm_tiles_policy(64, 768, 4, kHopper), 32, 1, 2));
-  EXPECT_TRUE(same(norm_tiles_policy(131072, 128, 2, kHopper), 64, 1, 1));
+  EXPECT_TRUE(same(8192, 4096, 64, 2, 8));
+  EXPECT_TRUE(same(16384, 4096, 64, 2, 8));
+  EXPECT_TRUE(same(2048, 4096, 32, 4, 2));
+  EXPECT_TRUE(same(8192, 8192, 32, 2, 8));
+  EXPECT_TRUE(same(1024, 12288, 32, 4, 6));
+  EXPECT_TRUE(same(8192, 2048, 32, 2, 2));
+  EXPECT_TRUE(same(16384, 1024, 64, 2, 2));
+  EXPECT_TRUE(same(8192, 768, 64, 3, 1));
+  EXPECT_EQ(norm_tiles_clusters(norm_tiles_policy(8192, 4096, 2, device), 128, device), 15);
+}
+
+// Groups of warps that send and write steps as the kernel does: nobody waits for ever, whatever
+// their order, the sums of a tile are merged by all before they are overwritten, and who waits for
+// a slot knows that it was filled as often as it should be: barriers tell two fillings apart, no
+// more.
+class Groups {
+ public:
+  Groups(const NormTilesPolicy& policy, int tiles) : p_(policy), steps_(tiles * policy.steps) {}
+
+  // Runs blocks of kNormTileGroups groups; returns whether all came to their end.
+  bool run(unsigned seed) {
+    std::minstd_rand random(seed);
+    for (int turns = 0; turns < 1000 * steps_; ++turns) {
+      const int mover = static_cast<int>(random() % kMovers);
+      advance(mover);
+      bool ended = true;
+      for (int i = 0; i < kMovers; ++i) ended &= done(i);
+      if (ended) return !broken_;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int kBlocks = 2, kMovers = kBlocks * kNormTileGroups;
+
+  int group(int mover) const { return mover % kNormTileGroups; }
+  int step_at(int mover, int i) const { return group(mover) + i * kNormTileGroups; }
+  bool done(int mover) const { return step_at(mover, written_[mover]) >= steps_; }
+  bool has_written(int block, int step) const {
+    const int mover = block * kNormTileGroups + step % kNormTileGroups;
+    return written_[mover] > step / kNormTileGroups;
+  }
+  bool has_sent(int mover, int step) const { return sent_[mover] > step / kNormTileGroups; }
+
+  void advance(int mover) {
+    if (done(mover)) return;
+    const int now = step_at(mover, written_[mover]), unsent = step_at(mover, sent_[mover]);
+    const bool due =
+        sent_[mover] <= written_[mover] + (p_.ahead ? 1 : 0) || unsent / p_.steps == now / p_.steps;
+    if (unsent < steps_ && due) {
+      const int before = unsent - p_.slots;  // what lay in its slot
+      const int block = mover / kNormTileGroups;
+      if (before >= 0) {
+        broken_ |= !has_sent(block * kNormTileGroups + before % kNormTileGroups, before);
+        if (!has_written(block, before)) return;
+      }
+      check_overwritten(unsent / p_.steps - p_.part_tiles);
+      ++sent_[mover];
+      return;
+    }
+    const int tile = now / p_.steps;
+    for (int step = tile * p_.steps; step < (tile + 1) * p_.steps; ++step)
+      for (int block = 0; block < kBlocks; ++block)
+        if (!has_sent(block * kNormTileGroups + step % kNormTileGroups, step)) return;
+    ++written_[mover];
+  }
+
+  void check_overwritten(int tile) {
+    if (tile < 0) return;
+    for (int step = tile * p_.steps; step < (tile + 1) * p_.steps; ++step)
+      for (int block = 0; block < kBlocks; ++block) broken_ |= !has_written(block, step);
+  }
+
+  NormTilesPolicy p_;
+  int steps_;
+  std::array<int, kMovers> sent_{}, written_{};
+  bool broken_ = false;
+};
+
+TEST(NormTilesPolicy, NobodyWaitsForEverOrOverwritesSums) {
+  for (int steps = 1; steps <= kNormTileSlots; ++steps) {
+    for (int slots = steps; slots <= kNormTileSlots; ++slots) {
+      for (const bool ahead : {false, true}) {
+        if (slots < (ahead ? 2 : 1) * kNormTileGroups) continue;
+        if (steps < kNormTileGroups && slots % kNormTileGroups != 0) continue;
+        NormTilesPolicy policy{.rows = 64, .steps = steps, .cluster = 2, .slots = slots};
+        policy.ahead = ahead;
+        policy.part_tiles = norm_part_tiles(steps, ahead);
+        for (unsigned seed = 1; seed <= 40; ++seed)
+          EXPECT_TRUE(Groups(policy, 12).run(seed)) << steps << ' ' << slots << ' ' << ahead;
+      }
+    }
+  }
 }
 
 TEST(NormRowsGrid, SharesOutAFewRowsAndLetsManyCome) {

@@ -28,15 +28,27 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+// `arrivals`: as copies make them, if it is not given.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier,
+                                             uint32_t arrivals = kHasClusters ? 1 : 32) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "n"(kHasClusters ? 1 : 32)
+               "r"(arrivals)
                : "memory");
   if constexpr (kHasClusters) {
     // The copy engine and the other blocks of a cluster must see the barrier as initialised.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+}
+
+// What this thread has stored is seen by those who wait.
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
+      "}\n" ::"r"(shared_address(barrier))
+      : "memory");
 }
 
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
@@ -78,14 +90,23 @@ __device__ __forceinline__ void bulk_copy(const CopyPiece& piece, uint64_t* barr
       : "memory");
 }
 
+// A copy by this thread; arrive_with_copies tells of its end.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Arrives when this thread's copies have ended.
+__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // Lane `lane` of a warp copies its share of a piece.
 __device__ __forceinline__ void copy_share(const CopyPiece& piece, uint32_t lane) {
   const auto* from = static_cast<const uint8_t*>(piece.from);
 #pragma unroll 4
   for (uint32_t at = 16 * lane; at < piece.bytes; at += 16 * 32)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(piece.to) + at),
-                 "l"(from + at)
-                 : "memory");
+    copy_16_bytes(shared_address(piece.to) + at, from + at);
 }
 
 // By all lanes of one warp: piece(i) for all i below `count`; pieces of no bytes are left out.
@@ -99,9 +120,7 @@ __device__ __forceinline__ void start_copies(int count, uint64_t* barrier, Piece
   } else {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) copy_share(piece(i), lane);
-    asm volatile(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-        : "memory");
+    arrive_with_copies(barrier);
   }
 }
 

@@ -13,11 +13,6 @@ __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kHasClusters) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Says only that this block runs, which must be known before its shared memory is written to.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  if constexpr (kHasClusters) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void cluster_wait() {
   if constexpr (kHasClusters)
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -31,17 +26,6 @@ __device__ __forceinline__ uint32_t remote_address(const void* local, uint32_t r
   if constexpr (kHasClusters)
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(remote), "r"(rank));
   return remote;
-}
-
-__device__ __forceinline__ void store_remote(uint32_t address, float4 value) {
-  if constexpr (kHasClusters)
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-                 "f"(value.y), "f"(value.z), "f"(value.w)
-                 : "memory");
-  else
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-                 "f"(value.y), "f"(value.z), "f"(value.w)
-                 : "memory");
 }
 
 // Stores and counts its 8 bytes on `barrier`, in the same block as `address`; ordered by nothing

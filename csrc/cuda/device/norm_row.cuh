@@ -131,9 +131,9 @@ __device__ __forceinline__ void with_dtype(DType dtype, F&& f) {
 
 template <int N, class Term>
 __device__ __forceinline__ float sum_of(const float (&values)[N], Term&& term) {
-  float sum = 0.0f;
+  float sum = term(values[0]);
 #pragma unroll
-  for (int k = 0; k < N; ++k) sum += term(values[k]);
+  for (int k = 1; k < N; ++k) sum += term(values[k]);
   return sum;
 }
 

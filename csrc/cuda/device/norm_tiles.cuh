@@ -1,48 +1,22 @@
-// The work of a warp in norm_tiles.cu: 8 rows of a cluster's tile, 256 columns of each step.
-//   1. Each warp copies 8 rows of its columns into shared memory and finds their mean and squares.
-//   2. It sends them to all blocks of the cluster; behind the cluster's barrier each warp merges
-//      the parts of its rows.
+// The work of a warp in norm_tiles.cu. A cluster of blocks stays and takes tile after tile of whole
+// rows. A step is a block's part of a tile, or a part of that; two groups of warps take the steps
+// in turn. Shared memory is a ring of steps, refilled by copies that run while others are computed.
+//   1. A warp waits for its 8 rows and 256 columns of a step, finds their mean and squares, and
+//      sends them to all blocks of the cluster. This it does one step ahead, so that nobody waits
+//      for others' sums.
+//   2. It merges the parts of its rows once those of all warps of the cluster have come.
 //   3. It reads its values again, writes row-wise codes from registers, and leaves the codes in a
-//      tile over the values it has read; the block writes the tile's columns.
+//      tile over the values its group has read; the group writes the tile's columns and refills
+//      the step.
 // A lane has 8 x 8 values of a step, the block that CodeTile takes.
 #pragma once
 
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/float8.cuh"
-#include "cuda/device/norm_row.cuh"
+#include "cuda/device/norm_tiles_sums.cuh"
 #include "cuda/device/pack_io.cuh"
-#include "cuda/device/quantized_sink.cuh"
-#include "cuda/device/tile_moments.cuh"
 #include "cuda/device/tile_transpose.cuh"
-#include "cuda/policy/norm.h"
-#include "ops/norm.h"
 
 namespace te::cuda::norm_tiles {
-
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kUnitRows = 8;  // a warp's part of a step is 8 rows of 256 columns
-constexpr int kUnitCols = 256;
-static_assert(kWarps * kUnitRows * kUnitCols == kStepElements);
-
-struct Problem {
-  const void* x = nullptr;
-  const void* gamma = nullptr;
-  const void* beta = nullptr;
-  DType gamma_dtype = DType::Float32;
-  float gamma_offset = 0.0f;  // 1 with a zero-centred gamma
-  float epsilon = 0.0f;
-  int64_t rows = 0;
-  int cols = 0;
-  int steps = 0;
-  int cluster = 0;
-  void* y = nullptr;  // in the dtype of x
-  bool e5m2 = false;
-  QuantizedSink fp8;
-  float* mean = nullptr;
-  float* rstd = nullptr;
-  TileMomentsSink moments = {};
-};
 
 // Keeps what is computed from it inside the loop: addresses of one step that are the same in all of
 // them would fill the registers.
@@ -51,203 +25,99 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
-// Sums of eight rows over a warp; lane l gets that of row l / 4. Each exchange halves the rows that
-// a lane keeps: 9 shuffles instead of 40.
-__device__ __forceinline__ float sum_rows(float (&value)[8]) {
-  const unsigned lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 4; half > 0; half /= 2) {
-    const bool upper = (lane & (4 * half)) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float mine = upper ? value[i + half] : value[i];
-      const float theirs = upper ? value[i] : value[i + half];
-      value[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, 4 * half);
-    }
-  }
-  float sum = value[0];
-  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
-}
-
-// Sum over the four lanes that look after one row.
-__device__ __forceinline__ float sum_of_four(float value) {
-  value += __shfl_xor_sync(0xffffffffu, value, 2);
-  return value + __shfl_xor_sync(0xffffffffu, value, 1);
-}
+// Of a lane's 8 columns.
+struct Affine {
+  float gamma[8], beta[8];
+};
 
 // What one warp does with its 8 rows and its columns of each step.
 template <class In, NormKind kKind, int kRows>
 class Worker {
-  static constexpr int kRowGroups = kRows / kUnitRows;
-  static constexpr int kColumnWarps = kWarps / kRowGroups;
+  static constexpr int kRowGroups = Ring<In, kRows>::kRowGroups;
+  static constexpr int kColumnWarps = Ring<In, kRows>::kColumnWarps;
   static constexpr bool kCentered = kKind == NormKind::LayerNorm;
   using Tile = CodeTile<kRows, kUnitCols>;
   static_assert(kColumnWarps * Tile::kBytes <= kStepElements * static_cast<int>(sizeof(In)));
 
  public:
-  // `values`: shared, steps * kStepElements of In; `parts`: shared, one of each row and column warp
-  // of the cluster; `row_statistics`: shared, one of each row of this warp.
-  __device__ __forceinline__ Worker(const Problem& problem, void* values, float4* parts,
-                                    float2* row_statistics)
-      : p(problem),
-        values_(static_cast<In*>(values)),
-        parts_(parts),
-        row_statistics_(row_statistics),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        warp_(static_cast<int>(threadIdx.x) / 32),
-        rank_(static_cast<int>(blockIdx.x % static_cast<unsigned>(problem.cluster))),
-        tile_row_(int64_t{blockIdx.x / static_cast<unsigned>(problem.cluster)} * kRows),
-        row_(tile_row_ + warp_ % kRowGroups * kUnitRows),
-        rows_(static_cast<int>(max(min(problem.rows - row_, int64_t{kUnitRows}), int64_t{0}))) {}
+  // `memory`: shared, norm_tiles_bytes.
+  __device__ __forceinline__ Worker(const Problem& problem, Shared& shared, uint8_t* memory)
+      : p(problem), sums_(problem, shared, memory) {}
 
-  __device__ __forceinline__ void start_loads(uint64_t* barrier) const {
-    if (lane_ == 0) {
-      init_barrier(barrier);
-      expect_bytes(barrier, static_cast<uint32_t>(rows_ * my_columns() * sizeof(In)));
-    }
-    __syncwarp();
-    start_copies(p.steps * kUnitRows, barrier, [&](int i) -> CopyPiece {
-      const int step = i / kUnitRows, row = i % kUnitRows;
-      return {unit(step) + row * kUnitCols,
-              static_cast<const In*>(p.x) + (row_ + row) * p.cols + first_column(step),
-              static_cast<uint32_t>(row < rows_ ? columns(step) * sizeof(In) : 0)};
-    });
-  }
-
-  // Mean and sum of squares around it, of the columns of this warp, to every block of the cluster.
-  __device__ __forceinline__ void send_parts() const {
-    const auto count = static_cast<float>(my_columns());
-    float sums[kUnitRows] = {};
-    float mean = 0.0f, means[kUnitRows] = {};
-    if constexpr (kCentered) {
-      add_terms(sums, [](float value, int) { return value; });
-      mean = sum_rows(sums) / fmaxf(count, 1.0f);
-#pragma unroll
-      for (int r = 0; r < kUnitRows; ++r) {
-        means[r] = __shfl_sync(0xffffffffu, mean, 4 * r);
-        sums[r] = 0.0f;
-      }
-    }
-    add_terms(sums, [&](float value, int r) {
-      const float distance = kCentered ? value - means[r] : value;
-      return distance * distance;
-    });
-    const float squares = sum_rows(sums);
-    const int slot = rank_ * kColumnWarps + warp_ / kRowGroups;
-#pragma unroll 1
-    for (int rank = lane_ % 4; rank < p.cluster; rank += 4)
-      store_remote(remote_address(parts_of_row() + slot, static_cast<uint32_t>(rank)),
-                   float4{mean, squares, count, 0.0f});
-  }
-
-  __device__ __forceinline__ void merge_parts() const {
-    const int slots = p.cluster * kColumnWarps;
-    const float inverse_cols = 1.0f / static_cast<float>(p.cols);
-    float mean = 0.0f, squares = 0.0f;
-    if constexpr (kCentered) {
-#pragma unroll 1
-      for (int slot = lane_ % 4; slot < slots; slot += 4)
-        mean += parts_of_row()[slot].x * parts_of_row()[slot].z;
-      mean = sum_of_four(mean) * inverse_cols;
-    }
-#pragma unroll 1
-    for (int slot = lane_ % 4; slot < slots; slot += 4) {
-      const float4 part = parts_of_row()[slot];
-      squares += part.y + part.z * (part.x - mean) * (part.x - mean);
-    }
-    const float rstd = rsqrtf(sum_of_four(squares) * inverse_cols + p.epsilon);
-    if (lane_ % 4 == 0) {
-      row_statistics_[lane_ / 4] = {mean, rstd};
-      if (rank_ == 0 && warp_ < kRowGroups && lane_ / 4 < rows_) {
-        if constexpr (kCentered) p.mean[row_ + lane_ / 4] = mean;
-        p.rstd[row_ + lane_ / 4] = rstd;
-      }
-    }
-    __syncwarp();
+  // By all threads of the block.
+  __device__ __forceinline__ void init_barriers() const {
+    ring().init_barriers();
+    if (threadIdx.x == 0) sums_.init_barriers();
+    __syncthreads();
+    if (p.policy.cluster > 1) cluster_arrive();
   }
 
   // Returns the amax of this lane's results.
   template <class Gathered>
-  __device__ __forceinline__ float write_results(float scale, Gathered& moments) const {
+  __device__ __forceinline__ float run(Gathered& moments) const {
+    ring().fill();
+    const float scale = p.fp8.scale_used(blockIdx.x == 0 && threadIdx.x == 0);
+    if (p.policy.cluster > 1) cluster_wait();  // everyone's barriers are there
+    const int ahead = p.policy.ahead ? 1 : 0;
+    int sent = 0, written = 0;
     float amax = 0.0f;
-#pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) {
-      CodeBlock codes;
-      const bool has_columns = lane_ * 8 < columns(step);
-      if (has_columns) {
-        if (p.y) write_plain(step);
-        amax = fmaxf(amax, p.e5m2 ? write_codes<E5M2>(step, scale, codes, moments)
-                                  : write_codes<E4M3>(step, scale, codes, moments));
+    Step unsent = ring().first();
+    for (Step step = ring().first(); ring().exists(step); step = ring().next(step), ++written) {
+      // All of a tile, before anyone waits for them.
+      for (; ring().exists(unsent) && (sent <= written + ahead || unsent.tile == step.tile);
+           ++sent) {
+        sums_.send(unsent);
+        unsent = ring().next(unsent);
       }
-      if (p.fp8.columnwise) write_columns(step, has_columns, codes);
+      const Affine affine = load_affine(step);  // comes while sums are waited for
+      sums_.merge(step);
+      amax = fmaxf(amax, write_results(step, scale, affine, moments));
+      ring().refill(step);
     }
     return amax;
   }
 
   // Of the warp, whose columns are whole units.
-  __device__ __forceinline__ MomentSums moments(const PackedMoments<In, float>& gathered) const {
+  __device__ __forceinline__ MomentSums moments(const PackedMoments<In, double>& gathered) const {
     MomentSums sums = gathered.warp_sums();
     if (!gathered.is_exact(sums)) sums = exact_moments();
     return sums;
   }
 
  private:
-  __device__ __forceinline__ int first_column(int step) const {
-    return ((rank_ * p.steps + step) * kColumnWarps + warp_ / kRowGroups) * kUnitCols;
-  }
-  // Columns of this warp in a step that exist.
-  __device__ __forceinline__ int columns(int step) const {
-    return max(min(p.cols - first_column(step), kUnitCols), 0);
-  }
-  __device__ __forceinline__ int my_columns() const {
-    int count = 0;
-#pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) count += columns(step);
-    return count;
-  }
-  __device__ __forceinline__ In* unit(int step) const {
-    return values_ + (step * kWarps + warp_) * (kUnitRows * kUnitCols);
-  }
-  // The parts of row lane / 4.
-  __device__ __forceinline__ float4* parts_of_row() const {
-    const int row = warp_ % kRowGroups * kUnitRows + lane_ / 4;
-    return parts_ + row * p.cluster * kColumnWarps;
-  }
-
-  template <class Term>
-  __device__ __forceinline__ void add_terms(float (&sums)[kUnitRows], Term&& term) const {
-#pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) {
-      if (lane_ * 8 >= columns(step)) continue;
-#pragma unroll
-      for (int r = 0; r < kUnitRows; ++r) {
-        float values[8];
-        load_values<In>(unit(step) + r * kUnitCols + lane_ * 8, values);
-        sums[r] += sum_of(values, [&](float value) { return term(value, r); });
-      }
+  template <class Gathered>
+  __device__ __forceinline__ float write_results(const Step& step, float scale,
+                                                 const Affine& affine, Gathered& moments) const {
+    CodeBlock codes;
+    float amax = 0.0f;
+    if (ring().has_columns(step)) {
+      if (p.y) write_plain(step, affine);
+      amax = p.e5m2 ? write_codes<E5M2>(step, scale, affine, codes, moments)
+                    : write_codes<E4M3>(step, scale, affine, codes, moments);
     }
+    if (p.fp8.columnwise)
+      write_columns(step, codes);
+    else
+      __syncwarp();
+    return amax;
   }
 
-  __device__ __forceinline__ void load_affine(int col, float (&gamma)[8], float (&beta)[8]) const {
+  __device__ __forceinline__ Affine load_affine(const Step& step) const {
+    Affine affine{};
+    if (!ring().has_columns(step)) return affine;
+    const int col = ring().column(step);
     with_dtype(p.gamma_dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      load_values<T>(static_cast<const T*>(p.gamma) + col, gamma);
-      if constexpr (kCentered) load_values<T>(static_cast<const T*>(p.beta) + col, beta);
+      load_values<T>(static_cast<const T*>(p.gamma) + col, affine.gamma);
+      if constexpr (kCentered) load_values<T>(static_cast<const T*>(p.beta) + col, affine.beta);
     });
 #pragma unroll
-    for (int k = 0; k < 8; ++k) gamma[k] += p.gamma_offset;
+    for (int k = 0; k < 8; ++k) affine.gamma[k] += p.gamma_offset;
+    return affine;
   }
 
-  // Row r of a step in fp32; the lane's 8 columns.
-  __device__ __forceinline__ void normalise(int step, int r, const float (&gamma)[8],
-                                            const float (&beta)[8], float (&y)[8]) const {
-    load_values<In>(unit(step) + r * kUnitCols + lane_ * 8, y);
-    normalise_values(r, gamma, beta, y);
-  }
-  __device__ __forceinline__ void normalise_values(int r, const float (&gamma)[8],
-                                                   const float (&beta)[8], float (&y)[8]) const {
-    const float2 statistics = row_statistics_[r];
+  __device__ __forceinline__ void normalise(float2 statistics, const Affine& affine,
+                                            float (&y)[8]) const {
     const Standardised standardised(statistics.x, statistics.y);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -257,50 +127,55 @@ class Worker {
         y[k] = standardised(y[k]);
       else
         y[k] = (y[k] - statistics.x) * statistics.y;
-      y[k] *= gamma[k];
-      if constexpr (kCentered) y[k] += beta[k];
+      y[k] *= affine.gamma[k];
+      if constexpr (kCentered) y[k] += affine.beta[k];
     }
   }
 
   template <class Fp8, class Gathered>
-  __device__ __forceinline__ float write_codes(int step, float scale, CodeBlock& codes,
-                                               Gathered& moments) const {
-    const int col = first_column(step) + lane_ * 8;
-    uint8_t* to = p.fp8.rowwise + row_ * p.cols + col;
-    float gamma[8], beta[8], amax = 0.0f;
-    load_affine(col, gamma, beta);
+  __device__ __forceinline__ float write_codes(const Step& step, float scale, const Affine& affine,
+                                               CodeBlock& codes, Gathered& moments) const {
+    const int rows = ring().rows(step);
+    uint8_t* to = p.fp8.rowwise + ring().row(step) * p.cols + ring().column(step);
+    const int stored = p.fp8.rowwise ? rows : 0;
+    float amax = 0.0f;
+    // All are read before any is written: the compiler cannot tell one memory from the other.
+    Packed<In, 8> x[kUnitRows];
+#pragma unroll
+    for (int r = 0; r < kUnitRows; ++r) x[r].load(ring().values(step, r));
 #pragma unroll
     for (int r = 0; r < kUnitRows; ++r, to += p.cols) {
-      codes.rows[r] = {0, 0};
-      if (r < rows_) {
-        float y[8];
-        normalise(step, r, gamma, beta, y);
+      float y[8];
+      x[r].convert(y);
+      normalise(sums_.statistics()[r], affine, y);
+      codes.rows[r] = encode8<Fp8>(y, scale);
+      if (r < stored) *reinterpret_cast<uint2*>(to) = codes.rows[r];
+      float of_row = fabsf(y[0]);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) amax = fmaxf(amax, fabsf(y[k]));
-        codes.rows[r] = encode8<Fp8>(y, scale);
-        if (p.fp8.rowwise) *reinterpret_cast<uint2*>(to) = codes.rows[r];
-        if constexpr (kTakesMoments<Gathered>) moments.add(rounded_octet<In>(y));
-      }
+      for (int k = 1; k < 8; ++k) of_row = fmaxf(of_row, fabsf(y[k]));
+      if (r < rows) amax = fmaxf(amax, of_row);
       if constexpr (kTakesMoments<Gathered>) {
+        if (r < rows) moments.add(rounded_octet<In>(y));
         if ((r + 1) % Gathered::kLongest == 0) moments.fold();
       }
     }
     return amax;
   }
 
-  // In fp64. Codes lie over the values in shared memory by now.
+  // In fp64, from the tensors in memory: the ring holds other steps by now. Behind a barrier of the
+  // cluster, which has written mean and rstd.
   __device__ __forceinline__ MomentSums exact_moments() const {
     MomentSums sums = MomentSums::empty();
+    for (Step step = ring().first(); ring().exists(step); step = ring().next(step)) {
+      if (!ring().has_columns(step)) continue;
+      const int rows = ring().rows(step);
+      const Affine affine = load_affine(step);
+      float y[8];
 #pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) {
-      const int col = first_column(step) + lane_ * 8;
-      if (col >= p.cols) break;
-      float gamma[8], beta[8], y[8];
-      load_affine(col, gamma, beta);
-#pragma unroll 1
-      for (int r = 0; r < rows_; ++r) {
-        load_values<In>(static_cast<const In*>(p.x) + (row_ + r) * p.cols + col, y);
-        normalise_values(r, gamma, beta, y);
+      for (int r = 0; r < rows; ++r) {
+        const int64_t row = ring().row(step) + r;
+        load_values<In>(static_cast<const In*>(p.x) + row * p.cols + ring().column(step), y);
+        normalise({kCentered ? p.mean[row] : 0.0f, p.rstd[row]}, affine, y);
 #pragma unroll
         for (int k = 0; k < 8; ++k) sums.add(static_cast<double>(static_cast<float>(In(y[k]))), 0);
       }
@@ -309,42 +184,44 @@ class Worker {
   }
 
   // Computed again: rarely asked for together with codes.
-  __device__ __forceinline__ void write_plain(int step) const {
-    const int col = first_column(step) + lane_ * 8;
-    float gamma[8], beta[8], y[8];
-    load_affine(col, gamma, beta);
+  __device__ __forceinline__ void write_plain(const Step& step, const Affine& affine) const {
+    const int rows = ring().rows(step);
+    In* to = static_cast<In*>(p.y) + ring().row(step) * p.cols + ring().column(step);
+    float y[8];
 #pragma unroll 1
-    for (int r = 0; r < rows_; ++r) {
-      normalise(step, r, gamma, beta, y);
-      store_values<In>(static_cast<In*>(p.y) + (row_ + r) * p.cols + col, y);
+    for (int r = 0; r < rows; ++r, to += p.cols) {
+      load_values<In>(ring().values(step, r), y);
+      normalise(sums_.statistics()[r], affine, y);
+      store_values<In>(to, y);
     }
   }
 
-  // All threads of the block. The tile lies over this step's values, which nobody reads any more.
-  __device__ __forceinline__ void write_columns(int step, bool has_columns,
-                                                const CodeBlock& codes) const {
-    const int thread = opaque(static_cast<int>(threadIdx.x));
-    const int column_warp = thread / (32 * kRowGroups);
-    uint8_t* memory = reinterpret_cast<uint8_t*>(values_ + int64_t{step} * kStepElements);
-    const Tile tile(memory + column_warp * Tile::kBytes);
-    __syncthreads();
-    if (has_columns) tile.put(thread / 32 % kRowGroups * kUnitRows, thread % 32 * 8, codes);
-    __syncthreads();
+  // All threads of the group. The tile lies over this step's values, which nobody reads any more.
+  __device__ __forceinline__ void write_columns(const Step& step, const CodeBlock& codes) const {
+    const int thread = opaque(static_cast<int>(threadIdx.x) % kGroupThreads);
+    auto* memory = reinterpret_cast<uint8_t*>(ring().values(step));
+    const Tile tile(memory + thread / (32 * kRowGroups) * Tile::kBytes);
+    sync_group();
+    if (ring().has_columns(step)) tile.put(ring().row_of_tile(), thread % 32 * 8, codes);
+    sync_group();
+    const int64_t row = ring().tile_row(step);
+    const int unit = ring().unit(step);
     const TileTarget target{
-        p.fp8.columnwise + int64_t{first_column(step)} * p.rows + tile_row_, p.rows,
-        static_cast<int>(min(p.rows - tile_row_, int64_t{kRows})), columns(step),
+        p.fp8.columnwise + int64_t{unit} * kUnitCols * p.rows + row, p.rows,
+        static_cast<int>(min(p.rows - row, int64_t{kRows})), ring().columns(unit),
         p.rows % 16 == 0 && reinterpret_cast<uintptr_t>(p.fp8.columnwise) % 16 == 0};
-    constexpr int kStoring = kThreads / kColumnWarps;
+    constexpr int kStoring = kGroupThreads / kColumnWarps;
     tile.template store<kStoring>(target, static_cast<unsigned>(thread) % kStoring);
+    sync_group();
+  }
+  __device__ __forceinline__ const Ring<In, kRows>& ring() const { return sums_.ring(); }
+  __device__ __forceinline__ void sync_group() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + Ring<In, kRows>::group()), "n"(kGroupThreads)
+                 : "memory");
   }
 
   const Problem& p;
-  In* values_;
-  float4* parts_;
-  float2* row_statistics_;
-  int lane_, warp_, rank_;
-  int64_t tile_row_, row_;  // first row of the cluster's tile, and of this warp
-  int rows_;                // of this warp that exist
+  RowSums<In, kKind, kRows> sums_;
 };
 
 }  // namespace te::cuda::norm_tiles

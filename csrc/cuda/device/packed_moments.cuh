@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/device/octet_moments.cuh"
+#include "cuda/device/tensor_core.cuh"
 
 namespace te::cuda {
 
@@ -81,28 +82,13 @@ class PackedMoments {
   // The product of a 16x16 matrix and ones: sums of its rows.
   __device__ __forceinline__ static void add_rows(float (&sums)[4], uint32_t a, uint32_t b,
                                                   uint32_t c, uint32_t d) {
-    add_product(sums, a, b, c, d, kOnes, kOnes);
+    add_product<T>(sums, a, b, c, d, kOnes, kOnes);
   }
   // The product of an 8x16 matrix and its transpose, in the upper half of `sums`.
   __device__ __forceinline__ static void add_squares(float (&sums)[4], uint32_t left,
                                                      uint32_t right) {
-    add_product(sums, left, left, right, right, left, right);
+    add_product<T>(sums, left, left, right, right, left, right);
   }
-  __device__ __forceinline__ static void add_product(float (&sums)[4], uint32_t a, uint32_t b,
-                                                     uint32_t c, uint32_t d, uint32_t upper,
-                                                     uint32_t lower) {
-    if constexpr (kHalf)
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(upper), "r"(lower));
-    else
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
-          "%7}, {%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-          : "r"(a), "r"(b), "r"(c), "r"(d), "r"(upper), "r"(lower));
-  }
-
   float plain_[4] = {}, abs_rows_[4] = {}, squares_[4] = {};
   Folded first_ = 0, second_ = 0, abs_ = 0;
   OctetExtremes<T> extremes_;

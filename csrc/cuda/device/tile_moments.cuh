@@ -14,8 +14,8 @@ namespace te::cuda {
 
 // What a thread gathers; nothing where nobody asks for moments.
 struct NoMoments {};
-template <class In, bool kMoments>
-using GatheredMoments = std::conditional_t<kMoments, PackedMoments<In, float>, NoMoments>;
+template <class In, bool kMoments, class Folded = float>
+using GatheredMoments = std::conditional_t<kMoments, PackedMoments<In, Folded>, NoMoments>;
 template <class Gathered>
 inline constexpr bool kTakesMoments = !std::is_same_v<Gathered, NoMoments>;
 

@@ -3,9 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 namespace te::cuda {
+
+inline constexpr int kMaxCluster = 8;  // what every device with clusters launches
+
+// How many clusters of 1, 2, ... blocks a device holds at once; element 0 is not used.
+using ClusterCounts = std::array<int, kMaxCluster + 1>;
 
 // What the driver and the kernels' code say.
 struct DeviceFacts {
@@ -15,6 +21,7 @@ struct DeviceFacts {
   int code = 0;
   int multiprocessors = 0;
   int64_t shared_bytes = 0;  // the most that a block may have
+  ClusterCounts clusters{};  // of blocks that have so much; zeros: not known
 };
 
 // What the user left on: variables of the environment that docs/how-to/gpus.md lists.
@@ -30,7 +37,8 @@ struct DeviceLimits {
   int code = 0;
   int multiprocessors = 0;
   int64_t shared_bytes = 0;
-  int cluster = 1;  // the most blocks of a cluster; 1: there are no clusters
+  int cluster = 1;           // the most blocks of a cluster; 1: there are no clusters
+  ClusterCounts clusters{};  // of blocks with a multiprocessor each
   bool dependent_launch = false;
   bool fp8_conversion =
       false;                  // by an instruction; else by integer arithmetic, with the same codes
@@ -40,7 +48,15 @@ struct DeviceLimits {
   bool operator==(const DeviceLimits&) const = default;
 };
 
-inline constexpr int kMaxCluster = 8;  // what every device with clusters launches
+// Clusters lie within parts of a chip, on Hopper of 16 or 18 multiprocessors, some of which may
+// lack a few: the driver knows how many there are. Without it, whole parts of 16.
+constexpr ClusterCounts clusters_of(const DeviceFacts& facts) {
+  ClusterCounts counts = facts.clusters;
+  counts[1] = facts.multiprocessors;
+  for (int size = 2; size <= kMaxCluster; ++size)
+    if (counts[size] == 0) counts[size] = std::max(facts.multiprocessors / 16 * 16 / size, 1);
+  return counts;
+}
 
 constexpr DeviceLimits limits_of(const DeviceFacts& facts, const DeviceSwitches& on) {
   constexpr int kAda = 89, kHopper = 90;
@@ -50,6 +66,7 @@ constexpr DeviceLimits limits_of(const DeviceFacts& facts, const DeviceSwitches&
           .multiprocessors = facts.multiprocessors,
           .shared_bytes = std::min(facts.shared_bytes, most),
           .cluster = facts.code >= kHopper && on.clusters ? kMaxCluster : 1,
+          .clusters = clusters_of(facts),
           .dependent_launch = facts.code >= kHopper && on.dependent_launch,
           .fp8_conversion = facts.code >= kAda,
           .fp8_products = facts.capability >= kAda && on.fp8_products,

@@ -29,51 +29,106 @@ constexpr NormRowsPolicy norm_rows_policy(int64_t packs_per_row) {
   return {.threads = static_cast<int>(threads), .rows = 1, .packs = 4};
 }
 
-// Forward to FP8 with a transposed result: a cluster of blocks shares `rows` rows, each block holds
-// `steps` steps of 64 Ki / rows columns. 64 rows make the transposed stores half lines, 32 rows
-// whole sectors.
+// Blocks of a grid whose blocks loop over `items`: at most `resident`, all with the same number of
+// rounds, so that none runs alone at the end.
+constexpr int64_t balanced_grid(int64_t items, int64_t resident) {
+  if (items <= resident) return std::max<int64_t>(items, 1);
+  const int64_t rounds = (items + resident - 1) / resident;
+  return (items + rounds - 1) / rounds;
+}
+
+// Forward to FP8 with a transposed result: clusters of blocks stay and take tile after tile of
+// `rows` rows. A block's part of a tile is `steps` steps of 16 Ki / rows columns; its ring holds
+// `slots` steps, and the parts of sums of `part_tiles` tiles. 64 rows make the transposed stores
+// half lines, 32 rows whole sectors.
 struct NormTilesPolicy {
   int rows = 0;  // 0: the row does not fit
   int steps = 0;
   int cluster = 0;
+  int slots = 0;
+  int part_tiles = 0;  // a power of two
+  bool ahead = false;  // sums are sent one step before results are written
 };
 
 inline constexpr int64_t kStepElements = 16384;
-// Besides the steps: what a block shares with its cluster, and its own sums and tables.
-inline constexpr int64_t kTileReserve = 16 << 10;
-inline constexpr int64_t kNarrowBytes = 4 << 10;
+inline constexpr int kNormTileGroups = 2;  // groups of warps of a block, which take steps in turn
+inline constexpr int kNormTileSlots = 6;
+inline constexpr int kNormPartTiles = 8;
+inline constexpr int64_t kTileReserve = 4 << 10;  // barriers, statistics, moments
+
+// Who sends the sums of a tile overwrites those of `part_tiles` tiles before, which all blocks of
+// the cluster must have merged. A group that sends a step ahead has written the step before its
+// last one, so it has had the sums of that tile from everyone; those who sent them had written what
+// they had sent two steps before.
+constexpr int norm_part_tiles(int steps, bool ahead) {
+  if (!ahead) return steps == 1 ? 4 : 2;
+  return steps == 1 ? 8 : steps < 4 ? 4 : 2;
+}
+
+// The sums of 256 columns of a row are eight bytes.
+constexpr int64_t norm_tiles_bytes(const NormTilesPolicy& p, int64_t element_size) {
+  const int64_t parts = kStepElements / 256 * p.cluster * p.steps * p.part_tiles;
+  return p.slots * kStepElements * element_size + parts * 8;
+}
+
+// The policy with slots and parts of sums, as far as there is room; without rows if a tile does not
+// fit.
+constexpr NormTilesPolicy norm_tiles_ring(NormTilesPolicy p, int64_t element_size,
+                                          const DeviceLimits& device) {
+  for (const bool ahead : {true, false}) {
+    p.ahead = ahead;
+    p.part_tiles = norm_part_tiles(p.steps, ahead);
+    p.slots = 0;
+    const int64_t room = device.shared_bytes - kTileReserve - norm_tiles_bytes(p, element_size);
+    // More steps than are computed and on their way gain nothing.
+    const int most = std::min(p.steps + 3, kNormTileSlots);
+    p.slots = static_cast<int>(std::min<int64_t>(room / (kStepElements * element_size), most));
+    // Where a tile is one group's, the groups know nothing of each other's slots.
+    if (p.steps < kNormTileGroups) p.slots = p.slots / kNormTileGroups * kNormTileGroups;
+    if (p.slots >= p.steps && p.slots >= (ahead ? 2 : 1) * kNormTileGroups) return p;
+  }
+  return {};
+}
+
+constexpr int64_t norm_tiles_resident(const NormTilesPolicy& p, const DeviceLimits& device) {
+  return std::max(device.clusters[static_cast<size_t>(p.cluster)], 1);
+}
+
+// By a rough model in units of a step's time: a cluster's rounds, of which half a one fills and
+// empties the ring, take their steps and a little more; less is hidden where a tile has more steps
+// than groups, or sums are waited for, and short columns are written at lower speed.
+constexpr int64_t norm_tiles_cost(const NormTilesPolicy& p, int64_t rows,
+                                  const DeviceLimits& device) {
+  const int64_t tiles = (rows + p.rows - 1) / p.rows, resident = norm_tiles_resident(p, device);
+  const int64_t rounds = (tiles + resident - 1) / resident;
+  const int64_t hidden = !p.ahead ? 30 : p.steps > kNormTileGroups ? 24 : 20;
+  return (2 * rounds + 1) * (5 * p.steps + 3) * hidden * (p.rows == 32 ? 21 : 20);
+}
 
 constexpr NormTilesPolicy norm_tiles_policy(int64_t rows, int64_t cols, int64_t element_size,
                                             const DeviceLimits& device) {
-  // Three blocks of a third of a multiprocessor's memory hide each other's waits; wide rows take
-  // more.
-  const int64_t step_bytes = kStepElements * element_size;
-  const int64_t large = (device.shared_bytes - kTileReserve) / step_bytes;
-  // Rows of a few KiB mostly lie in L2 still: small tiles, shared by two blocks, keep more warps
-  // busy. 8192 rows of 768 take 9 us on an H200, where tiles of 64 rows take 12; of 2048, 25
-  // and 27. They must fill a step: 131072 rows of 128 took 46 us in tiles of 32 rows, 41 in 64.
-  constexpr int64_t kTileRows = 32;
-  if (cols * element_size <= kNarrowBytes && cols * kTileRows >= kStepElements) {
-    const int64_t units = (cols * kTileRows + kStepElements - 1) / kStepElements;
-    const int64_t cluster = std::max<int64_t>(std::min<int64_t>({units, 2, device.cluster}), 1);
-    const int64_t steps = std::max<int64_t>((units + cluster - 1) / cluster, 1);
-    if (steps <= large)
-      return {static_cast<int>(kTileRows), static_cast<int>(steps), static_cast<int>(cluster)};
+  NormTilesPolicy best;
+  for (const int tile_rows : {64, 32}) {
+    const int64_t width = kStepElements / tile_rows, units = (cols + width - 1) / width;
+    for (int cluster = 1; cluster <= device.cluster; ++cluster) {
+      const int64_t steps = std::max<int64_t>((units + cluster - 1) / cluster, 1);
+      if (steps > kNormTileSlots || (cluster > 1 && (cluster - 1) * steps >= units)) continue;
+      const NormTilesPolicy policy =
+          norm_tiles_ring({.rows = tile_rows, .steps = static_cast<int>(steps), .cluster = cluster},
+                          element_size, device);
+      if (policy.rows == 0) continue;
+      if (best.rows == 0 ||
+          norm_tiles_cost(policy, rows, device) < norm_tiles_cost(best, rows, device))
+        best = policy;
+    }
   }
-  const int64_t small = std::max<int64_t>(device.shared_bytes / 3 / step_bytes, 1);
-  for (const int64_t tile_rows : {64, 32}) {
-    const int64_t units = (cols + kStepElements / tile_rows - 1) / (kStepElements / tile_rows);
-    int64_t steps = std::max<int64_t>((units + device.cluster - 1) / device.cluster, 1);
-    if (steps > (tile_rows == 64 ? std::min(small, large) : large)) continue;
-    // Where there is enough to do, larger pieces of rows and fewer of them.
-    const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-    while (steps < small && tiles * ((units + steps) / (steps + 1)) >= device.multiprocessors)
-      ++steps;
-    const int64_t cluster = (units + steps - 1) / steps;
-    return {static_cast<int>(tile_rows), static_cast<int>((units + cluster - 1) / cluster),
-            static_cast<int>(cluster)};
-  }
-  return {};
+  return best;
+}
+
+// All of them with the same number of rounds.
+constexpr int64_t norm_tiles_clusters(const NormTilesPolicy& p, int64_t tiles,
+                                      const DeviceLimits& device) {
+  return balanced_grid(tiles, norm_tiles_resident(p, device));
 }
 
 // Backward: clusters of blocks stay and take batch after batch of rows. A block holds `width`
@@ -124,11 +179,8 @@ constexpr NormBackwardPolicy norm_backward_candidate(const NormBackwardShape& s,
 
 constexpr int64_t norm_backward_clusters(const NormBackwardShape& s, const NormBackwardPolicy& p) {
   const int64_t batches = (s.rows + p.groups - 1) / p.groups;
-  // The parts of a chip within which clusters lie differ in size: on Hopper 16 or 18
-  // multiprocessors.
-  const int64_t all = s.device.multiprocessors;
-  const int64_t usable = p.cluster == 1 ? all : all / 16 * 16;
-  return std::max<int64_t>(std::min({batches, s.max_parts, usable / p.cluster}), 1);
+  const int64_t resident = s.device.clusters[static_cast<size_t>(p.cluster)];
+  return std::max<int64_t>(std::min({batches, s.max_parts, resident}), 1);
 }
 
 // Clocks by a rough model: a round takes as long as its bytes take at a multiprocessor's share of
@@ -166,14 +218,6 @@ constexpr NormBackwardPolicy norm_backward_policy(const NormBackwardShape& s) {
     if (best.cluster != 0) break;
   }
   return best;
-}
-
-// Blocks of a grid whose blocks loop over `items`: at most `resident`, all with the same number of
-// rounds, so that none runs alone at the end.
-constexpr int64_t balanced_grid(int64_t items, int64_t resident) {
-  if (items <= resident) return std::max<int64_t>(items, 1);
-  const int64_t rounds = (items + resident - 1) / resident;
-  return (items + rounds - 1) / rounds;
 }
 
 // Forward: a few rows more than the chip holds at once are shared out evenly. With many, blocks
