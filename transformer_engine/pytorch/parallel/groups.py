@@ -95,7 +95,9 @@ class TensorParallel:
         return dist.get_rank(self.group) if group_size(self.group) == self.size else None
 
     def check(self) -> Any:
-        """The group, for a collective.
+        """The group, for a collective of a forward.
+
+        A backward reads `group`: torch 2.11 does not compile one that changes `used`.
 
         Raises:
             RuntimeError: the group was not set.

@@ -149,7 +149,7 @@ class Replicated(Collective):
     ) -> tuple[Results, Any]:
         """The sum over the ranks."""
         self._count("all-reduce", grads[0], backward=True, overlapped=True)
-        return (all_reduce(grads[0], self.ranks.check()),), None
+        return (all_reduce(grads[0], self.ranks.group),), None
 
 
 class _GatherPlan(NamedTuple):
@@ -261,7 +261,7 @@ class Gather(Collective):
         overlap = self.ranks.overlap
         in_parts = overlap.gather or overlap.grad_scatter
         self._count("reduce-scatter", grad, True, True, in_parts)
-        return (reduce_scatter(grad, self.ranks.check(), in_parts=in_parts),), None
+        return (reduce_scatter(grad, self.ranks.group, in_parts=in_parts),), None
 
 
 class _ReducePlan(NamedTuple):
@@ -335,7 +335,7 @@ class ReduceScatter(Reduce):
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradients of all tokens, gathered in FP8 if the Matmul takes FP8."""
-        grad, group = grads[0], self.ranks.check()
+        grad, group = grads[0], self.ranks.group
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
             plain = request is not None and request.quantizer is IDENTITY
