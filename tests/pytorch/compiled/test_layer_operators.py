@@ -172,3 +172,19 @@ def test_sizes_that_change(device: str) -> None:
             for y in (call(x), layer(twin)):
                 y.sum().backward()
         assert_bitwise(x.grad, twin.grad)
+
+
+def test_no_guard_asks_for_an_attribute_that_may_be_absent(device: str) -> None:
+    """Of a module or parameter: such a guard raises an error inside, in every call."""
+    asked: list[str] = []
+
+    def keep(guards: Any) -> list[bool]:
+        found = [guard.name for guard in guards if guard.guard_type == "HASATTR"]
+        asked.extend([name for name in found if "_modules" in name])
+        return [True] * len(guards)
+
+    options = {"guard_filter_fn": keep}
+    layer = torch.compile(build(device), backend="aot_eager", fullgraph=True, options=options)
+    with te.fp8_autocast(enabled=True, fp8_recipe=RECIPES["delayed"]):
+        layer(batch(device))
+    assert not asked

@@ -46,7 +46,7 @@ class _Gathering(ListingFlow):
         if not chain.kind:
             raise NotOneChain
         tensors = tuple([self._values[i] for i in likes])
-        coming = Incoming(tensors, tuple([self._needs[v] for v in inputs]), self._records)
+        coming = Incoming(tensors, tuple([self._needs[v] for v in inputs]), self._records, True)
         planned = part.plan_call(coming, *arguments, **keywords)
         if planned is None:
             raise NotOneChain

@@ -31,10 +31,12 @@ class FlowModule(Remakable, nn.Module):
         data_flow: `data_flow(flow, values, *groups)` computes the results of the layer from the
             values that come in and groups of arguments.
         flow_key: `flow_key()` returns what `data_flow` depends on beside its arguments.
+        flow_of_call: of a class that `joins_chains`: adds the parts of a call to a larger flow.
     """
 
     data_flow: Callable[..., Any]
     flow_key: Callable[[], Hashable]
+    flow_of_call: Callable[..., Any]
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,9 +91,10 @@ class ListingFlow(Flow):
         if type(module) not in _FORWARDS:
             raise NotOneChain
         self.modules.append(module)
-        if getattr(module, "return_bias", False):
+        # Compiled code looks at this in every call: in Python where an attribute may be absent.
+        if module.__dict__.get("return_bias"):
             raise NotOneChain
-        if hasattr(module, "data_flow"):
+        if isinstance(module, FlowModule):
             return module.flow_of_call(self, *arguments, **keywords)
         return self._add(module, arguments, keywords)
 

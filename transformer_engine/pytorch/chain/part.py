@@ -22,11 +22,13 @@ class Incoming(NamedTuple):
         likes: for each value a tensor of its device, dtype and sizes; the last size may differ.
         needs: for each value whether it needs a gradient.
         records: gradients are enabled.
+        in_operator: an operator of compiled code runs the call; its plan is facts alone.
     """
 
     likes: tuple[torch.Tensor, ...]
     needs: tuple[bool, ...]
     records: bool
+    in_operator: bool = False
 
     @property
     def like(self) -> torch.Tensor:
@@ -81,6 +83,8 @@ class Part:
         dtype = values.like.dtype
         needs = values.with_parameters(parameters) if needs is None else needs
         if torch.compiler.is_compiling():
+            if values.in_operator:  # what stages make of it would be conditions of the graph
+                return self._plan_with(dtype, needs, options), parameters
             return self._prepared(dtype, needs, options), parameters
         key = (dtype, needs, options)
         plan = self._plans.get(key)
@@ -91,9 +95,13 @@ class Part:
         return plan, parameters
 
     def _prepared(self, dtype: torch.dtype, needs: tuple[bool, ...], options: Any) -> CallPlan:
+        return self.chain.prepare(self._plan_with(dtype, needs, options))
+
+    @staticmethod
+    def _plan_with(dtype: torch.dtype, needs: tuple[bool, ...], options: Any) -> CallPlan:
         plan = CallPlan(dtype, needs)
         plan.options = options
-        return self.chain.prepare(plan)
+        return plan
 
     def __call__(self, *values_and_arguments: Any) -> Any:
         """Run the chain as one node of autograd's graph."""

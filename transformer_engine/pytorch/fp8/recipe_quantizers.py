@@ -189,7 +189,7 @@ def states_of(
         else:
             made = module.make_compiled_state(device, type(recipe), constants, process_group)
             for state in module.scaling.values():  # a condition of the graph; -O drops assertions
-                own = state.group.compiled if state.group else 0
+                own = state.compiled
                 if own != made and device.type != "meta":
                     raise RuntimeError(f"[autocast] expected scaling group {made}, got {own}")
     forward, moved = state_of(module, recipe, FORWARD, device, group)

@@ -40,6 +40,7 @@ class ScalingState:
         options: Any = {"dtype": torch.float32, "device": device}
         self.version = 0
         self.group: ScalingGroup | None = None
+        self.compiled = 0  # `ScalingGroup.compiled` of the group, or 0: a condition of graphs
         self._place(torch.ones(count, **options), torch.zeros(length, count, **options))
 
     def _place(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
@@ -223,7 +224,7 @@ class ScalingGroup:
     def add(self, state: ScalingState) -> None:
         """Add a state, and remove it from the group that it was in."""
         if state.group is not self:
-            state.group = self
+            state.group, state.compiled = self, self.compiled
             self.members[state.direction].add(state)
 
     def absorb(self, other: ScalingGroup) -> None:

@@ -34,18 +34,18 @@ def check_hidden(
     module: nn.Module, parameter: str, x: torch.Tensor, features: int, format: str
 ) -> None:
     """Raise unless this is hidden states, or an encoder's output, in a format like `sbhd`."""
-    kind = type(module).__name__
     if not isinstance(x, _Tensor) or x.layout is not _strided:
-        refuse_input(kind, parameter, x, module.name)  # type: ignore[arg-type]
+        refuse_input(type(module).__name__, parameter, x, module.name)  # type: ignore[arg-type]
     shape = x.shape
     if not shape or shape[-1] != features or len(shape) != (2 if format == "thd" else 3):
         raise ValueError(
-            f"[{kind}] expected {parameter} of shape ({LEADING[format]}, {features}), got"
-            f" {tuple(shape)}"
+            f"[{type(module).__name__}] expected {parameter} of shape ({LEADING[format]},"
+            f" {features}), got {tuple(shape)}"
         )
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
-            f"[{kind}] expected {parameter} of float32, float16 or bfloat16, got {x.dtype}"
+            f"[{type(module).__name__}] expected {parameter} of float32, float16 or bfloat16, got"
+            f" {x.dtype}"
         )
 
 

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.tensor.quantized_tensor import Handler, Parts, Q
 from transformer_engine.pytorch.tensor.writing import ShardRanks, ranks_of
 
 aten = torch.ops.aten
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _cuts(x: QuantizedTensor, rows: int) -> bool:
@@ -119,6 +120,8 @@ def piece_of(parameter: torch.Tensor) -> QuantizedTensor | None:
     """A parameter that is kept in FP8, or this rank's piece of it; None for others."""
     if isinstance(parameter, QuantizedTensor):
         return parameter
+    if type(parameter) in _PLAIN_TYPES:
+        return None
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return None
