@@ -4,6 +4,7 @@ An import of torch and of what is tested takes seconds, so ranks over gloo are f
 that has done that, which has the environment of the first start. CUDA does not survive a fork.
 """
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ FORKED.set_forkserver_preload(
     [
         "transformer_engine.pytorch",
         "torch._dynamo",
+        "torch._inductor.compile_fx",  # of which any compiler of graphs imports much
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
     ]
@@ -88,6 +90,8 @@ def _run_one(
 def _joined(rank: int, world_size: int, backend: str, store: str, seconds: float) -> Iterator[None]:
     """This process is a rank, with one thread; an error ends it."""
     torch.set_num_threads(1)
+    gc.freeze()  # what all ranks have from their parent
+    gc.set_threshold(20_000)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
