@@ -270,6 +270,7 @@ def test_multihead_attention():
     check(Turned(), (torch.randn(2, 8, HIDDEN),), (torch.randn(3, 16, HIDDEN),), dynamic=dynamic)
 
 
+@pytest.mark.sampled_on_cpu("current")
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["fp32", "current"])
 def test_transformer_layer(recipe, device):
     layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device=device).eval()
@@ -289,17 +290,18 @@ def test_gpt_in_fp8():
     check(Gpt(settings), (tokens,), others, RECIPES["delayed"], dynamic)
 
 
+@pytest.mark.sampled_on_cpu("plain-dtype1", "current-dtype0")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["plain", "current"])
-def test_half_precision(recipe, device):
+def test_half_precision(recipe, dtype, device):
     """fp16 runs on the CPU; for bf16 onnxruntime has too few operators there."""
-    for dtype in (torch.float16, torch.bfloat16):
-        module = te.LayerNormMLP(32, 64, params_dtype=dtype, device=device)
-        inputs, others = (torch.randn(n, 2, 32, dtype=dtype, device=device) for n in (4, 6))
-        if dtype is torch.float16:
-            check(module, (inputs,), (others,), recipe, bound=2e-3)
-        else:
-            proto = export(trained(module, (inputs,), recipe), (inputs,), recipe)
-            onnx.checker.check_model(proto, full_check=True)
+    module = te.LayerNormMLP(32, 64, params_dtype=dtype, device=device)
+    inputs, others = (torch.randn(n, 2, 32, dtype=dtype, device=device) for n in (4, 6))
+    if dtype is torch.float16:
+        check(module, (inputs,), (others,), recipe, bound=2e-3)
+    else:
+        proto = export(trained(module, (inputs,), recipe), (inputs,), recipe)
+        onnx.checker.check_model(proto, full_check=True)
 
 
 def test_newer_opset():

@@ -1,0 +1,28 @@
+"""Torch's list of the operators of ONNX, made once for all exports."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def _operators_of_onnx() -> Any:
+    """By version; torch reads their sources anew for each export, which takes a second."""
+    pytest.importorskip("onnxscript")
+    from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415
+
+    return ONNXRegistry, functools.cache(ONNXRegistry.from_torchlib)
+
+
+@pytest.fixture(autouse=True)
+def _made_once(_operators_of_onnx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, made = _operators_of_onnx
+
+    def copied(*version: Any, **options: Any) -> Any:
+        found = copy.copy(made(*version, **options))
+        found.functions = {name: list(ways) for name, ways in found.functions.items()}
+        return found
+
+    monkeypatch.setattr(registry, "from_torchlib", staticmethod(copied))
