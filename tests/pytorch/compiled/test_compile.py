@@ -197,7 +197,7 @@ def test_equals_eager(case, device):
     run(case, device, "aot_eager", bitwise if device == "cpu" else near)
 
 
-@pytest.mark.sampled_on_cpu
+@pytest.mark.sampled_on_cpu("LayerNormMLP")  # a whole layer takes it twenty seconds
 @pytest.mark.parametrize(
     "case",
     (

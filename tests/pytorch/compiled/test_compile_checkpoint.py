@@ -179,6 +179,7 @@ def test_core_attention_is_not_kept() -> None:
     assert (run["backward softmax_forward"], again["backward softmax_forward"]) == (0, 1)
 
 
+@pytest.mark.sampled_on_cpu("dropout-inductor", "drop1-aot_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     "drop", [nn.functional.dropout, partial(dropout_add, bias=None, residual=None)]
