@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from replica_reference import LAYERS, RECIPES
+from replica_reference import PAIRS, RECIPES
 from shard_ranks import FLAT, OPTIMIZERS, hybrid, shards
 
-CASES = [f"{layer} {precision}" for layer in LAYERS for precision in RECIPES]
+CASES = [f"{layer} {precision}" for layer, precision in PAIRS]
 IN_FP8 = [f"{case}, FP8 weights" for case in CASES if not case.endswith("bf16")]
 FLAT_CASES = [f"flat {a} {b} {original}" for a, b in FLAT for original in (True, False)]
 STEPPED = [

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from rank_device import here
 from replica_reference import (
-    LAYERS,
+    PAIRS,
     RECIPES,
     alone,
     differences,
@@ -116,9 +116,7 @@ def replicas(rank: int) -> dict[str, Any]:
     """Every case, by name."""
     group = alone(rank)
     found: dict[str, Any] = {
-        f"{layer} {precision}": _case(layer, precision, rank, group)
-        for layer in LAYERS
-        for precision in RECIPES
+        f"{layer} {precision}": _case(layer, precision, rank, group) for layer, precision in PAIRS
     }
     for name, options in OPTIONS.items():
         found[name] = _case("TransformerLayer", "delayed", rank, group, **options)

@@ -59,6 +59,18 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+# A TransformerLayer has the other layers inside, but for one: these meet a recipe each.
+PAIRS = [
+    (layer, precision)
+    for precision in RECIPES
+    for layer in LAYERS
+    if torch.cuda.is_available()
+    or layer in ("TransformerLayer", "GroupedLinear")
+    or (layer, precision)
+    in {("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "block")}
+]
+
+
 def make(layer: str, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """A layer, with the same weights in every process."""
     torch.manual_seed(seed)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_device import here
 from replica_reference import (
     HIDDEN,
-    LAYERS,
+    PAIRS,
     RECIPES,
     alone,
     differences,
@@ -223,18 +223,18 @@ def shards(rank: int) -> dict[str, Any]:
     """Every case, by name."""
     group, mesh = alone(rank), init_device_mesh(here().type, (2,))
     found: dict[str, Any] = {}
-    for precision in RECIPES:
-        for layer in LAYERS:
-            found[f"{layer} {precision}"] = _case(layer, precision, rank, group, mesh=mesh)
-            if precision != "bf16":
-                found[f"{layer} {precision}, FP8 weights"] = _case(
-                    layer, precision, rank, group, True, mesh=mesh
+    for layer, precision in PAIRS:
+        found[f"{layer} {precision}"] = _case(layer, precision, rank, group, mesh=mesh)
+        if precision != "bf16":
+            found[f"{layer} {precision}, FP8 weights"] = _case(
+                layer, precision, rank, group, True, mesh=mesh
+            )
+        if (layer, precision) in FLAT:
+            for original in (True, False):
+                found[f"flat {layer} {precision} {original}"] = _flat(
+                    layer, precision, rank, group, original
                 )
-            if (layer, precision) in FLAT:
-                for original in (True, False):
-                    found[f"flat {layer} {precision} {original}"] = _flat(
-                        layer, precision, rank, group, original
-                    )
+    for precision in RECIPES:
         found[f"mixed {precision}"] = _mixed(precision, rank, group, mesh)
     for name in OPTIMIZERS:
         for fp8_weights in (False, True):
