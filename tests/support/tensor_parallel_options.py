@@ -213,9 +213,19 @@ def _mlp(sequence: bool) -> te.LayerNormMLP:
     return te.LayerNormMLP(64, 128, **options)
 
 
+def _attention(sequence: bool) -> te.MultiheadAttention:
+    torch.manual_seed(11)
+    options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": sequence}
+    options |= {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16, "device": "cpu"}
+    return te.MultiheadAttention(64, 4, attention_dropout=0.0, input_layernorm=True, **options)
+
+
 def compiled_layers(rank: int) -> None:
-    """Compute what eager ones do, in two steps of one graph; a layer takes seconds to compile."""
-    cases = ((_layer, True, "current"), (_mlp, True, "delayed"), (_mlp, False, "bf16"))
+    """Compute what eager ones do, in two steps of one graph; the two halves of a whole layer.
+
+    Each takes seconds to compile.
+    """
+    cases = ((_attention, True, "current"), (_mlp, True, "delayed"), (_mlp, False, "bf16"))
     for make, sequence, precision in cases:
         torch._dynamo.reset()
         layer, group = make(sequence), dist.new_group([0, 1])
