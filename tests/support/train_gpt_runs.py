@@ -8,7 +8,7 @@ import torch
 
 import train_gpt
 
-LAYERS, STEPS, VALIDATIONS, VALIDATION_BATCHES = 1, 24, 4, 12
+LAYERS, STEPS, VALIDATIONS, VALIDATION_BATCHES = 1, 24, 4, 4
 SIZE = f"--layers {LAYERS} --hidden 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --lr 1e-2"
 TINY = [*SIZE.split(), "--validate-every", str(STEPS // VALIDATIONS)]
 
