@@ -40,6 +40,7 @@ class Counted:
         pass
 
 
+@pytest.mark.sampled_on_cpu("TransformerLayer", "Linear-delayed")  # the first has the others inside
 @pytest.mark.parametrize("recipe", ["high precision", "delayed", "current"])
 @pytest.mark.parametrize("name", MODULES)
 def test_what_stays_is_small_or_a_weight(name: str, recipe: str) -> None:
