@@ -19,7 +19,7 @@ from rank_device import here
 
 import transformer_engine.pytorch as te
 
-VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 2, 8
+VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 2, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 + SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "TP2 + SP, MLP of operations": {
@@ -143,7 +143,7 @@ def losses(model: Any, layout: dict[str, Any], state: Any) -> list[float]:
     )
 
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     found: list[float] = []
     context = state.get_context_parallel_group() if "context_parallel_size" in layout else None
     for step in range(STEPS):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attempts import attempt
-from megatron_ranks import LAYOUTS, LENGTH, STEPS, batch, gpt, groups, take_parts
+from megatron_ranks import LAYOUTS, LENGTH, batch, gpt, groups, take_parts
 
 import transformer_engine.pytorch as te
 
-MICRO_BATCHES = 4
+MICRO_BATCHES, STEPS = 4, 8
 FP8 = {"bf16": None, "delayed": "delayed", "tensorwise": "tensorwise"}
 # Of losses, as in `megatron_ranks`; bf16 sums are rounded where ranks meet.
 BOUNDS = {"bf16": 2e-2, "delayed": 5e-2, "tensorwise": 5e-2}
