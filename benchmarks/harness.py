@@ -19,6 +19,7 @@ import functools
 import gc
 import json
 import os
+import random
 import statistics
 import subprocess
 import time
@@ -71,6 +72,9 @@ def time_gpu_each(
 ) -> dict[str, Timing]:
     """GPU time of one call of each contender, interleaved so that all see the same clocks.
 
+    Each round has an order of its own, the same on all ranks: what always followed the call that
+    takes most power would be measured at lower clocks.
+
     Cold: FLUSH_BYTES are written between calls, so that no input is still in L2. The first
     `warmup` rounds (allocator, autotuning, clocks) are not counted. `meet` is called before each
     call, untimed: GPUs that work together wait for each other there.
@@ -78,15 +82,17 @@ def time_gpu_each(
     require_gpu()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
     events: dict[str, list[list[torch.cuda.Event]]] = {name: [] for name in contenders}
+    order, shuffler = list(contenders), random.Random(0)
     for _ in range(warmup + repeats):
-        for name, call in contenders.items():
+        shuffler.shuffle(order)
+        for name in order:
             if flush is not None:
                 flush.zero_()
             if meet is not None:
                 meet()
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
-            call()
+            contenders[name]()
             pair[1].record()
             events[name].append(pair)
     torch.cuda.synchronize()
