@@ -1,10 +1,10 @@
 """Fixtures and GPU skipping for all tests; those without torch also run where it is missing."""
 
-import gc
 import os
 import random
 
 import pytest
+from garbage import collect_seldom
 
 # Threads that spin while they wait take the processor from other processes of this machine: with
 # six of them busy, tests of small models took up to fifteen times as long.
@@ -16,8 +16,6 @@ except ModuleNotFoundError:
     torch = None
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
-# Of the garbage collector: with Python's own, a tenth of the time of compilers is spent in it.
-EAGERNESS = (20_000, 10, 10)
 SAMPLED = 8  # one in so many cases of a `sampled_on_cpu` test runs on machines without a GPU
 
 
@@ -34,8 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # tests collect garbage, which takes half a second with the objects of all tests
-    gc.set_threshold(*EAGERNESS)
+    collect_seldom()
 
 
 def _skip_most_sampled(items: list[pytest.Item]) -> None:

@@ -107,14 +107,14 @@ class Groups {
  private:
   static constexpr int kBlocks = 2, kMovers = kBlocks * kNormTileGroups;
 
-  int group(int mover) const { return mover % kNormTileGroups; }
-  int step_at(int mover, int i) const { return group(mover) + i * kNormTileGroups; }
+  static int step_at(int mover, int i) { return mover % kNormTileGroups + i * kNormTileGroups; }
   bool done(int mover) const { return step_at(mover, written_[mover]) >= steps_; }
-  bool has_written(int block, int step) const {
-    const int mover = block * kNormTileGroups + step % kNormTileGroups;
-    return written_[mover] > step / kNormTileGroups;
+  // Of the group of a block whose step this is.
+  static bool has_done(const std::array<int, kMovers>& done, int block, int step) {
+    return done[block * kNormTileGroups + step % kNormTileGroups] > step / kNormTileGroups;
   }
-  bool has_sent(int mover, int step) const { return sent_[mover] > step / kNormTileGroups; }
+  bool has_written(int block, int step) const { return has_done(written_, block, step); }
+  bool has_sent(int block, int step) const { return has_done(sent_, block, step); }
 
   void advance(int mover) {
     if (done(mover)) return;
@@ -125,7 +125,7 @@ class Groups {
       const int before = unsent - p_.slots;  // what lay in its slot
       const int block = mover / kNormTileGroups;
       if (before >= 0) {
-        broken_ |= !has_sent(block * kNormTileGroups + before % kNormTileGroups, before);
+        broken_ |= !has_sent(block, before);
         if (!has_written(block, before)) return;
       }
       check_overwritten(unsent / p_.steps - p_.part_tiles);
@@ -135,7 +135,7 @@ class Groups {
     const int tile = now / p_.steps;
     for (int step = tile * p_.steps; step < (tile + 1) * p_.steps; ++step)
       for (int block = 0; block < kBlocks; ++block)
-        if (!has_sent(block * kNormTileGroups + step % kNormTileGroups, step)) return;
+        if (!has_sent(block, step)) return;
     ++written_[mover];
   }
 

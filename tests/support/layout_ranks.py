@@ -28,8 +28,7 @@ PRECISIONS = [
     (one, fp8)
     for one in RECIPES
     for fp8 in (False, True)
-    if (fp8 and one != "bf16")
-    or (not fp8 and (one in ("bf16", "delayed") or torch.cuda.is_available()))
+    if (one != "bf16" if fp8 else one in ("bf16", "delayed") or torch.cuda.is_available())
 ]
 
 

@@ -4,7 +4,6 @@ An import of torch and of what is tested takes seconds, so ranks over gloo are f
 that has done that, which has the environment of the first start. CUDA does not survive a fork.
 """
 
-import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import statistics_ranks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from garbage import collect_seldom
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
@@ -90,8 +90,7 @@ def _run_one(
 def _joined(rank: int, world_size: int, backend: str, store: str, seconds: float) -> Iterator[None]:
     """This process is a rank, with one thread; an error ends it."""
     torch.set_num_threads(1)
-    gc.freeze()  # what all ranks have from their parent
-    gc.set_threshold(20_000)
+    collect_seldom()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

@@ -206,18 +206,25 @@ def stage_by_stage_and_recorded(rank: int) -> None:
                 assert _equal(recorded, _step(_layer(sequence), _input(sequence), precision))
 
 
+def _shared(sequence: bool) -> dict[str, Any]:
+    """Options of a module that ranks share."""
+    options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": sequence}
+    return options | {
+        "tp_group": dist.group.WORLD,
+        "params_dtype": torch.bfloat16,
+        "device": "cpu",
+    }
+
+
 def _mlp(sequence: bool) -> te.LayerNormMLP:
     torch.manual_seed(11)
-    options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": sequence}
-    options |= {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16, "device": "cpu"}
-    return te.LayerNormMLP(64, 128, **options)
+    return te.LayerNormMLP(64, 128, **_shared(sequence))
 
 
 def _attention(sequence: bool) -> te.MultiheadAttention:
     torch.manual_seed(11)
-    options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": sequence}
-    options |= {"tp_group": dist.group.WORLD, "params_dtype": torch.bfloat16, "device": "cpu"}
-    return te.MultiheadAttention(64, 4, attention_dropout=0.0, input_layernorm=True, **options)
+    options = {"attention_dropout": 0.0, "input_layernorm": True, **_shared(sequence)}
+    return te.MultiheadAttention(64, 4, **options)
 
 
 def compiled_layers(rank: int) -> None:

@@ -46,7 +46,8 @@ class _Gathering(ListingFlow):
         if not chain.kind:
             raise NotOneChain
         tensors = tuple([self._values[i] for i in likes])
-        coming = Incoming(tensors, tuple([self._needs[v] for v in inputs]), self._records, True)
+        needs = tuple([self._needs[v] for v in inputs])
+        coming = Incoming(tensors, needs, self._records, in_operator=True)
         planned = part.plan_call(coming, *arguments, **keywords)
         if planned is None:
             raise NotOneChain
