@@ -1,4 +1,4 @@
-# Language standard, compiler cache, sanitizers, and te_compile_options(), which every target of ours calls.
+# Language standard, compiler cache, sanitizers, and te_compile_options(), which every target of ours calls; te_compile_together().
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -49,4 +49,10 @@ function(te_compile_options target)
     list(APPEND cuda -Xptxas=-v)
   endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${cxx}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda}>")
+endfunction()
+
+# For files whose headers take most of the compiler's time: a dozen of bindings takes as long as four compiled one by one. What such
+# files define in an anonymous namespace needs a name of its own.
+function(te_compile_together target)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 13)
 endfunction()

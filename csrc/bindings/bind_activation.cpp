@@ -25,11 +25,12 @@ Fp8Args fp8_args(const QuantizedView& quantized, const TensorView& current_scale
   return args;
 }
 
-void forward_into(const TensorView& x, int kind, const TensorView& y, int format,
-                  const TensorView& rowwise, const TensorView& columnwise, const TensorView& scales,
-                  const TensorView& scale, const TensorView& amax, const TensorView& current_scales,
-                  bool power_of_2, float epsilon, const TensorView& moments,
-                  const TensorView& active, float limit, float alpha, float offset) {
+void activation_forward_into(const TensorView& x, int kind, const TensorView& y, int format,
+                             const TensorView& rowwise, const TensorView& columnwise,
+                             const TensorView& scales, const TensorView& scale,
+                             const TensorView& amax, const TensorView& current_scales,
+                             bool power_of_2, float epsilon, const TensorView& moments,
+                             const TensorView& active, float limit, float alpha, float offset) {
   const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
@@ -40,13 +41,15 @@ void forward_into(const TensorView& x, int kind, const TensorView& y, int format
       stream);
 }
 
-void backward_into(const TensorView& dy, const TensorView& x, int kind, const TensorView& dx,
-                   int format, const TensorView& rowwise, const TensorView& columnwise,
-                   const TensorView& scales, const TensorView& scale, const TensorView& amax,
-                   const TensorView& current_scales, bool power_of_2, float epsilon,
-                   const TensorView& dbias, const TensorView& moments, const TensorView& active,
-                   float limit, float alpha, float offset, const TensorView& again,
-                   const TensorView& again_scales, int again_format, bool again_rounded) {
+void activation_backward_into(const TensorView& dy, const TensorView& x, int kind,
+                              const TensorView& dx, int format, const TensorView& rowwise,
+                              const TensorView& columnwise, const TensorView& scales,
+                              const TensorView& scale, const TensorView& amax,
+                              const TensorView& current_scales, bool power_of_2, float epsilon,
+                              const TensorView& dbias, const TensorView& moments,
+                              const TensorView& active, float limit, float alpha, float offset,
+                              const TensorView& again, const TensorView& again_scales,
+                              int again_format, bool again_rounded) {
   const Stream stream = bridge::current_stream(x.device);
   const auto [quantized, current] =
       fp8_args(quantized_view(rowwise, columnwise, scales, scale, amax, static_cast<DType>(format)),
@@ -79,15 +82,15 @@ void bind_activation(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
   constexpr ActivationParameters kGptOss;
-  m.def("activation_forward", recordable<&forward_into>, arg("x"), arg("kind"), arg("y"),
+  m.def("activation_forward", recordable<&activation_forward_into>, arg("x"), arg("kind"), arg("y"),
         arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"), arg("amax"),
         arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("moments") = none(),
         arg("active") = none(), arg("limit") = kGptOss.limit, arg("alpha") = kGptOss.alpha,
         arg("offset") = kGptOss.offset);
-  m.def("activation_backward", recordable<&backward_into>, arg("dy"), arg("x"), arg("kind"),
-        arg("dx"), arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"), arg("scale"),
-        arg("amax"), arg("current_scales"), arg("power_of_2"), arg("epsilon"), arg("dbias"),
-        arg("moments") = none(), arg("active") = none(), arg("limit") = kGptOss.limit,
+  m.def("activation_backward", recordable<&activation_backward_into>, arg("dy"), arg("x"),
+        arg("kind"), arg("dx"), arg("format"), arg("rowwise"), arg("columnwise"), arg("scales"),
+        arg("scale"), arg("amax"), arg("current_scales"), arg("power_of_2"), arg("epsilon"),
+        arg("dbias"), arg("moments") = none(), arg("active") = none(), arg("limit") = kGptOss.limit,
         arg("alpha") = kGptOss.alpha, arg("offset") = kGptOss.offset, arg("again") = none(),
         arg("again_scales") = none(), arg("again_format") = static_cast<int>(DType::Float8E4M3),
         arg("again_rounded") = false);

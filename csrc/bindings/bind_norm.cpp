@@ -9,12 +9,13 @@
 namespace te::bindings {
 namespace {
 
-void forward_into(const TensorView& x, const TensorView& gamma, const TensorView& beta, int kind,
-                  float epsilon, bool zero_centered, const TensorView& y, const TensorView& rowwise,
-                  const TensorView& columnwise, const TensorView& scales, const TensorView& mean,
-                  const TensorView& rstd, int format, const TensorView& scale,
-                  const TensorView& amax, bool current, float amax_epsilon, bool power_of_2,
-                  const TensorView& moments, const TensorView& active) {
+void norm_forward_into(const TensorView& x, const TensorView& gamma, const TensorView& beta,
+                       int kind, float epsilon, bool zero_centered, const TensorView& y,
+                       const TensorView& rowwise, const TensorView& columnwise,
+                       const TensorView& scales, const TensorView& mean, const TensorView& rstd,
+                       int format, const TensorView& scale, const TensorView& amax, bool current,
+                       float amax_epsilon, bool power_of_2, const TensorView& moments,
+                       const TensorView& active) {
   const Stream stream = bridge::current_stream(x.device);
   const auto fp8 = static_cast<DType>(format);
   NormForwardArgs args{.kind = static_cast<NormKind>(kind),
@@ -36,10 +37,10 @@ void forward_into(const TensorView& x, const TensorView& gamma, const TensorView
   norm_forward(args, stream);
 }
 
-void backward_into(const TensorView& dy, const TensorView& x, const TensorView& gamma,
-                   const TensorView& mean, const TensorView& rstd, int kind, bool zero_centered,
-                   const TensorView& residual_grad, const TensorView& dx, const TensorView& dgamma,
-                   const TensorView& dbeta) {
+void norm_backward_into(const TensorView& dy, const TensorView& x, const TensorView& gamma,
+                        const TensorView& mean, const TensorView& rstd, int kind,
+                        bool zero_centered, const TensorView& residual_grad, const TensorView& dx,
+                        const TensorView& dgamma, const TensorView& dbeta) {
   const Stream stream = bridge::current_stream(x.device);
   norm_backward({.kind = static_cast<NormKind>(kind),
                  .dy = dy,
@@ -61,15 +62,15 @@ void backward_into(const TensorView& dy, const TensorView& x, const TensorView& 
 void bind_norm(pybind11::module_& m) {
   using pybind11::arg;
   using pybind11::none;
-  m.def("norm_forward", recordable<&forward_into>, arg("x"), arg("gamma"), arg("beta"), arg("kind"),
-        arg("epsilon"), arg("zero_centered"), arg("y"), arg("rowwise"), arg("columnwise"),
-        arg("scales"), arg("mean"), arg("rstd"), arg("format"), arg("scale"), arg("amax"),
-        arg("current"), arg("amax_epsilon"), arg("power_of_2"), arg("moments") = none(),
-        arg("active") = none());
+  m.def("norm_forward", recordable<&norm_forward_into>, arg("x"), arg("gamma"), arg("beta"),
+        arg("kind"), arg("epsilon"), arg("zero_centered"), arg("y"), arg("rowwise"),
+        arg("columnwise"), arg("scales"), arg("mean"), arg("rstd"), arg("format"), arg("scale"),
+        arg("amax"), arg("current"), arg("amax_epsilon"), arg("power_of_2"),
+        arg("moments") = none(), arg("active") = none());
   m.def("norm_takes_moments", &norm_takes_moments, arg("x"), arg("gamma"), arg("beta"));
-  m.def("norm_backward", recordable<&backward_into>, arg("dy"), arg("x"), arg("gamma"), arg("mean"),
-        arg("rstd"), arg("kind"), arg("zero_centered"), arg("residual_grad"), arg("dx"),
-        arg("dgamma"), arg("dbeta"));
+  m.def("norm_backward", recordable<&norm_backward_into>, arg("dy"), arg("x"), arg("gamma"),
+        arg("mean"), arg("rstd"), arg("kind"), arg("zero_centered"), arg("residual_grad"),
+        arg("dx"), arg("dgamma"), arg("dbeta"));
 }
 
 }  // namespace te::bindings

@@ -5,6 +5,8 @@
 // each call brings (a slot), or in a persistent tensor that was named beforehand (scales, amaxes,
 // rows of statistics). Any other address refuses the recording: nothing says how long it is valid.
 
+#pragma once
+
 #include <pybind11/pybind11.h>
 
 #include <array>

@@ -69,8 +69,8 @@ DeviceFacts facts_of(Device device) {
       .code = code_of(device.index),
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device.index),
       .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)};
-  constexpr int kHopper = 90;
-  if (facts.code >= kHopper) facts.clusters = clusters_of(static_cast<int>(facts.shared_bytes));
+  if (facts.code >= kHopperCapability)
+    facts.clusters = clusters_of(static_cast<int>(facts.shared_bytes));
   return facts;
 }
 

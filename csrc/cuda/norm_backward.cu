@@ -10,6 +10,7 @@
 #include "cuda/column_sum.h"
 #include "cuda/launch.h"
 #include "cuda/norm.h"
+#include "cuda/policy/remembered.h"
 #include "ops/column_sum.h"
 
 namespace te::cuda {
@@ -86,18 +87,6 @@ int64_t launch(const NormBackwardArgs& args, const Problem& p, const Launch& how
   });
 }
 
-// The search takes microseconds; a model asks for the same few shapes again and again.
-const NormBackwardPolicy& policy_of(const NormBackwardShape& shape) {
-  struct Known {
-    NormBackwardShape shape;
-    NormBackwardPolicy policy;
-  };
-  thread_local std::array<Known, 8> cache{};
-  Known& known = cache[static_cast<size_t>(shape.rows + shape.cols / 8 + shape.read_bytes) % 8];
-  if (!(known.shape == shape)) known = {shape, norm_backward_policy(shape)};
-  return known.policy;
-}
-
 bool fits(const NormBackwardArgs& args) {
   for (const TensorView* t : {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace})
     if (!is_aligned(t->data, 16)) return false;
@@ -119,7 +108,8 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
                                 .write_bytes = x_bytes,
                                 .max_parts = ceil_div(rows, kRowsPerColumnPart),
                                 .device = device_limits(args.x.device)};
-  const NormBackwardPolicy policy = policy_of(shape);
+  const NormBackwardPolicy policy =
+      remembered(shape, rows + cols / 8 + shape.read_bytes, norm_backward_policy);
   if (policy.cluster == 0) return false;
   const Problem p{.dy = args.dy.data,
                   .x = args.x.data,

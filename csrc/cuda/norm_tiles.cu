@@ -2,58 +2,21 @@
 // want whole rows, and both together exceed one multiprocessor: a cluster of blocks shares the
 // tile. What each warp does stands in device/norm_tiles.cuh.
 #include "cuda/device/norm_tiles.cuh"
-
-#include <array>
-#include <utility>
-
-#include "cuda/device/dependent_launch.cuh"
 #include "cuda/norm.h"
+#include "cuda/policy/remembered.h"
 
 namespace te::cuda {
 namespace {
 
-using norm_tiles::kGroups;
 using norm_tiles::kThreads;
 using norm_tiles::kUnitCols;
-using norm_tiles::kWarps;
 using norm_tiles::Problem;
-using norm_tiles::Worker;
 
 constexpr const char* kOp = "norm_forward";
 
 template <class In, NormKind kKind, int kRows, bool kMoments>
-__global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant__ Problem p) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ norm_tiles::Shared shared;
-  [[maybe_unused]] __shared__ TileMoments<kGroups * kWarps> moments;
-  const Worker<In, kKind, kRows> worker(p, shared, memory);
-  worker.init_barriers();
-  follow_previous_kernel();
-  GatheredMoments<In, kMoments, double> gathered;
-  const float amax = warp_reduce(worker.run(gathered), Max{});
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  if constexpr (kMoments) {
-    cluster_arrive();
-    cluster_wait();
-    if (p.moments) moments.leave(worker.moments(gathered));
-  } else {
-    if (!p.fp8.amax) return;
-  }
-  if (threadIdx.x % 32 == 0) shared.amaxes[warp] = amax;
-  __syncthreads();
-  if constexpr (kMoments) {
-    if (warp == kGroups * kWarps - 1 && p.moments)
-      moments.finish(p.moments, static_cast<int>(blockIdx.x));
-  }
-  if (threadIdx.x != 0 || !p.fp8.amax) return;
-  float block_amax = amax;
-  for (const float of_warp : shared.amaxes) block_amax = fmaxf(block_amax, of_warp);
-  atomic_max(p.fp8.amax, block_amax);
-}
-
-template <class In, NormKind kKind, int kRows, bool kMoments>
 void launch(const Problem& p, int64_t clusters, Device device, cudaStream_t stream) {
-  const auto kernel = tile_kernel<In, kKind, kRows, kMoments>;
+  const auto kernel = norm_tiles::tile_kernel<In, kKind, kRows, kMoments>;
   static OncePerDevice once;
   once(device, [&] { allow_shared_memory(reinterpret_cast<const void*>(kernel), device, kOp); });
   LaunchAttributes attributes(device_limits(device), p.policy.cluster);
@@ -66,21 +29,9 @@ void launch(const Problem& p, int64_t clusters, Device device, cudaStream_t stre
   check(cudaLaunchKernelEx(&config, kernel, p), kOp);
 }
 
-// The search takes a third of a microsecond; a model asks for the same few shapes again and again.
 NormTilesPolicy policy_of(const TensorView& x) {
-  struct Key {
-    int64_t rows = 0, cols = 0, element_size = 0;
-    const DeviceLimits* device = nullptr;
-    bool operator==(const Key&) const = default;
-  };
-  thread_local std::array<std::pair<Key, NormTilesPolicy>, 8> cache{};
-  const Key key{x.rows(), x.cols(), size_of(x.dtype), &device_limits(x.device)};
-  auto& [known, policy] = cache[static_cast<size_t>(key.rows + key.cols / 8) % cache.size()];
-  if (known != key) {
-    policy = norm_tiles_policy(key.rows, key.cols, key.element_size, *key.device);
-    known = key;
-  }
-  return policy;
+  const NormTilesShape shape{x.rows(), x.cols(), size_of(x.dtype), device_limits(x.device)};
+  return remembered(shape, shape.rows + shape.cols / 8, norm_tiles_policy);
 }
 
 bool fits(const NormForwardArgs& args) {

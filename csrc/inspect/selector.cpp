@@ -5,6 +5,8 @@
 #include <ranges>
 #include <system_error>
 
+#include "inspect/digit.h"
+
 namespace te::inspect {
 namespace {
 
@@ -20,8 +22,6 @@ std::string_view alias_of(std::string_view component) {
       std::ranges::find(kAliases, component, &std::pair<std::string_view, std::string_view>::first);
   return found == std::end(kAliases) ? std::string_view() : found->second;
 }
-
-bool is_digit(char c) { return '0' <= c && c <= '9'; }
 
 std::optional<int> layer_number(std::string_view layer) {
   std::optional<int> number;

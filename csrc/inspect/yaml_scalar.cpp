@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "core/error.h"
+#include "inspect/digit.h"
 
 namespace te::inspect {
 namespace {
@@ -28,8 +29,6 @@ template <class Words>
 bool one_of(const Words& words, std::string_view text) {
   return std::ranges::find(words, text) != std::end(words);
 }
-
-bool is_digit(char c) { return '0' <= c && c <= '9'; }
 
 bool digits_or_underscores(std::string_view text) {
   return std::ranges::all_of(text, [](char c) { return is_digit(c) || c == '_'; });

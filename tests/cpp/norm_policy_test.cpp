@@ -53,7 +53,7 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
     for (const int64_t size : {2, 4}) {
       for (const int64_t rows : {1, 64, 2048, 100000}) {
         for (int64_t cols = 8; cols <= 12288; cols += 8) {
-          const auto policy = norm_tiles_policy(rows, cols, size, device);
+          const auto policy = norm_tiles_policy({rows, cols, size, device});
           const bool fit = size == 2 || device.shared_bytes > 128 << 10;  // a step for each group
           const bool must = fit && cols <= (device.cluster > 1 ? 4096 : 512);
           if (must || policy.rows != 0) expect_tiles(policy, device, cols, size);
@@ -61,7 +61,8 @@ TEST(NormTilesPolicy, TakesRowsThatFitTheSharedMemory) {
       }
     }
   }
-  for (const int64_t size : {2, 4}) EXPECT_NE(norm_tiles_policy(64, 12288, size, kHopper).rows, 0);
+  for (const int64_t size : {2, 4})
+    EXPECT_NE(norm_tiles_policy({64, 12288, size, kHopper}).rows, 0);
 }
 
 // The clusters of a chip whose parts lack a few multiprocessors.
@@ -69,7 +70,7 @@ TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   const DeviceLimits device =
       limits_of({90, 90, 132, 227 << 10, {0, 132, 66, 39, 30, 22, 17, 15, 15}}, {});
   const auto same = [&](int64_t rows, int64_t cols, int tile_rows, int steps, int cluster) {
-    const auto policy = norm_tiles_policy(rows, cols, 2, device);
+    const auto policy = norm_tiles_policy({rows, cols, 2, device});
     return policy.rows == tile_rows && policy.steps == steps && policy.cluster == cluster;
   };
   EXPECT_TRUE(same(8192, 4096, 64, 2, 8));
@@ -80,7 +81,7 @@ TEST(NormTilesPolicy, StaysWhatWasMeasuredOnHopper) {
   EXPECT_TRUE(same(8192, 2048, 32, 2, 2));
   EXPECT_TRUE(same(16384, 1024, 64, 2, 2));
   EXPECT_TRUE(same(8192, 768, 64, 3, 1));
-  EXPECT_EQ(norm_tiles_clusters(norm_tiles_policy(8192, 4096, 2, device), 128, device), 15);
+  EXPECT_EQ(norm_tiles_clusters(norm_tiles_policy({8192, 4096, 2, device}), 128, device), 15);
 }
 
 // Groups of warps that send and write steps as the kernel does: nobody waits for ever, whatever

@@ -11,6 +11,7 @@
 // A lane has 8 x 8 values of a step, the block that CodeTile takes.
 #pragma once
 
+#include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/float8.cuh"
 #include "cuda/device/norm_tiles_sums.cuh"
 #include "cuda/device/pack_io.cuh"
@@ -223,5 +224,35 @@ class Worker {
   const Problem& p;
   RowSums<In, kKind, kRows> sums_;
 };
+
+template <class In, NormKind kKind, int kRows, bool kMoments>
+__global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ norm_tiles::Shared shared;
+  [[maybe_unused]] __shared__ TileMoments<kGroups * kWarps> moments;
+  const Worker<In, kKind, kRows> worker(p, shared, memory);
+  worker.init_barriers();
+  follow_previous_kernel();
+  GatheredMoments<In, kMoments, double> gathered;
+  const float amax = warp_reduce(worker.run(gathered), Max{});
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if constexpr (kMoments) {
+    cluster_arrive();
+    cluster_wait();
+    if (p.moments) moments.leave(worker.moments(gathered));
+  } else {
+    if (!p.fp8.amax) return;
+  }
+  if (threadIdx.x % 32 == 0) shared.amaxes[warp] = amax;
+  __syncthreads();
+  if constexpr (kMoments) {
+    if (warp == kGroups * kWarps - 1 && p.moments)
+      moments.finish(p.moments, static_cast<int>(blockIdx.x));
+  }
+  if (threadIdx.x != 0 || !p.fp8.amax) return;
+  float block_amax = amax;
+  for (const float of_warp : shared.amaxes) block_amax = fmaxf(block_amax, of_warp);
+  atomic_max(p.fp8.amax, block_amax);
+}
 
 }  // namespace te::cuda::norm_tiles

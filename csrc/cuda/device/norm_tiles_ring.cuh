@@ -15,7 +15,7 @@ constexpr int kWarps = 8;  // of a group
 constexpr int kGroupThreads = 32 * kWarps;
 constexpr int kThreads = kGroups * kGroupThreads;
 constexpr int kUnitRows = 8;  // a warp's part of a step is 8 rows of 256 columns
-constexpr int kUnitCols = 256;
+constexpr int kUnitCols = kNormTileUnitCols;
 static_assert(kWarps * kUnitRows * kUnitCols == kStepElements);
 
 struct Problem {

@@ -144,12 +144,12 @@ class RowSums {
 
   // Of row lane / 4.
   __device__ __forceinline__ float2 part_of(const Step& step) const {
-    Packed<In, 8> x[kUnitRows];  // zeros where there are no columns
+    Packed<In, 8> x[kUnitRows];  // zeros where there are no columns or rows
     const bool has = ring_.has_columns(step);
-    if (has) {
+    const int rows = has ? ring_.rows(step) : 0;
 #pragma unroll
-      for (int r = 0; r < kUnitRows; ++r) x[r].load(ring_.values(step, r));
-    }
+    for (int r = 0; r < kUnitRows; ++r)
+      if (r < rows) x[r].load(ring_.values(step, r));
     float mean = 0.0f, squares[kUnitRows];
     if constexpr (kCentered)
       mean = __fdividef(row_sums(x), static_cast<float>(max(ring_.columns(ring_.unit(step)), 1)));

@@ -9,13 +9,14 @@
 namespace te::cuda {
 
 inline constexpr int kMaxCluster = 8;  // what every device with clusters launches
+inline constexpr int kAdaCapability = 89, kHopperCapability = 90;  // 10 * major + minor
 
 // How many clusters of 1, 2, ... blocks a device holds at once; element 0 is not used.
 using ClusterCounts = std::array<int, kMaxCluster + 1>;
 
 // What the driver and the kernels' code say.
 struct DeviceFacts {
-  int capability = 0;  // 10 * major + minor
+  int capability = 0;
   // The same of the instruction set that the kernels were compiled for: lower where the driver
   // compiled them from portable code (PTX).
   int code = 0;
@@ -45,6 +46,9 @@ struct DeviceLimits {
   bool fp8_products = false;  // cuBLASLt multiplies codes
   bool block_scales = false;  // cuBLASLt multiplies codes whose blocks of 128 have scales
 
+  // How many clusters of `size` blocks run at once, with a multiprocessor for each block.
+  constexpr int64_t resident(int size) const { return clusters[static_cast<size_t>(size)]; }
+
   bool operator==(const DeviceLimits&) const = default;
 };
 
@@ -59,18 +63,17 @@ constexpr ClusterCounts clusters_of(const DeviceFacts& facts) {
 }
 
 constexpr DeviceLimits limits_of(const DeviceFacts& facts, const DeviceSwitches& on) {
-  constexpr int kAda = 89, kHopper = 90;
   const int64_t most = on.shared_bytes > 0 ? on.shared_bytes : facts.shared_bytes;
   return {.capability = facts.capability,
           .code = facts.code,
           .multiprocessors = facts.multiprocessors,
           .shared_bytes = std::min(facts.shared_bytes, most),
-          .cluster = facts.code >= kHopper && on.clusters ? kMaxCluster : 1,
+          .cluster = facts.code >= kHopperCapability && on.clusters ? kMaxCluster : 1,
           .clusters = clusters_of(facts),
-          .dependent_launch = facts.code >= kHopper && on.dependent_launch,
-          .fp8_conversion = facts.code >= kAda,
-          .fp8_products = facts.capability >= kAda && on.fp8_products,
-          .block_scales = facts.capability == kHopper && on.fp8_products};
+          .dependent_launch = facts.code >= kHopperCapability && on.dependent_launch,
+          .fp8_conversion = facts.code >= kAdaCapability,
+          .fp8_products = facts.capability >= kAdaCapability && on.fp8_products,
+          .block_scales = facts.capability == kHopperCapability && on.fp8_products};
 }
 
 }  // namespace te::cuda

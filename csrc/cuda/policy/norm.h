@@ -51,6 +51,7 @@ struct NormTilesPolicy {
 };
 
 inline constexpr int64_t kStepElements = 16384;
+inline constexpr int kNormTileUnitCols = 256;  // of a row, whose sums one warp finds
 inline constexpr int kNormTileGroups = 2;  // groups of warps of a block, which take steps in turn
 inline constexpr int kNormTileSlots = 6;
 inline constexpr int kNormPartTiles = 8;
@@ -65,9 +66,9 @@ constexpr int norm_part_tiles(int steps, bool ahead) {
   return steps == 1 ? 8 : steps < 4 ? 4 : 2;
 }
 
-// The sums of 256 columns of a row are eight bytes.
+// The sums of a unit of columns of a row are eight bytes.
 constexpr int64_t norm_tiles_bytes(const NormTilesPolicy& p, int64_t element_size) {
-  const int64_t parts = kStepElements / 256 * p.cluster * p.steps * p.part_tiles;
+  const int64_t parts = kStepElements / kNormTileUnitCols * p.cluster * p.steps * p.part_tiles;
   return p.slots * kStepElements * element_size + parts * 8;
 }
 
@@ -90,35 +91,37 @@ constexpr NormTilesPolicy norm_tiles_ring(NormTilesPolicy p, int64_t element_siz
   return {};
 }
 
-constexpr int64_t norm_tiles_resident(const NormTilesPolicy& p, const DeviceLimits& device) {
-  return std::max(device.clusters[static_cast<size_t>(p.cluster)], 1);
-}
-
 // By a rough model in units of a step's time: a cluster's rounds, of which half a one fills and
 // empties the ring, take their steps and a little more; less is hidden where a tile has more steps
 // than groups, or sums are waited for, and short columns are written at lower speed.
 constexpr int64_t norm_tiles_cost(const NormTilesPolicy& p, int64_t rows,
                                   const DeviceLimits& device) {
-  const int64_t tiles = (rows + p.rows - 1) / p.rows, resident = norm_tiles_resident(p, device);
+  const int64_t tiles = (rows + p.rows - 1) / p.rows, resident = device.resident(p.cluster);
   const int64_t rounds = (tiles + resident - 1) / resident;
   const int64_t hidden = !p.ahead ? 30 : p.steps > kNormTileGroups ? 24 : 20;
   return (2 * rounds + 1) * (5 * p.steps + 3) * hidden * (p.rows == 32 ? 21 : 20);
 }
 
-constexpr NormTilesPolicy norm_tiles_policy(int64_t rows, int64_t cols, int64_t element_size,
-                                            const DeviceLimits& device) {
+struct NormTilesShape {
+  int64_t rows = 0, cols = 0, element_size = 0;
+  DeviceLimits device;
+
+  bool operator==(const NormTilesShape&) const = default;
+};
+
+constexpr NormTilesPolicy norm_tiles_policy(const NormTilesShape& s) {
   NormTilesPolicy best;
   for (const int tile_rows : {64, 32}) {
-    const int64_t width = kStepElements / tile_rows, units = (cols + width - 1) / width;
-    for (int cluster = 1; cluster <= device.cluster; ++cluster) {
+    const int64_t width = kStepElements / tile_rows, units = (s.cols + width - 1) / width;
+    for (int cluster = 1; cluster <= s.device.cluster; ++cluster) {
       const int64_t steps = std::max<int64_t>((units + cluster - 1) / cluster, 1);
       if (steps > kNormTileSlots || (cluster > 1 && (cluster - 1) * steps >= units)) continue;
       const NormTilesPolicy policy =
           norm_tiles_ring({.rows = tile_rows, .steps = static_cast<int>(steps), .cluster = cluster},
-                          element_size, device);
+                          s.element_size, s.device);
       if (policy.rows == 0) continue;
       if (best.rows == 0 ||
-          norm_tiles_cost(policy, rows, device) < norm_tiles_cost(best, rows, device))
+          norm_tiles_cost(policy, s.rows, s.device) < norm_tiles_cost(best, s.rows, s.device))
         best = policy;
     }
   }
@@ -128,7 +131,7 @@ constexpr NormTilesPolicy norm_tiles_policy(int64_t rows, int64_t cols, int64_t 
 // All of them with the same number of rounds.
 constexpr int64_t norm_tiles_clusters(const NormTilesPolicy& p, int64_t tiles,
                                       const DeviceLimits& device) {
-  return balanced_grid(tiles, norm_tiles_resident(p, device));
+  return balanced_grid(tiles, device.resident(p.cluster));
 }
 
 // Backward: clusters of blocks stay and take batch after batch of rows. A block holds `width`
@@ -179,8 +182,7 @@ constexpr NormBackwardPolicy norm_backward_candidate(const NormBackwardShape& s,
 
 constexpr int64_t norm_backward_clusters(const NormBackwardShape& s, const NormBackwardPolicy& p) {
   const int64_t batches = (s.rows + p.groups - 1) / p.groups;
-  const int64_t resident = s.device.clusters[static_cast<size_t>(p.cluster)];
-  return std::max<int64_t>(std::min({batches, s.max_parts, resident}), 1);
+  return std::max<int64_t>(std::min({batches, s.max_parts, s.device.resident(p.cluster)}), 1);
 }
 
 // Clocks by a rough model: a round takes as long as its bytes take at a multiprocessor's share of
