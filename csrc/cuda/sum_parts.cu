@@ -9,7 +9,9 @@ namespace te::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kInFlight = 7;  // parts: all that a rank of eight receives
+
+// Blocks of a multiprocessor that keep the memory busy: fewer where a thread loads more at once.
+constexpr int blocks_of(int in_flight) { return in_flight == 1 ? 4 : in_flight <= 3 ? 3 : 2; }
 
 template <class T>
 struct Parts {
@@ -30,8 +32,9 @@ __device__ __forceinline__ void add(float (&values)[V], const Pack<T, V>& pack) 
   for (int k = 0; k < V; ++k) values[k] += more[k];
 }
 
-template <class T, int V>
-__global__ void __launch_bounds__(kThreads)
+// kInFlight: parts that a thread loads before it adds the first of them.
+template <class T, int V, int kInFlight>
+__global__ void __launch_bounds__(kThreads, blocks_of(kInFlight))
     sum_parts_kernel(const __grid_constant__ Parts<T> parts) {
   follow_previous_kernel();
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
@@ -58,7 +61,13 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int V>
 void launch(const Parts<T>& parts, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(parts.elements, int64_t{V} * kThreads));
-  launch_dependent(sum_parts_kernel<T, V>, blocks, kThreads, 0, stream, parts);
+  const auto launch = [&](auto kernel) {
+    launch_dependent(kernel, blocks, kThreads, 0, stream, parts);
+  };
+  // All that a rank of two, four or eight receives; more in turns.
+  if (parts.count == 1) return launch(sum_parts_kernel<T, V, 1>);
+  if (parts.count <= 3) return launch(sum_parts_kernel<T, V, 3>);
+  return launch(sum_parts_kernel<T, V, 7>);
 }
 
 template <class T>

@@ -5,7 +5,7 @@ A stack is `[ranks, ...]`: one tensor for each rank of the group, in their order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,17 @@ class PendingReceive:
         self._works, self._sent = [], ()
         return self._tensors
 
+    def lend(self) -> Sequence[torch.Tensor]:
+        """The tensors as `wait` returns them, to be read before `keep` is called.
+
+        Until then nothing more can be received.
+        """
+        return self.wait()
+
+    def keep(self) -> Sequence[torch.Tensor]:
+        """The tensors that were lent, to keep: copies, made while the others were read."""
+        return self._tensors
+
 
 class _PeerTensor:
     """A tensor that another rank writes to peer memory.
@@ -55,7 +66,9 @@ class _PeerTensor:
     def __init__(self, x: torch.Tensor, memory: PeerMemory, to: int, source: int) -> None:
         self._sent: torch.Tensor | None = x
         self._source = source
+        self._stream = memory.stream
         self._copy: torch.Tensor | None = None
+        self._received: Iterator[tuple[int, torch.Tensor]] = iter(())
         self._transfer = memory.start(self)
         self._transfer.send(to, x)
 
@@ -67,6 +80,30 @@ class _PeerTensor:
             (self._copy,) = [x.clone() for _, x in self._transfer.receive(sent, self._source)]
         return self._copy
 
+    def lend(self) -> torch.Tensor:
+        """The tensor in peer memory, until `keep` is called. Another stream copies it meanwhile."""
+        sent, self._sent = self._sent, None
+        assert sent is not None and self._copy is None
+        self._received = self._transfer.receive(sent, self._source)
+        _, x = next(self._received)
+        self._copy = torch.empty_like(x)
+        if self._stream is None:
+            self._copy.copy_(x)
+            return x
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            self._copy.copy_(x)
+        return x
+
+    def keep(self) -> torch.Tensor:
+        """The copy; the peer memory is free again."""
+        assert self._copy is not None
+        if self._stream is not None:
+            torch.cuda.current_stream(self._copy.device).wait_stream(self._stream)
+        for _ in self._received:
+            pass
+        return self._copy
+
 
 class _PeerReceive(PendingReceive):
     """Tensors that another rank writes to peer memory."""
@@ -76,6 +113,12 @@ class _PeerReceive(PendingReceive):
 
     def wait(self) -> Sequence[torch.Tensor]:
         return [one.wait() for one in self._pending]
+
+    def lend(self) -> Sequence[torch.Tensor]:
+        return [one.lend() for one in self._pending]
+
+    def keep(self) -> Sequence[torch.Tensor]:
+        return [one.keep() for one in self._pending]
 
 
 def send_to_next(

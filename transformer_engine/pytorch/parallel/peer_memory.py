@@ -115,6 +115,7 @@ class PeerMemory:
         others: the other ranks in the order of sending: at any time all ranks send to different
             ones.
         tensors: that calls read and write beside their arguments; they persist.
+        stream: on which tensors are sent; None on the CPU.
     """
 
     def __init__(self, group: Any, mapped: MappedMemory, room: int, ring: bool) -> None:
@@ -125,13 +126,14 @@ class PeerMemory:
         timeout = int(group_timeout(group).total_seconds() * 1000)
         held: list[Any] = [mapped]
         handles = [0] * (2 + _SLOTS)
+        self.stream: Any = None
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device, priority=-1)
+            self.stream = torch.cuda.Stream(device, priority=-1)
             events = [torch.cuda.Event() for _ in range(1 + _SLOTS)]
             for event in events:
-                event.record(stream)  # which makes it
-            handles = [stream.cuda_stream, *[event.cuda_event for event in events]]
-            held += [stream, events]
+                event.record(self.stream)  # which makes it
+            handles = [self.stream.cuda_stream, *[event.cuda_event for event in events]]
+            held += [self.stream, events]
         # te::PeerField
         fields = [self.rank, timeout, mapped.lock_file, 0, *handles, room, ring, *mapped.addresses]
         self.tensors = (mapped.own, torch.tensor(fields, dtype=torch.int64, device="cpu"))

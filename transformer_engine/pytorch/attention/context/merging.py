@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,15 +84,25 @@ class OutputMerger:
 
 
 class _Summand(NamedTuple):
-    """A gradient of some tokens.
-
-    `narrow` takes these tokens out of a gradient of all tokens. `in_place`: the gradient is of all
-    tokens, and others may be added to it in place.
-    """
+    """A gradient of a range of tokens. `whole`: it has all tokens, and may be added to in place."""
 
     grad: torch.Tensor
-    narrow: Callable[[torch.Tensor], torch.Tensor]
-    in_place: bool
+    rank_call: RankCall
+    range: Range
+    whole: bool
+
+    def add_to(self, total: torch.Tensor) -> None:
+        """Add it to a gradient of all tokens."""
+        self.rank_call.narrow(total, self.range).add_(self.grad)
+
+    def placed(self, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of all tokens, zero elsewhere."""
+        total, call, (begin, end) = torch.empty_like(like), self.rank_call, self.range
+        call.narrow(total, self.range).copy_(self.grad)
+        for rest in ((0, begin), (end, like.shape[call.dim])):
+            if rest[0] < rest[1]:
+                call.narrow(total, rest).zero_()
+        return total
 
 
 class GradSum:
@@ -111,21 +120,20 @@ class GradSum:
     def add(self, rank_call: RankCall, range: Range, grad: torch.Tensor | None) -> None:
         """Add the gradient of a range of tokens. It may be written to."""
         if grad is not None:
-            in_place = grad.shape == self.like.shape
-            summand = _Summand(grad, lambda total: rank_call.narrow(total, range), in_place)
-            self._summands.append(summand)
+            whole = grad.shape == self.like.shape
+            self._summands.append(_Summand(grad, rank_call, range, whole))
             if self._total is not None or len(self._summands) > 2:
                 self.in_fp32()
 
     def in_fp32(self) -> torch.Tensor:
         """The sum in fp32."""
-        for grad, narrow, _ in self._summands:
-            if self._total is None and grad.shape == self.like.shape:
-                self._total = grad.to(torch.float32, copy=True)
+        for summand in self._summands:
+            if self._total is None and summand.whole:
+                self._total = summand.grad.to(torch.float32, copy=True)
                 continue
             if self._total is None:
                 self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
-            narrow(self._total).add_(grad)
+            summand.add_to(self._total)
         self._summands = []
         if self._total is None:
             self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
@@ -137,11 +145,13 @@ class GradSum:
         alike = all([summand.grad.dtype is dtype for summand in summands])
         if self._total is not None or len(summands) > 2 or not alike:
             return self.in_fp32().to(dtype)
-        whole = next((summand for summand in summands if summand.in_place), None)
-        total = self.like.new_zeros(self.like.shape) if whole is None else whole.grad
+        if not summands:
+            return torch.zeros_like(self.like)
+        first = next((summand for summand in summands if summand.whole), summands[0])
+        total = first.grad if first.whole else first.placed(self.like)
         for summand in summands:
-            if summand is not whole:
-                summand.narrow(total).add_(summand.grad)
+            if summand is not first:
+                summand.add_to(total)
         return total
 
 

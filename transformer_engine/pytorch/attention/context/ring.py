@@ -57,11 +57,14 @@ class _Ring:
             value: of this rank.
         """
         current: Sequence[torch.Tensor] = (key, value)
-        for step in range(self.ranks):
-            pending = send_to_next(current, self.group) if step + 1 < self.ranks else None
+        for step in range(self.ranks - 1):
+            pending = send_to_next(current, self.group)
             yield self.key_values(step, *current)
-            if pending is not None:
-                self.last = current = pending.wait()
+            last = step + 2 == self.ranks  # then nothing more is received
+            current = pending.lend() if last else pending.wait()
+        yield self.key_values(self.ranks - 1, *current)
+        if self.ranks > 1:
+            self.last = pending.keep()
 
     def reverse_steps(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[KeyValues]:
         """The steps in reverse, without the first, whose keys are this rank's own.
