@@ -55,10 +55,10 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 find_package(CUDAToolkit REQUIRED)
 
 # te_header(<name> <files>): CudaHeaders::<name> shows those files alone: their folder may also hold another version of the
-# CUDA runtime's headers.
+# CUDA runtime's headers. Some of them include "../include/<another>".
 function(te_header name files)
   string(TOUPPER "TE_${name}_INCLUDE" folder)
-  set(links "${CMAKE_BINARY_DIR}/cuda_headers/${name}")
+  set(links "${CMAKE_BINARY_DIR}/cuda_headers/${name}/include")
   file(REMOVE_RECURSE "${links}")
   file(MAKE_DIRECTORY "${links}")
   file(GLOB headers "${${folder}}/${files}")

@@ -294,13 +294,15 @@ class Reduce(Collective):
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradient itself."""
-        return (grads[0],), grads[0]
+        return (grads[0],), Operands(grads[0], None)
 
     def backward_params(self, carry: Any, saved: Saved, plan: _ReducePlan) -> Parameters:
         """The gradient of the bias, of this rank's tokens."""
-        if not plan.needs_bias:
-            return (None,)
-        return (dropout_add_backward(carry, None, 0.0, None, plan.dtype)[1],)
+        grad: Operands = carry
+        if not plan.needs_bias or grad.bias_grad is not None:
+            return (grad.bias_grad,)
+        assert isinstance(grad.rowwise, torch.Tensor)
+        return (dropout_add_backward(grad.rowwise, None, 0.0, None, plan.dtype)[1],)
 
 
 class ReduceScatter(Reduce):
@@ -335,28 +337,31 @@ class ReduceScatter(Reduce):
         self, grads: Values, saved: Saved, plan: _ReducePlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """The gradients of all tokens, gathered in FP8 if the Matmul takes FP8."""
-        grad, group = grads[0], self.ranks.group
+        grad, group, in_parts = grads[0], self.ranks.group, self.ranks.overlap.grad_gather
         quantizer: Any = None if request is None else request.quantizer.of_shards(group)
         if request is None or quantizer is None or rows_of(grad) % quantizer.shard_rows:
             plain = request is not None and request.quantizer is IDENTITY
-            in_parts = self.ranks.overlap.grad_gather and plain  # else the Matmul casts the whole
+            in_parts = in_parts and plain  # else the Matmul casts the whole
             self._count("all-gather", grad, True, in_parts=in_parts)
             gathered = all_gather(grad, group, in_parts)
             if plain:
                 gathered = gathered.then(_plain_sides, _plain_sides)
-            return (gathered,), grad
+            return (gathered,), Operands(grad, None)
         sends_columns = request.columnwise and not quantizer.layout.transposes
-        own: Any = quantizer.operands(grad, OperandRequest(quantizer, True, sends_columns))
-        in_parts = self.ranks.overlap.grad_gather
+        bias_grad = plan.dtype if plan.needs_bias else None
+        own: Any = quantizer.operands(
+            grad, OperandRequest(quantizer, True, sends_columns, bias_grad)
+        )
+        carry = Operands(grad, None, own.bias_grad)
         self._count("all-gather", own.rowwise.codes, True, in_parts=in_parts)
         if request.columnwise and not sends_columns:
-            return (gather_both_sides(own.rowwise, group, in_parts),), grad
+            return (gather_both_sides(own.rowwise, group, in_parts),), carry
         rows = gather_rows(own.rowwise, group, in_parts)
         if not sends_columns:
-            return (rows.then(_row_wise, _row_wise),), grad
+            return (rows.then(_row_wise, _row_wise),), carry
         columns = gather_columns(own.columnwise, group, in_parts)
         self._count("all-gather", own.columnwise.codes, backward=True)
-        return (rows.then(lambda row: Operands(row, columns.wait())),), grad
+        return (rows.then(lambda row: Operands(row, columns.wait())),), carry
 
 
 def _plain_sides(x: Any) -> Operands:
