@@ -191,7 +191,9 @@ def test_what_is_sent_lives_until_the_end(device) -> None:
         _C.peer_finish(sent, *own, 1, 0)
         return [more], []
 
-    recorded = recording.record([x], [stand_in], [], [*own], python, recording.NO_SLABS)
+    recorded = recording.record(
+        [x], [stand_in], [], [*own], python, recording.Slabs(scratch=False, saved=False)
+    )
     assert not isinstance(recorded, str), recorded
     for _ in range(2):
         (place,) = recorded.results

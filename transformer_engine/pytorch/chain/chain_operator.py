@@ -43,6 +43,7 @@ class PartFacts(NamedTuple):
         options: returned by `Stage.describe_options` of its first stage.
         flush: first run the updates of scales that compiled code has deferred.
         recomputed: a checkpoint in the graph may recompute the call.
+        weights: shapes of the weights of its GEMMs: an operator remembers what it has made.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class PartFacts(NamedTuple):
     options: tuple[Any, ...] = (None,)
     flush: bool = False
     recomputed: bool = False
+    weights: tuple[tuple[int, int], ...] = ()
 
 
 class PlacedPart(NamedTuple):
@@ -233,7 +235,8 @@ class ChainOperator:
         self, inputs: Tensors, results: Sequence[Any], saved: Tensors, of_segments: Sequence[Trace]
     ) -> _Trace:
         """The trace of a call. Also sets `results` and `reads`, which are equal for all sizes."""
-        places = places_of(inputs, results, saved, _readings(saved, of_segments))
+        readings = _readings(saved, of_segments) if self.chain.communicates else None
+        places = places_of(inputs, results, saved, readings)
         read = {source.number for source in places.sources if source is not None}
         self.results = places.results
         self.reads = [i in read for i in range(len(inputs) + len(places.picks))]

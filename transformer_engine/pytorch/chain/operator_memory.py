@@ -1,19 +1,21 @@
 """What an operator returns of the tensors that its backward reads, which may share memory.
 
-An operator may not return two tensors in the same memory. So for each memory it returns one: the
-tensor itself where backward reads the memory as that tensor alone, else all its bytes. Both are
-equal for calls that ran from a recording, which save whole buffers, and for others, which save
-views.
+An operator may not return two tensors in the same memory. So it returns all that is saved in one
+slab, which is what a recording saves; calls that ran stage by stage copy what they have saved into
+one. Where a call has several recordings, with collectives between them, it returns each memory by
+itself: the tensor where backward reads the memory as that tensor alone, else all its bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine.pytorch._torch_private import memory_of
+from transformer_engine.pytorch.kernels.memory import aligned
 
 
 class Reading(NamedTuple):
@@ -73,6 +75,29 @@ class Pick(NamedTuple):
         return x if self.reading is None else self.reading.within(_bytes_of(x))
 
 
+class Slab(NamedTuple):
+    """A result of the forward operator: all memories that the call has saved.
+
+    Attributes:
+        parts: for each memory the number of a tensor in it, and where the memory begins.
+        size: in bytes.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    size: int
+
+    def of(self, made: Sequence[Any]) -> torch.Tensor:
+        """The result: the slab of a recording, or a copy."""
+        first: torch.Tensor = made[self.parts[0][0]]
+        if first.dtype is torch.uint8 and first.shape == (self.size,):
+            return first
+        slab = first.new_empty((self.size,), dtype=torch.uint8)
+        for number, start in self.parts:
+            own = _bytes_of(made[number])
+            slab.narrow(0, start, own.shape[0]).copy_(own)
+        return slab
+
+
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """All of the memory that holds `x`."""
     elements = x.untyped_storage().nbytes() // x.itemsize
@@ -90,12 +115,15 @@ class Places(NamedTuple):
     """
 
     results: Sequence[int]
-    picks: Sequence[Pick]
+    picks: Sequence[Pick | Slab]
     sources: Sequence[Source | None]
 
 
 def places_of(
-    inputs: Sequence[Any], results: Sequence[Any], saved: Sequence[Any], readings: Sequence[Any]
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    saved: Sequence[Any],
+    readings: Sequence[Any] | None,
 ) -> Places:
     """The `Places` of a call.
 
@@ -103,13 +131,13 @@ def places_of(
         inputs: of the operator; entries may be None, here and below.
         results: of the chain.
         saved: tensors or whole buffers.
-        readings: for each of them, in which ways backward reads it.
+        readings: for each of them, in which ways backward reads it; None for one slab.
     """
     known: dict[int, tuple[int, torch.Tensor]] = {}  # memory of inputs and results
     for number, x in enumerate(inputs):
         if x is not None:
             known.setdefault(memory_of(x), (number, x))
-    picks, numbers = list[Pick](), list[int]()
+    picks, numbers = list[Pick | Slab](), list[int]()
     for i, x in enumerate(results):
         memory = memory_of(x)
         if memory not in known:
@@ -118,29 +146,68 @@ def places_of(
         number, whole = known[memory]
         assert x.shape == whole.shape and x.stride() == whole.stride(), "results are parts of one"
         numbers.append(number)
-    ways: dict[int, dict[Reading, None]] = {}
-    for x, own in zip(saved, readings, strict=True):
-        if x is not None:
-            ways.setdefault(memory_of(x), {}).update(dict.fromkeys(own))
-    fresh: dict[int, tuple[int, Reading | None]] = {}
-    sources: list[Source | None] = []
+    sources: list[Source | None] = [None] * len(saved)
+    fresh = []
     for i, x in enumerate(saved):
         if x is None:
-            sources.append(None)
             continue
-        memory = memory_of(x)
-        if memory in known:
-            number, whole = known[memory]
-            sources.append(Source(number, None if _is_same(x, whole) else _reading_in(x, whole)))
+        if memory_of(x) not in known:
+            fresh.append(i)
             continue
-        if memory not in fresh:
+        number, whole = known[memory_of(x)]
+        sources[i] = Source(number, None if _is_same(x, whole) else _reading_in(x, whole))
+    place = _in_a_slab if readings is None else partial(_apart, readings=readings)
+    more, found = place(saved, fresh, len(results), len(inputs) + len(picks))
+    for i, source in zip(fresh, found, strict=True):
+        sources[i] = source
+    return Places(numbers, [*picks, *more], sources)
+
+
+def _in_a_slab(
+    saved: Sequence[Any], fresh: Sequence[int], made: int, count: int
+) -> tuple[list[Slab], list[Source]]:
+    """One result for all fresh memories, in the order in which a recording places them.
+
+    Args:
+        saved: see `places_of`.
+        fresh: numbers of those that are in the memory of no input and no result.
+        made: the number of `saved[0]` among what the call has made and saved.
+        count: the number of the result.
+    """
+    starts: dict[int, int] = {}
+    parts, size = list[tuple[int, int]](), 0
+    for i in fresh:
+        memory = memory_of(saved[i])
+        if memory not in starts:
+            starts[memory] = size
+            parts.append((made + i, size))
+            size += aligned(saved[i].untyped_storage().nbytes())
+    whole, sources = Reading(0, (size,), (1,), torch.uint8), []
+    for i in fresh:
+        own = reading_of(saved[i], -starts[memory_of(saved[i])])
+        sources.append(Source(count, None if own == whole else own))
+    return [Slab(tuple(parts), size)] if parts else [], sources
+
+
+def _apart(
+    saved: Sequence[Any], fresh: Sequence[int], made: int, count: int, readings: Sequence[Any]
+) -> tuple[list[Pick], list[Source]]:
+    """A result for each fresh memory; for the arguments see `_in_a_slab` and `places_of`."""
+    ways: dict[int, dict[Reading, None]] = {}
+    for i in fresh:
+        ways.setdefault(memory_of(saved[i]), {}).update(dict.fromkeys(readings[i]))
+    known: dict[int, tuple[int, Reading | None]] = {}
+    picks, sources = list[Pick](), list[Source]()
+    for i in fresh:
+        x, memory = saved[i], memory_of(saved[i])
+        if memory not in known:
             only = _only_reading(x, ways[memory])
-            fresh[memory] = (len(inputs) + len(picks), only)
-            picks.append(_pick(len(results) + i, x, only))
-        number, only = fresh[memory]
+            known[memory] = (count + len(picks), only)
+            picks.append(_pick(made + i, x, only))
+        number, only = known[memory]
         own = reading_of(x)
         sources.append(Source(number, None if own == only else own))
-    return Places(numbers, picks, sources)
+    return picks, sources
 
 
 def _only_reading(x: torch.Tensor, ways: Iterable[Reading]) -> Reading | None:

@@ -32,10 +32,8 @@ from transformer_engine.pytorch._torch_private import TorchDispatchMode
 from transformer_engine.pytorch.capture import NotRecordedError
 from transformer_engine.pytorch.fp8.counter import CountedGroup
 from transformer_engine.pytorch.fp8.process_state import process_state
-from transformer_engine.pytorch.kernels.memory import allocators, strides_of
+from transformer_engine.pytorch.kernels.memory import aligned, allocators, strides_of
 from transformer_engine.pytorch.parallel.peer_memory import drop_recorded
-
-_ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -126,8 +124,16 @@ class Slabs(NamedTuple):
 
 
 BOTH_SLABS = Slabs()
-SCRATCH_SLAB = Slabs(saved=False)
-NO_SLABS = Slabs(scratch=False, saved=False)
+
+
+def slabs_of(large: bool, apart: bool) -> Slabs:
+    """The slabs of a segment.
+
+    Args:
+        large: memory counts more than the host's time.
+        apart: an operator of several recordings, see `operator_memory`.
+    """
+    return Slabs(scratch=not large, saved=not (large or apart))
 
 
 class _Watch(TorchDispatchMode):
@@ -297,7 +303,7 @@ class _BufferPlan:
 
     def _as_saved(self, t: torch.Tensor) -> tuple[int, int]:
         offset = self.saved_bytes
-        self.saved_bytes += _aligned(t.nbytes)
+        self.saved_bytes += aligned(t.nbytes)
         return self.inputs + 1, offset
 
     def _place_scratch(self) -> None:
@@ -311,9 +317,9 @@ class _BufferPlan:
             offset = 0
             for other, first, last in sorted(placed, key=lambda one: one[1]):
                 together = life.start < other.stop and other.start < life.stop
-                if together and offset + _aligned(t.nbytes) > first and offset < last:
+                if together and offset + aligned(t.nbytes) > first and offset < last:
                     offset = last
-            placed.append((life, offset, offset + _aligned(t.nbytes)))
+            placed.append((life, offset, offset + aligned(t.nbytes)))
             self.ranges.append((start, t.nbytes, self.inputs, offset))
         self.scratch_bytes = max((end for _, _, end in placed), default=0)
 
@@ -340,7 +346,3 @@ class _BufferPlan:
             for shape, dtype in [*slabs, *((t.shape, t.dtype) for t in self.outputs)]
         ]
         return _C.Recording(inputs, allocations, allocators(device), persistent)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -85,8 +85,8 @@ class Segment:
         self, plan: CallPlan, start: int, stop: int, recordable: bool, large: bool
     ) -> None:
         self.start, self.stop, self.recordable = start, stop, recordable
-        self._slabs = recording.NO_SLABS if large else recording.BOTH_SLABS
         chain = plan.chain
+        self._slabs = recording.slabs_of(large, plan.state is not None and chain.communicates)
         steps = chain.steps[start:stop]
         made = {v for step in steps for v in step.outputs}
         later = {v for step in chain.steps[stop:] for v in step.inputs}
@@ -216,7 +216,7 @@ class Segment:
         """`recording.record` with the persistent tensors of this segment, and a limit of memory."""
         if plan.state is not None:
             stand_ins, inputs = [*stand_ins, *plan.state], [*inputs, *direct]
-            return recording.record(inputs, stand_ins, (), [], python, recording.SCRATCH_SLAB)
+            return recording.record(inputs, stand_ins, (), [], python, self._slabs)
         persistent = self._persistent_tensors(plan)
         recorded = recording.record(inputs, stand_ins, direct, persistent, python, self._slabs)
         if isinstance(recorded, str):

@@ -21,6 +21,7 @@ from transformer_engine.pytorch._torch_private import (
 )
 
 _Tensor = torch.Tensor
+_ALIGNMENT = 512  # what torch's allocator gives, so that kernels choose alike
 
 
 def allocators(device: torch.device) -> list[Allocator]:
@@ -58,3 +59,8 @@ def new_empty(
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor of a slab begins."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

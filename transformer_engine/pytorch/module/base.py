@@ -302,7 +302,7 @@ class TransformerEngineBaseModule(SharedByRanks, DelaysGradients, ScaledModule):
         chain.keep_template()
         plan = CallPlan(dtype, needs or (False,) * (1 + parameters))
         plan.state = built.state
-        how = (stack.entered_in_graph, stack.in_compiled_checkpoint)
+        how = (stack.entered_in_graph, stack.in_compiled_checkpoint, tuple(self._gemm_weights()))
         plan.facts = (chain.kind, dtype, plan.needs, gemms, len(built.state), (None,), *how)
         values, results = tuple(range(chain.inputs)), tuple(range(len(chain.outputs)))
         outputs = tuple([chain.inputs + i for i in results])
