@@ -10,7 +10,7 @@
 #include "cuda/column_sum.h"
 #include "cuda/launch.h"
 #include "cuda/norm.h"
-#include "cuda/policy/remembered.h"
+#include "cuda/policy/memoized.h"
 #include "ops/column_sum.h"
 
 namespace te::cuda {
@@ -109,7 +109,7 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
                                 .max_parts = ceil_div(rows, kRowsPerColumnPart),
                                 .device = device_limits(args.x.device)};
   const NormBackwardPolicy policy =
-      remembered(shape, rows + cols / 8 + shape.read_bytes, norm_backward_policy);
+      memoized(shape, rows + cols / 8 + shape.read_bytes, norm_backward_policy);
   if (policy.cluster == 0) return false;
   const Problem p{.dy = args.dy.data,
                   .x = args.x.data,

@@ -3,7 +3,7 @@
 // tile. What each warp does stands in device/norm_tiles.cuh.
 #include "cuda/device/norm_tiles.cuh"
 #include "cuda/norm.h"
-#include "cuda/policy/remembered.h"
+#include "cuda/policy/memoized.h"
 
 namespace te::cuda {
 namespace {
@@ -31,7 +31,7 @@ void launch(const Problem& p, int64_t clusters, Device device, cudaStream_t stre
 
 NormTilesPolicy policy_of(const TensorView& x) {
   const NormTilesShape shape{x.rows(), x.cols(), size_of(x.dtype), device_limits(x.device)};
-  return remembered(shape, shape.rows + shape.cols / 8, norm_tiles_policy);
+  return memoized(shape, shape.rows + shape.cols / 8, norm_tiles_policy);
 }
 
 bool fits(const NormForwardArgs& args) {

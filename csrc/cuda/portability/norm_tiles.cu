@@ -3,9 +3,8 @@
 
 namespace te::cuda::norm_tiles {
 
-template __global__ void tile_kernel<BFloat16, NormKind::LayerNorm, 32, true>(
-    const __grid_constant__ Problem);
-template __global__ void tile_kernel<float, NormKind::RMSNorm, 64, false>(
-    const __grid_constant__ Problem);
+extern const void* const kKernels[] = {
+    reinterpret_cast<const void*>(tile_kernel<BFloat16, NormKind::LayerNorm, 32, true>),
+    reinterpret_cast<const void*>(tile_kernel<float, NormKind::RMSNorm, 64, false>)};
 
 }  // namespace te::cuda::norm_tiles

@@ -8,10 +8,10 @@
 
 namespace te::cuda {
 
-// search(shape), remembered for the last shapes of this thread, which are told apart by `hash`. No
+// search(shape), memoized for the last shapes of this thread, which are told apart by `hash`. No
 // shape is equal to `Shape{}`.
 template <class Shape, class Policy>
-Policy remembered(const Shape& shape, int64_t hash, Policy (*search)(const Shape&)) {
+Policy memoized(const Shape& shape, int64_t hash, Policy (*search)(const Shape&)) {
   thread_local std::array<std::pair<Shape, Policy>, 8> known{};
   auto& [of, policy] = known[static_cast<uint64_t>(hash) % known.size()];
   if (!(of == shape)) {
