@@ -97,7 +97,8 @@ class _Summand(NamedTuple):
 
     def placed(self, like: torch.Tensor) -> torch.Tensor:
         """The gradient of all tokens, zero elsewhere."""
-        total, call, (begin, end) = torch.empty_like(like), self.rank_call, self.range
+        call, (begin, end) = self.rank_call, self.range
+        total = like.new_empty(like.shape)
         call.narrow(total, self.range).copy_(self.grad)
         for rest in ((0, begin), (end, like.shape[call.dim])):
             if rest[0] < rest[1]:
@@ -146,7 +147,7 @@ class GradSum:
         if self._total is not None or len(summands) > 2 or not alike:
             return self.in_fp32().to(dtype)
         if not summands:
-            return torch.zeros_like(self.like)
+            return self.like.new_zeros(self.like.shape)
         first = next((summand for summand in summands if summand.whole), summands[0])
         total = first.grad if first.whole else first.placed(self.like)
         for summand in summands:
