@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 512;
 
 // Blocks of a multiprocessor that keep the memory busy: fewer where a thread loads more at once.
-constexpr int blocks_of(int in_flight) { return in_flight == 1 ? 4 : in_flight <= 3 ? 3 : 2; }
+constexpr int blocks_of(int in_flight) { return in_flight == 1 ? 3 : 2; }
 
 template <class T>
 struct Parts {
