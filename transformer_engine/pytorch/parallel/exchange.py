@@ -18,6 +18,7 @@ from transformer_engine.pytorch.parallel.collectives import (
     reduce_scatter,
 )
 from transformer_engine.pytorch.parallel.peer_memory import PeerMemory, Transfer, peer_memory
+from transformer_engine.pytorch.parallel.streams import on_stream
 
 
 class PendingReceive:
@@ -72,26 +73,27 @@ class _PeerTensor:
         self._transfer = memory.start(self)
         self._transfer.send(to, x)
 
+    def _receive(self) -> torch.Tensor:
+        """The tensor in peer memory, which is free again once `_received` has ended."""
+        sent, self._sent = self._sent, None
+        assert sent is not None
+        self._received = self._transfer.receive(sent, self._source)
+        return next(self._received)[1]
+
     def wait(self) -> torch.Tensor:
         """A copy, which also frees the peer memory."""
         if self._copy is None:
-            sent, self._sent = self._sent, None
-            assert sent is not None
-            (self._copy,) = [x.clone() for _, x in self._transfer.receive(sent, self._source)]
+            self._copy = self._receive().clone()
+            next(self._received, None)  # which ends it
         return self._copy
 
     def lend(self) -> torch.Tensor:
         """The tensor in peer memory, until `keep` is called. Another stream copies it meanwhile."""
-        sent, self._sent = self._sent, None
-        assert sent is not None and self._copy is None
-        self._received = self._transfer.receive(sent, self._source)
-        _, x = next(self._received)
+        if self._copy is not None:  # a later transfer has waited for this one already
+            return self._copy
+        x = self._receive()
         self._copy = torch.empty_like(x)
-        if self._stream is None:
-            self._copy.copy_(x)
-            return x
-        self._stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self._copy.copy_(x)
         return x
 
@@ -100,8 +102,7 @@ class _PeerTensor:
         assert self._copy is not None
         if self._stream is not None:
             torch.cuda.current_stream(self._copy.device).wait_stream(self._stream)
-        for _ in self._received:
-            pass
+        next(self._received, None)  # which ends it
         return self._copy
 
 

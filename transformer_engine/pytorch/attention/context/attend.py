@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from transformer_engine.pytorch.attention.context.parts import (
 )
 from transformer_engine.pytorch.attention.context.score_blocks import Chunks
 from transformer_engine.pytorch.attention.core.call import TENSORS, Call, CallTensors
+from transformer_engine.pytorch.parallel.streams import on_stream
 
 
 class KeyValues(NamedTuple):
@@ -71,7 +71,7 @@ def attend(
         for part in rank_call.parts(step.chunks):
             part_inputs = _inputs(rank_call, part, query, step)
             out, log_sum_exp, (backend, saved) = part_forward(part_inputs, part, needs)
-            with _on_stream(stream, out, log_sum_exp):
+            with on_stream(stream, out, log_sum_exp):
                 merger.add(part, out, log_sum_exp)
             if any(needs):
                 own = slice(len(tensors), len(tensors) + len(saved.tensors))
@@ -84,22 +84,6 @@ def attend(
     if not any(needs):
         return out, None
     return out, Saved(log_sum_exp, (*inputs, out, *call.tensors, *tensors), records)
-
-
-@contextmanager
-def _on_stream(stream: Any, *tensors: torch.Tensor) -> Iterator[None]:
-    """Run on a stream after the work of the current one, and keep these tensors until it is done.
-
-    Without a stream, run on the current one.
-    """
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    for x in tensors:
-        x.record_stream(stream)
 
 
 def _inputs(

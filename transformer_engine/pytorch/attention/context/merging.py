@@ -95,10 +95,12 @@ class _Summand(NamedTuple):
         """Add it to a gradient of all tokens."""
         self.rank_call.narrow(total, self.range).add_(self.grad)
 
-    def placed(self, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of all tokens, zero elsewhere."""
+    def placed(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A new gradient of all tokens, zero elsewhere."""
+        if self.whole:
+            return self.grad.to(dtype, copy=True)
         call, (begin, end) = self.rank_call, self.range
-        total = like.new_empty(like.shape)
+        total = like.new_empty(like.shape, dtype=dtype)
         call.narrow(total, self.range).copy_(self.grad)
         for rest in ((0, begin), (end, like.shape[call.dim])):
             if rest[0] < rest[1]:
@@ -129,12 +131,10 @@ class GradSum:
     def in_fp32(self) -> torch.Tensor:
         """The sum in fp32."""
         for summand in self._summands:
-            if self._total is None and summand.whole:
-                self._total = summand.grad.to(torch.float32, copy=True)
-                continue
             if self._total is None:
-                self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
-            summand.add_to(self._total)
+                self._total = summand.placed(self.like, torch.float32)
+            else:
+                summand.add_to(self._total)
         self._summands = []
         if self._total is None:
             self._total = self.like.new_zeros(self.like.shape, dtype=torch.float32)
@@ -149,7 +149,7 @@ class GradSum:
         if not summands:
             return self.like.new_zeros(self.like.shape)
         first = next((summand for summand in summands if summand.whole), summands[0])
-        total = first.grad if first.whole else first.placed(self.like)
+        total = first.grad if first.whole else first.placed(self.like, dtype)
         for summand in summands:
             if summand is not first:
                 summand.add_to(total)
