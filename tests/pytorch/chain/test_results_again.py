@@ -7,8 +7,10 @@ from rulers import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import capture
 from transformer_engine.pytorch.chain import segments
 from transformer_engine.pytorch.chain.stages.activation import Activation
+from transformer_engine.pytorch.fp8.casts.operands import PendingCast
 
 HIDDEN, FFN = 32, 64
 BYTES = {"high precision": 2, "delayed": 1, "current": 1}  # of an element that wgrad reads
@@ -59,6 +61,31 @@ def test_equal_bits_and_less_memory(recipe, activation, tokens, recorded, device
         assert less == more
     else:
         assert more - less >= BYTES[recipe] * tokens * FFN
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("recipe", ["high precision", "delayed", "current", "blocks"])
+def test_columns_of_a_large_gradient_are_cast_when_wgrad_reads_them(
+    recipe, bias, device, monkeypatch
+):
+    module, other = pair(monkeypatch, device, bias=bias)
+    x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    expected = step(other, recipe, x, grad)[1]
+    columns = []
+
+    def cast(pending):
+        made = _cast(pending)
+        columns.append((made.rowwise is None, made.columnwise))
+        return made
+
+    _cast = PendingCast.cast
+    monkeypatch.setattr(capture, "HOST_BOUND_BYTES", 0)
+    monkeypatch.setattr(PendingCast, "cast", cast)
+    assert_equal(step(module, recipe, x, grad)[1], expected)
+    alone = [side for is_alone, side in columns if is_alone]
+    assert bool(alone) == (recipe in ("delayed", "current"))
+    assert all(side.codes.shape == (HIDDEN, 32) for side in alone)
 
 
 @pytest.mark.parametrize("recipe", ["high precision", "delayed"])

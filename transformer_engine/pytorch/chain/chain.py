@@ -245,7 +245,7 @@ class Chain:
         for i, step in enumerate(self.steps):
             computed_again = step.producer == i - 1 >= 0 and self.steps[i - 1].stage.recomputes
             if computed_again and not inspected:
-                step.stage.omit_input(plans[i])
+                step.stage.omit_input(plans[i], step.outputs[0] in self.outputs)
         plan.stage_plans = plans
         plan.differentiable = [plan.requires_grad] * len(plans)
         if not plan.compiling and not plan.exporting:

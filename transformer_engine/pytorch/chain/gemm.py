@@ -147,6 +147,14 @@ class WgradTarget(NamedTuple):
         make = torch.zeros_like if self.zeroed else torch.empty_like
         return make(self.main_grad, dtype=self.dtype)
 
+    def store(self, dw: torch.Tensor | None) -> None:
+        """Put a gradient into `main_grad`."""
+        assert dw is not None and self.main_grad is not None
+        if self.accumulate:
+            self.main_grad.add_(dw)
+        else:
+            self.main_grad.copy_(dw)
+
 
 def main_grad_target(weight: torch.Tensor, overwrite: bool, layer: str) -> WgradTarget:
     """The weight's `main_grad`, where data-parallel trainers keep gradients.

@@ -131,8 +131,14 @@ class Stage:
         """Make the plan; the stage's first parameter is number `first` of the call's inputs."""
         return call
 
-    def omit_input(self, plan: Any) -> None:
-        """Plan not to save the first input, if possible: the stage before computes it again."""
+    def omit_input(self, plan: Any, grad_outlives: bool) -> None:
+        """Plan not to save the first input, if possible: the stage before computes it again.
+
+        Args:
+            plan: returned by `prepare`.
+            grad_outlives: autograd keeps the gradient of the first result until the backward of
+                the whole chain is done.
+        """
 
     def recordable(self, plan: Any) -> bool:
         """Whether calls do nothing but allocate and call `_C`, the same for equal shapes."""

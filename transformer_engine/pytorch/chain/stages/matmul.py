@@ -28,6 +28,7 @@ from transformer_engine.pytorch.chain.stages.sides import (
     detached,
     flatten,
     for_wgrad,
+    grad_operands,
     own_matrix,
     restore,
     saved_input,
@@ -35,7 +36,13 @@ from transformer_engine.pytorch.chain.stages.sides import (
     tensors_of,
 )
 from transformer_engine.pytorch.export.onnx import cast_there_and_back, dequantized_weight
-from transformer_engine.pytorch.fp8.casts.operands import Fp8Matrix, OperandRequest, Operands, Side
+from transformer_engine.pytorch.fp8.casts.operands import (
+    Fp8Matrix,
+    OperandRequest,
+    Operands,
+    PendingCast,
+    Side,
+)
 from transformer_engine.pytorch.fp8.casts.padding import pad_operands, pad_side
 from transformer_engine.pytorch.fp8.casts.quantizers import IDENTITY
 from transformer_engine.pytorch.kernels.cast import cast
@@ -124,11 +131,13 @@ class Matmul(Stage):
             plan.input_in_backward = OperandRequest(quantizer, False, True)
         return plan
 
-    def omit_input(self, plan: MatmulPlan) -> None:
+    def omit_input(self, plan: MatmulPlan, grad_outlives: bool) -> None:
         """Possible if `backward_params` runs behind the stage before."""
         if plan.needs_input and plan.needs_weight and self.delayed is None:
             plan.omits_input = plan.quantizers.input.casts_columns_later
             plan.request.columnwise = not plan.omits_input
+            if grad_outlives:
+                plan.cast_grad_in_two()
 
     def input_request(self, saved: Saved, plan: MatmulPlan) -> ResultRequest | None:
         """The side that wgrad takes."""
@@ -295,7 +304,7 @@ class Matmul(Stage):
         """The gradient of the input."""
         (grad,) = grads
         facts = saved.facts
-        parts = None
+        parts = columns = None
         if isinstance(grad, Pending):
             parts = grad.parts(keep=plan.needs_weight) if plan.needs_input else None
             if parts is None:
@@ -307,8 +316,7 @@ class Matmul(Stage):
         elif plan.grad_request is None:
             return (None,), Operands(grad, None)
         else:
-            quantizer = plan.quantizers.grad_output
-            operands = quantizer.padded(grad, facts.padding, plan.grad_request)
+            operands, columns = grad_operands(grad, facts.padding, plan)
         if not plan.needs_input:
             return (None,), operands
         weight = restore(saved.tensors[2], saved.tensors[3], facts.weight_format)
@@ -332,11 +340,11 @@ class Matmul(Stage):
         if facts.padding:
             dx = dx[: dx.shape[0] - facts.padding].view(*shape_of(grad)[:-1], dx.shape[-1])
         dx = plan.quantizers.dgrad.process_gemm_output(dx) if plan.wrapped else dx
-        return (dx,), for_wgrad(operands)
+        return (dx,), columns or for_wgrad(operands)
 
     def backward_params(self, carry: Any, saved: Saved, plan: MatmulPlan) -> Parameters:
         """The weight gradient and the bias gradient."""
-        grad: Operands = carry
+        grad: Operands = carry.cast() if isinstance(carry, PendingCast) else carry
         bias_grad = grad.bias_grad
         missing_bias = plan.dtype if plan.needs_bias and bias_grad is None else None
         dense = grad.columnwise if plan.needs_weight else grad.rowwise
@@ -364,7 +372,7 @@ class Matmul(Stage):
             dw = quantizer.process_gemm_output(dw)
         if first_target is not target:
             if quantizer.replaces:
-                _into_main_grad(dw, target)
+                target.store(dw)
                 dw = None
             else:  # accumulation in the GEMM rounds otherwise: repeat it as without inspection
                 dw, _ = gemm.wgrad(grad.columnwise, x, target, fast, None, self.name)
@@ -389,11 +397,3 @@ def _fuses(request: OperandRequest | None, plan: MatmulPlan, x: torch.Tensor) ->
 
 def _separate_bias_grad(grad: torch.Tensor, plan: MatmulPlan) -> bool:
     return not plan.needs_weight or grad.numel() >= _SEPARATE_BIAS_GRAD
-
-
-def _into_main_grad(dw: torch.Tensor | None, target: gemm.WgradTarget) -> None:
-    assert dw is not None and target.main_grad is not None
-    if target.accumulate:
-        target.main_grad.add_(dw)
-    else:
-        target.main_grad.copy_(dw)

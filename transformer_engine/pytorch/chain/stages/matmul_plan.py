@@ -17,7 +17,9 @@ class MatmulPlan:
         "first_microbatch",
         "fp8",
         "fp8_weight",
+        "grad_columns",
         "grad_request",
+        "grad_rows",
         "input_in_backward",
         "is_first",
         "is_recompute",
@@ -56,7 +58,17 @@ class MatmulPlan:
         self.request.active = self.weight_request.active = call.cse_barrier
         bias_grad = call.dtype if self.needs_bias else None
         self.grad_request: OperandRequest | None = None  # None: no gradient but that of the bias
+        self.grad_rows: OperandRequest | None = None
+        self.grad_columns: OperandRequest | None = None
         if self.needs_input or self.needs_weight:
             self.grad_request = OperandRequest(
                 quantizers.grad_output, self.needs_input, self.needs_weight, bias_grad
             )
+
+    def cast_grad_in_two(self) -> None:
+        """Request the sides of the gradient one by one, if possible."""
+        quantizer = self.quantizers.grad_output
+        if self.fp8 and quantizer.casts_columns_later and not self.compiling:
+            assert self.grad_request is not None
+            self.grad_rows = OperandRequest(quantizer, True, False, self.grad_request.bias_grad)
+            self.grad_columns = OperandRequest(quantizer, False, True)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch.capture import is_host_bound
 from transformer_engine.pytorch.chain.stages.matmul_plan import MatmulPlan
 from transformer_engine.pytorch.fp8.casts.operands import (
     Fp8Matrix,
     Operands,
+    PendingCast,
     Side,
     Value,
     transposed,
@@ -70,6 +72,22 @@ def columnwise_of(weight: Side | None, other: Side | None, dtype: torch.dtype) -
     if isinstance(other, Fp8Matrix):
         return transposed(weight)
     return dequantize(weight.codes, weight.format, weight.scales, dtype)
+
+
+def grad_operands(
+    grad: torch.Tensor, padding: int, plan: MatmulPlan
+) -> tuple[Operands, PendingCast | None]:
+    """A gradient as operands, and its column-wise side where that is cast when wgrad needs it.
+
+    The codes of that side would take memory while the stages between dgrad and wgrad run, and
+    autograd keeps the gradient itself until then. Small gradients are cast in one kernel.
+    """
+    quantizer, columns = plan.quantizers.grad_output, plan.grad_columns
+    if columns is None or padding or is_host_bound(grad):
+        return quantizer.padded(grad, padding, plan.grad_request), None  # type: ignore[arg-type]
+    operands = quantizer.operands(grad, plan.grad_rows)  # type: ignore[arg-type]
+    scales = operands.rowwise.scales  # type: ignore[union-attr]
+    return operands, PendingCast(grad, scales, columns, operands.bias_grad)
 
 
 def for_wgrad(grad: Operands) -> Operands:
