@@ -51,7 +51,8 @@ bool norm_takes_moments(const TensorView& x, const TensorView& gamma, const Tens
 void norm_backward(const NormBackwardArgs& args, Stream stream) {
   const DeviceGuard guard(args.x.device);
   const cudaStream_t queue = stream_of(stream);
-  if (!norm_backward_rows(args, queue)) norm_backward_any(args, queue);
+  if (!norm_backward_narrow(args, queue) && !norm_backward_rows(args, queue))
+    norm_backward_any(args, queue);
 }
 
 }  // namespace te::cuda

@@ -16,6 +16,9 @@ bool norm_tiles_take_moments(const TensorView& x);  // if they are asked for
 // Every size, alignment and set of dtypes.
 void norm_forward_any(const NormForwardArgs& args, cudaStream_t stream);
 
+// Rows in the registers of a warp or a part of one.
+bool norm_backward_narrow(const NormBackwardArgs& args, cudaStream_t stream);
+// Rows in the shared memory of a block or a cluster.
 bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream);
 void norm_backward_any(const NormBackwardArgs& args, cudaStream_t stream);
 

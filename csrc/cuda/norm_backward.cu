@@ -78,32 +78,15 @@ int64_t launch(const Problem& p, const Launch& how) {
   return clusters;
 }
 
-template <class In, class Gradient>
-int64_t launch(const NormBackwardArgs& args, const Problem& p, const Launch& how) {
-  return dispatch_bool(args.kind == NormKind::LayerNorm, [&](auto layer) {
-    constexpr auto kKind = layer() ? NormKind::LayerNorm : NormKind::RMSNorm;
-    if (how.packs == 4) return launch<In, Gradient, kKind, 4>(p, how);
-    return launch<In, Gradient, kKind, 2>(p, how);
-  });
-}
-
-bool fits(const NormBackwardArgs& args) {
-  for (const TensorView* t : {&args.x, &args.dy, &args.residual_grad, &args.dx, &args.workspace})
-    if (!is_aligned(t->data, 16)) return false;
-  const bool usual = args.dy.dtype == args.x.dtype || args.x.dtype == DType::Float32;
-  const int64_t rows = args.x.rows(), cols = args.x.cols();
-  return usual && cols % 8 == 0 && rows > 0 && rows < (1 << 30) && cols < (1 << 20);
-}
-
 }  // namespace
 
 bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
-  if (!fits(args)) return false;
+  if (!NormBackwardProblem::fits(args)) return false;
   const int64_t rows = args.x.rows(), cols = args.x.cols();
   const int64_t x_bytes = size_of(args.x.dtype), dy_bytes = size_of(args.dy.dtype);
   const NormBackwardShape shape{.rows = rows,
                                 .cols = cols,
-                                .pack = x_bytes + dy_bytes == 4 ? 8 : 4,
+                                .pack = NormBackwardProblem::pack(args),
                                 .read_bytes = x_bytes * (args.residual_grad ? 2 : 1) + dy_bytes,
                                 .write_bytes = x_bytes,
                                 .max_parts = ceil_div(rows, kRowsPerColumnPart),
@@ -111,22 +94,10 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
   const NormBackwardPolicy policy =
       memoized(shape, rows + cols / 8 + shape.read_bytes, norm_backward_policy);
   if (policy.cluster == 0) return false;
-  const Problem p{.dy = args.dy.data,
-                  .x = args.x.data,
-                  .gamma = args.gamma.data,
-                  .residual_grad = args.residual_grad.data,
-                  .dx = args.dx.data,
-                  .gamma_dtype = args.gamma.dtype,
-                  .gamma_offset = args.zero_centered ? 1.0f : 0.0f,
-                  .inverse_cols = 1.0f / static_cast<float>(cols),
-                  .rows = static_cast<int>(rows),
-                  .cols = static_cast<int>(cols),
-                  .cluster = policy.cluster,
-                  .width = policy.width,
-                  .stages = policy.stages,
-                  .mean = args.mean.ptr<float>(),
-                  .rstd = args.rstd.ptr<float>(),
-                  .partials = args.workspace.ptr<float>()};
+  Problem p{NormBackwardProblem(args)};
+  p.cluster = policy.cluster;
+  p.width = policy.width;
+  p.stages = policy.stages;
   const auto stage_bytes = static_cast<size_t>(policy.groups * policy.width * shape.read_bytes);
   const Launch how{
       .device = args.x.device,
@@ -136,11 +107,11 @@ bool norm_backward_rows(const NormBackwardArgs& args, cudaStream_t stream) {
       .shared_bytes = static_cast<size_t>(policy.stages) * stage_bytes +
                       static_cast<size_t>(policy.width) * sizeof(float),
       .max_clusters = norm_backward_clusters(shape, policy)};
-  const int64_t parts = dispatch_high_precision(args.x.dtype, kOp, [&](auto tag) {
-    using In = typename decltype(tag)::type;
-    if (args.dy.dtype == args.x.dtype) return launch<In, In>(args, p, how);
-    if (args.dy.dtype == DType::BFloat16) return launch<float, BFloat16>(args, p, how);
-    return launch<float, Half>(args, p, how);
+  const int64_t parts = with_norm_backward_types(args, [&](auto x, auto dy, auto kind) {
+    using In = typename decltype(x)::type;
+    using Gradient = typename decltype(dy)::type;
+    if (policy.packs == 4) return launch<In, Gradient, kind(), 4>(p, how);
+    return launch<In, Gradient, kind(), 2>(p, how);
   });
   reduce_column_parts(p.partials, parts, args.dgamma, args.dbeta, stream);
   return true;

@@ -225,6 +225,24 @@ TEST(NormBackwardPolicy, SharesWideAndFewRows) {
   EXPECT_GT(cluster_of(1024, 12288), 2);
 }
 
+TEST(NormNarrowPolicy, SharesRowsOutEvenly) {
+  for (const int64_t blocks : {1, 4, 132}) {
+    for (const int64_t rows : {1, 3, 32, 1024, 8192, 131072, 131073}) {
+      for (int64_t packs = 1; packs <= 32; ++packs) {
+        const auto policy = norm_narrow_policy(rows, packs, blocks);
+        ASSERT_GE(policy.lanes, packs);
+        ASSERT_TRUE(policy.lanes == 8 || policy.lanes < 2 * packs) << "idle lanes";
+        ASSERT_EQ(policy.lanes * policy.rows % 32, 0) << "a part of a warp";
+        ASSERT_LE(policy.lanes * policy.rows, kNormNarrowThreads);
+        ASSERT_LE(policy.blocks, blocks);
+        // Every block has a row.
+        ASSERT_GT(rows, (policy.blocks - 1) * policy.rows);
+      }
+    }
+  }
+  EXPECT_EQ(norm_narrow_policy(1024, 33, 132).lanes, 0);
+}
+
 TEST(BalancedGrid, GivesAllBlocksTheSameRounds) {
   EXPECT_EQ(balanced_grid(0, 1056), 1);
   EXPECT_EQ(balanced_grid(1056, 1056), 1056);

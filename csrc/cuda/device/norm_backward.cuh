@@ -11,30 +11,17 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/dependent_launch.cuh"
 #include "cuda/device/norm_row.cuh"
+#include "cuda/norm_backward_problem.h"
 #include "cuda/policy/norm.h"
-#include "ops/norm.h"
 
 namespace te::cuda::norm_batches {
 
 constexpr int kMaxSlots = static_cast<int>(kBackwardThreads / 32 * kMaxCluster);
 
-struct Problem {
-  const void* dy = nullptr;
-  const void* x = nullptr;
-  const void* gamma = nullptr;
-  const void* residual_grad = nullptr;  // null: none
-  void* dx = nullptr;
-  DType gamma_dtype = DType::Float32;
-  float gamma_offset = 0.0f;  // 1 with a zero-centred gamma
-  float inverse_cols = 0.0f;
-  int rows = 0;
-  int cols = 0;
+struct Problem : NormBackwardProblem {
   int cluster = 0;
   int width = 0;  // columns of one block
   int stages = 0;
-  const float* mean = nullptr;
-  const float* rstd = nullptr;
-  float* partials = nullptr;  // [clusters][2][cols]: dgamma, dbeta
 };
 
 // What the groups of a block share besides the stages.

@@ -222,6 +222,31 @@ constexpr NormBackwardPolicy norm_backward_policy(const NormBackwardShape& s) {
   return best;
 }
 
+// Backward of narrow rows, one pack a lane: one block on each of `blocks` multiprocessors, whose
+// threads hold `rows` rows at a time, each in `lanes` lanes.
+struct NormNarrowPolicy {
+  int lanes = 0;  // 8, 16 or 32; 0: the row does not fit
+  int rows = 0;
+  int blocks = 0;
+};
+
+inline constexpr int kNormNarrowThreads = 768;
+
+// As few rows at a time as the number of rounds allows, so that all multiprocessors have as many.
+constexpr NormNarrowPolicy norm_narrow_policy(int64_t rows, int64_t packs_per_row,
+                                              int64_t most_blocks) {
+  if (packs_per_row > 32) return {};
+  int64_t lanes = 32;
+  while (lanes > 8 && packs_per_row <= lanes / 2) lanes /= 2;
+  const int64_t most = most_blocks * (kNormNarrowThreads / lanes);
+  const int64_t rounds = (rows + most - 1) / most;
+  const int64_t wanted = (rows + most_blocks * rounds - 1) / (most_blocks * rounds);
+  const int64_t rows_of_block = round_up(wanted, 32 / lanes);  // whole warps
+  const int64_t rows_in_all = rows_of_block * rounds;
+  return {static_cast<int>(lanes), static_cast<int>(rows_of_block),
+          static_cast<int>((rows + rows_in_all - 1) / rows_in_all)};
+}
+
 // Forward: a few rows more than the chip holds at once are shared out evenly. With many, blocks
 // that take one row each and go keep all multiprocessors in one place of the tensor, which memory
 // likes; blocks that each have something to report at their end stay instead.
