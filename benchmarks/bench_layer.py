@@ -1,6 +1,6 @@
 """Whole layers, forward + backward in milliseconds, and their memory, beside plain torch.
 
-The bars are times on an H200; for rows with one, `ratio` is the time itself.
+The bars are times on an H200, and MiB; for rows with one, `ratio` is the time or memory itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contenders
 import torch
 from attention_cases import has_flash_attn_4, only
 from contenders import PlainLayer, PlainMLP, Size, our_layer, our_mlp, random, step
-from harness import Report, Timing, require_gpu, time_gpu_each
+from harness import Report, Timing, peak_mib, require_gpu, time_gpu_each
 
 LARGE = Size(hidden=4096, ffn=16384, heads=32, sequence=4096, batch=4)
 MEDIUM = Size(hidden=2048, ffn=8192, heads=16, sequence=2048, batch=4)
@@ -23,11 +23,23 @@ PEERS = {
     LONG: {"torch": 32.31, "bf16": 29.37, "fp8 delayed": 18.77, "fp8 current": 19.82},
 }
 BY_CUDNN = "fp8 delayed, attention by cuDNN"
-LAYER_BARS = {LARGE: {"bf16": 34.5, "fp8 delayed": 21.6}}
-WITH_FLASH_ATTN_4 = {LARGE: {"bf16": 34.5, "fp8 delayed": 21.1, BY_CUDNN: 21.6}}
+LAYER_BARS = {
+    LARGE: {"bf16": 32.8, "fp8 delayed": 21.0},
+    MEDIUM: {"bf16": 4.3, "fp8 delayed": 3.0},
+    LONG: {"bf16": 28.0, "fp8 delayed": 17.2},
+}
+BEST_BACKEND_BARS = {"fp8 delayed": 20.6, BY_CUDNN: 21.0}  # of LARGE, with flash-attn 4
 MLP_TOKENS, MLP_HIDDEN, MLP_FFN = 8192, 4096, 16384
 MLP_PEERS = {"bf16": 10.19, "fp8 delayed": 5.96, "fp8 current": 6.35}
 GATED_PEERS = {"bf16": 15.09, "fp8 delayed": 8.85, "fp8 current": 9.29}
+MEMORY_PEERS = {  # MiB
+    "TransformerLayer": {"bf16": 2690, "fp8 delayed": 3210},
+    "LayerNormMLP": {"bf16": 1920, "fp8 delayed": 2312},
+}
+MEMORY_BARS = {
+    "TransformerLayer": {"bf16": 2690, "fp8 delayed": 2900, "fp8 current": 2900},
+    "LayerNormMLP": {"bf16": 1920, "fp8 delayed": 2100, "fp8 current": 2100},
+}
 
 
 def report_times(
@@ -56,9 +68,10 @@ def measure_layer(report: Report, size: Size) -> None:
     plain, ours = PlainLayer(size), our_layer(size)
     steps = {"torch": step(plain, x, "torch")}
     steps |= {name: step(ours, x, name) for name in contenders.RECIPES}
-    bars, op = LAYER_BARS, f"TransformerLayer {size}"
+    bars, op = LAYER_BARS[size], f"TransformerLayer {size}"
     if has_flash_attn_4():
-        bars, op = WITH_FLASH_ATTN_4, f"{op}, flash-attn 4 installed"
+        op = f"{op}, flash-attn 4 installed"
+        bars = bars | (BEST_BACKEND_BARS if size is LARGE else {})
         delayed = steps["fp8 delayed"]
 
         def by_cudnn() -> None:
@@ -67,7 +80,7 @@ def measure_layer(report: Report, size: Size) -> None:
 
         steps[BY_CUDNN] = by_cudnn
     times = time_gpu_each(steps, repeats=20, warmup=5)
-    report_times(report, op, times, PEERS[size], bars.get(size, {}))
+    report_times(report, op, times, PEERS[size], bars)
 
 
 def measure_mlp(report: Report) -> None:
@@ -77,34 +90,36 @@ def measure_mlp(report: Report) -> None:
     steps |= {name: step(ours, x, name) for name in contenders.RECIPES}
     times = time_gpu_each(steps, repeats=20, warmup=5)
     op = f"LayerNormMLP gelu {MLP_TOKENS}x{MLP_HIDDEN} f{MLP_FFN}"
-    report_times(report, op, times, MLP_PEERS, {"fp8 delayed": 5.65})
+    report_times(report, op, times, MLP_PEERS, {"fp8 delayed": 5.6})
 
     gated = our_mlp(MLP_HIDDEN, MLP_FFN, activation="swiglu", normalization="RMSNorm")
     steps = {name: step(gated, x, name) for name in contenders.RECIPES}
     times = time_gpu_each(steps, repeats=20, warmup=5)
-    report_times(report, op.replace("gelu", "swiglu RMSNorm"), times, GATED_PEERS, {})
+    op = op.replace("gelu", "swiglu RMSNorm")
+    report_times(report, op, times, GATED_PEERS, {"fp8 delayed": 8.2})
 
 
 def measure_memory(report: Report, size: Size) -> None:
-    """Peak of two steps: parameters, gradients and activations, but not torch's own start-up."""
-    peaks: dict[str, float] = {}
+    """Peak of a step above what is there before it: the module, its input and its state."""
+    modules = {
+        "TransformerLayer": (PlainLayer, our_layer, (size,)),
+        "LayerNormMLP": (PlainMLP, our_mlp, (size.hidden, size.ffn)),
+    }
     x = random(size.batch, size.sequence, size.hidden)
-    for name in ("torch", *contenders.RECIPES):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        module = PlainLayer(size) if name == "torch" else our_layer(size)
-        run = step(module, x, name)
-        run()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            run()
-        torch.cuda.synchronize()
-        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        row: dict[str, Any] = {"op": f"peak memory {size}", "case": name, "mib": int(peaks[name])}
-        if name.startswith("fp8"):
-            row.update(ratio=round(peaks[name] / peaks["bf16"], 3), bar=1.0, better="lower")
-        report.row(**row)
-        del module, run
+    for kind, (plain, ours, arguments) in modules.items():
+        for name in ("torch", *contenders.RECIPES):
+            module = (plain if name == "torch" else ours)(*arguments)
+            # A step frees the gradients of the one before it first.
+            freed = sum([t.nbytes for t in (x, *module.parameters())]) / 2**20
+            mib = peak_mib(step(module, x, name)) + int(freed)
+            row: dict[str, Any] = {"op": f"peak memory {kind} {size}", "case": name, "mib": mib}
+            if name in MEMORY_PEERS[kind]:
+                row["peer_mib"] = MEMORY_PEERS[kind][name]
+            if name in MEMORY_BARS[kind]:
+                row.update(ratio=mib, bar=MEMORY_BARS[kind][name], better="lower")
+            report.row(**row)
+            del module
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
