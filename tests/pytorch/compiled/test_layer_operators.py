@@ -37,7 +37,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
         return
     (unfused,) = [one for one in BACKENDS if one.name == "unfused"]
-    recordable = (unfused._replace(recordable=lambda call: True),)
+    recordable = (unfused._replace(recordable=lambda call: True, records_on=("cpu",)),)
     monkeypatch.setattr(choice, "_choose", lambda *facts: recordable[0])  # which is memoised
     monkeypatch.setattr(stage, "BACKENDS", recordable)
 

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention.core.projections import HeadLayout, He
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
+from transformer_engine.pytorch.attention.stage import is_recorded_on
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains
 from transformer_engine.pytorch.chain.run_layer import run_layer
 from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
@@ -379,6 +380,7 @@ class MultiheadAttention(FlowModule):
             values: hidden states; in cross attention, encoder output behind them.
             arguments: of `forward` that differ from their defaults.
         """
+        flow.admit(is_recorded_on)
         core = dict(arguments)
         microbatch = core.pop("is_first_microbatch", None)
         mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
@@ -387,10 +389,8 @@ class MultiheadAttention(FlowModule):
         if self.qk_norm_before_rope:
             query, key = self._normalize(flow, modules, query, key)
         if angles is not None:
-            ends = [
-                core.get(f"cu_seqlens_{side}_padded", core.get(f"cu_seqlens_{side}"))
-                for side in ("q", "kv")
-            ]
+            lengths = ("cu_seqlens_q", "cu_seqlens_kv")
+            ends = [core.get(f"{name}_padded", core.get(name)) for name in lengths]
             cache = core.get("inference_params")
             query, key = flow.run(self._rotation, query, key, angles, *ends, cache)
         if not self.qk_norm_before_rope:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.pytorch._torch_private import constant_in_graphs
 from transformer_engine.pytorch.attention.backends import BACKENDS
 from transformer_engine.pytorch.attention.backends.backend import NO_BACKWARD, Backend, Needs
 from transformer_engine.pytorch.attention.backends.backend import Saved as SavedByBackend
@@ -48,6 +49,12 @@ class _Plan(NamedTuple):
     options: Options
     needs: Needs
     compiling: bool
+
+
+@constant_in_graphs
+def is_recorded_on(device: str) -> bool:
+    """Whether any backend can be recorded on devices of this type."""
+    return any([device in one.records_on for one in BACKENDS])
 
 
 class Attention(Stage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ class _Gathering(ListingFlow):
         self.differentiable: list[Any] = []  # the parts that need a backward
         self.parameters: list[torch.Tensor | None] = []
         self.state: list[torch.Tensor] = []
+
+    def admit(self, condition: Callable[[str], bool]) -> None:
+        """See `Flow.admit`."""
+        if not condition(self._values[0].device.type):
+            raise NotOneChain
 
     def add(
         self,

@@ -64,6 +64,12 @@ class Flow:
         """Run a `Part` with values and further arguments."""
         return part(*arguments)
 
+    def admit(self, condition: Callable[[str], bool]) -> None:
+        """Of a flow for one operator: no operator if this does not hold for the type of device.
+
+        For conditions that some later part has, to find out before all others are traced.
+        """
+
 
 EAGER = Flow()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine.pytorch.chain.chain import ChainBuilder
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned
 from transformer_engine.pytorch.chain.stages.residual import DropoutAdd
+from transformer_engine.pytorch.fp8.exporting import exporting
 
 
 class Residual(Part):
@@ -26,6 +29,16 @@ class Residual(Part):
     ) -> Planned:
         """See `Part`; the values are branch and residual, `bias` is added to the branch."""
         return self.planned(values, (bias, None), p)
+
+    def __call__(self, *values_and_arguments: Any) -> Any:
+        """Run the stage; in compiled code a plain sum is torch's, which compilers fuse."""
+        if self.chain.inputs == 2 and torch.compiler.is_compiling() and not exporting():
+            defaults: list[Any] = [0.0, None]
+            values = [*values_and_arguments, *defaults[len(values_and_arguments) - 2 :]]
+            branch, residual, p, bias = values
+            if residual is not None and bias is None and p == 0.0:
+                return residual + branch.to(residual.dtype)
+        return super().__call__(*values_and_arguments)
 
 
 _RESIDUAL = Residual()

@@ -229,6 +229,7 @@ class Backend(NamedTuple):
         draw_seed: draws the seed of dropout on a device, which `forward` finds in the call; without
             it `forward` draws random numbers itself.
         recordable: whether calls with these settings do nothing but allocate and call `_C`.
+        records_on: the types of devices where some calls are recordable.
         parts: attention with a part of the keys; None where there is no log-sum-exp.
     """
 
@@ -241,6 +242,7 @@ class Backend(NamedTuple):
     differentiable: bool = False
     draw_seed: Callable[[torch.device], torch.Tensor] | None = None
     recordable: Callable[[Call], bool] = lambda call: False
+    records_on: tuple[str, ...] = ()
     parts: Parts | None = None
 
     def __hash__(self) -> int:

@@ -309,6 +309,7 @@ BACKEND = Backend(
     keeps_scores=False,
     draw_seed=new_seed,
     recordable=_recordable,
+    records_on=("cuda",),
     parts=Parts(_log_sum_exp, _strip, _restore),
     requirements=(
         FUSED,
