@@ -2,6 +2,7 @@
 // rounded on its own (no fused multiply-add), so that both give the same bits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -10,16 +11,29 @@
 
 namespace te {
 
+// Elements 8 * group ... 8 * group + 7 share a draw of four words, 16 random bits each: more would
+// cost more time than the memory that dropout reads and writes.
+inline constexpr int kElementsPerDraw = 8;
+
 struct DropoutRule {
-  uint32_t threshold = 0;  // keep where the random word is at least this
-  float scale = 1.0f;      // 1 / (1 - p)
+  uint32_t threshold = 0;  // keep where the random bits are at least this
+  float scale = 1.0f;      // 1 / (1 - threshold / 2^16)
 };
 
-// word >= ceil(p * 2^32) is exactly word / 2^32 >= p, and p < 1 keeps the threshold in 32 bits.
+// p is rounded up to a multiple of 2^-16 below 1, and the scale is that of the rounded p, so that
+// the expected value is the element.
 inline DropoutRule dropout_rule(float p) {
-  constexpr double kWords = 4294967296.0;
-  return {static_cast<uint32_t>(std::ceil(static_cast<double>(p) * kWords)),
-          static_cast<float>(1.0 / (1.0 - static_cast<double>(p)))};
+  constexpr double kSteps = 65536.0;
+  const double threshold = std::min(std::ceil(static_cast<double>(p) * kSteps), kSteps - 1.0);
+  return {static_cast<uint32_t>(threshold), static_cast<float>(kSteps / (kSteps - threshold))};
+}
+
+// Of element `element` of a draw, 0 to 7.
+TE_HD uint32_t random_bits(const PhiloxWords& words, int element) {
+  const uint32_t low = (element & 2) != 0 ? words.at[1] : words.at[0];
+  const uint32_t high = (element & 2) != 0 ? words.at[3] : words.at[2];
+  const uint32_t word = (element & 4) != 0 ? high : low;
+  return (element & 1) != 0 ? word >> 16 : word & 0xffffu;
 }
 
 TE_HD float rounded_sum(float a, float b) {
@@ -39,8 +53,8 @@ TE_HD float rounded_product(float a, float b) {
 }
 
 // A dropped element is exactly zero, whatever it was.
-TE_HD float dropout(float value, uint32_t word, DropoutRule rule) {
-  return word >= rule.threshold ? rounded_product(value, rule.scale) : 0.0f;
+TE_HD float dropout(float value, uint32_t bits, DropoutRule rule) {
+  return bits >= rule.threshold ? rounded_product(value, rule.scale) : 0.0f;
 }
 
 }  // namespace te

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 16;
 
-// Dropout of neighbouring elements, which share a draw of four words. With p == 0 nothing is drawn,
-// and the seed may be absent.
+// Dropout of neighbouring elements, which share a draw. With p == 0 nothing is drawn, and the seed
+// may be absent.
 class Dropout {
  public:
   Dropout(const TensorView& seed, float p)
@@ -22,17 +22,17 @@ class Dropout {
         seed_(p == 0.0f ? 0 : static_cast<uint64_t>(*seed.ptr<int64_t>())) {}
 
   float operator()(float value, int64_t element) {
-    return dropout(value, rule_.threshold == 0 ? 0 : word_of(static_cast<uint64_t>(element)),
+    return dropout(value, rule_.threshold == 0 ? 0 : bits_of(static_cast<uint64_t>(element)),
                    rule_);
   }
 
  private:
-  uint32_t word_of(uint64_t element) {
-    if (element / 4 != group_) {
-      group_ = element / 4;
+  uint32_t bits_of(uint64_t element) {
+    if (element / kElementsPerDraw != group_) {
+      group_ = element / kElementsPerDraw;
       words_ = random_words(seed_, group_);
     }
-    return words_.at[element % 4];
+    return random_bits(words_, static_cast<int>(element % kElementsPerDraw));
   }
 
   DropoutRule rule_;

@@ -1,6 +1,6 @@
-// Dropout kernels. A thread takes V neighbouring elements, which are whole draws of four random
-// words. Forward, and backward without a bias gradient, walk the tensor as one line; the bias
-// gradient walks columns, so that its sums stay in registers.
+// Dropout kernels. A thread takes V neighbouring elements, which share a draw of random words.
+// Forward, and backward without a bias gradient, walk the tensor as one line; the bias gradient
+// walks columns, so that its sums stay in registers.
 #include "ops/dropout_add.h"
 
 #include <algorithm>
@@ -20,7 +20,6 @@ constexpr int kThreads = 256;  // down the columns
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kRowsPerThread = 4;  // down a column: loads of all are in flight at once
-constexpr int kRowsPerDraw = 2;    // more random words than of two rows would not fit
 constexpr int kBlocksPerMultiprocessor = 3;
 constexpr int64_t kMostBlocksInY = 65535;
 
@@ -65,35 +64,28 @@ struct Randomness {
   }
 };
 
-// The random words of N runs of V elements. A run is whole draws of four words, or (V == 1) one
-// element, which draws four words and uses its own. They depend on no load: drawn behind the loads
-// of the elements and before their first use, they cost the time that those take anyway.
+// The random words of N runs of V elements, each of them (a part of) a draw. They depend on no
+// load: drawn behind the loads of the elements and before their first use, they cost the time that
+// those take anyway.
 template <int N, int V>
 struct Words {
-  static constexpr int kDraws = (V + 3) / 4;
-  PhiloxWords drawn[N * kDraws] = {};
+  static_assert(kElementsPerDraw % V == 0);
+  PhiloxWords drawn[N] = {};
 
   __device__ __forceinline__ void draw(const int64_t (&first)[N], uint64_t key) {
 #pragma unroll
-    for (int i = 0; i < N * kDraws; ++i)
-      drawn[i] = philox_counter(static_cast<uint64_t>(first[i / kDraws]) / 4 + i % kDraws);
+    for (int n = 0; n < N; ++n)
+      drawn[n] = philox_counter(static_cast<uint64_t>(first[n]) / kElementsPerDraw);
     te::draw(drawn, key);
-  }
-
-  __device__ __forceinline__ uint32_t word(int n, int k, int64_t first) const {
-    const PhiloxWords& words = drawn[n * kDraws + k / 4];
-    if constexpr (V > 1) return words.at[k % 4];
-    const bool odd = first % 2 != 0, upper = first % 4 >= 2;
-    const uint32_t low = odd ? words.at[1] : words.at[0];
-    const uint32_t high = odd ? words.at[3] : words.at[2];
-    return upper ? high : low;
   }
 
   // Without a draw all words are 0, and the rule of p = 0 keeps the values as they are.
   __device__ __forceinline__ void drop(float (&values)[V], int n, int64_t first,
                                        DropoutRule rule) const {
+    const int begin = static_cast<int>(static_cast<uint64_t>(first) % kElementsPerDraw) / V * V;
 #pragma unroll
-    for (int k = 0; k < V; ++k) values[k] = dropout(values[k], word(n, k, first), rule);
+    for (int k = 0; k < V; ++k)
+      values[k] = dropout(values[k], random_bits(drawn[n], begin + k), rule);
   }
 };
 
@@ -212,24 +204,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     for (int u = 0; u < kRowsPerThread; ++u)
       if (row + u * kWarps < end)
         dout[u] = load_pack_here<In, V>(c.dout + (row + u * kWarps) * c.cols + column);
+    int64_t first[kRowsPerThread];
 #pragma unroll
-    for (int begin_u = 0; begin_u < kRowsPerThread; begin_u += kRowsPerDraw) {
-      int64_t first[kRowsPerDraw];
+    for (int u = 0; u < kRowsPerThread; ++u) first[u] = (row + u * kWarps) * c.cols + column;
+    Words<kRowsPerThread, V> words;
+    if (randomness.drops()) words.draw(first, key);
 #pragma unroll
-      for (int u = 0; u < kRowsPerDraw; ++u)
-        first[u] = (row + (begin_u + u) * kWarps) * c.cols + column;
-      Words<kRowsPerDraw, V> words;
-      if (randomness.drops()) words.draw(first, key);
+    for (int u = 0; u < kRowsPerThread; ++u) {
+      if (row + u * kWarps >= end) break;
+      float values[V];
+      widen(dout[u], values);
+      words.drop(values, u, first[u], randomness.rule);
 #pragma unroll
-      for (int u = 0; u < kRowsPerDraw; ++u) {
-        if (row + (begin_u + u) * kWarps >= end) break;
-        float values[V];
-        widen(dout[begin_u + u], values);
-        words.drop(values, u, first[u], randomness.rule);
-#pragma unroll
-        for (int k = 0; k < V; ++k) sums[k] += values[k];
-        if (c.dx) store_pack_global(c.dx + first[u], narrow<Out, V>(values));
-      }
+      for (int k = 0; k < V; ++k) sums[k] += values[k];
+      if (c.dx) store_pack_global(c.dx + first[u], narrow<Out, V>(values));
     }
   }
   leave_part(sums, c.partials, c.cols);

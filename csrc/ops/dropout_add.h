@@ -1,9 +1,10 @@
 // dropout_add: out = residual + keep(x + bias) / (1 - p), the end of each transformer sub-block.
 // The keep decision of element i is a counter-based random number (core/philox.h) of (seed, i):
 // the backward draws it again instead of storing a mask. The seed is a device tensor, so a captured
-// graph replays with fresh randomness. Element i is kept where word i of the seed's stream, as a
-// uniform number in [0, 1), is at least p. The sums and the product are rounded to fp32 each, the
-// result once to its dtype, so both backends give the same bits.
+// graph replays with fresh randomness. Element i is kept where its 16 bits of the seed's stream, as
+// a number in [0, 1), are at least p, which is rounded up to a multiple of 2^-16. The sums and the
+// product are rounded to fp32 each, the result once to its dtype, so both backends give the same
+// bits.
 #pragma once
 
 #include "core/tensor_view.h"

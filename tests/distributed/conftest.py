@@ -10,8 +10,9 @@ from ranks import run_rank, start_ranks
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of a file waits for what ranks do for all, which other processes may delay."""
+    folder = str(Path(__file__).parent)
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.timeout(300))
 
 

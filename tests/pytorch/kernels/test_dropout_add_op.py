@@ -244,8 +244,7 @@ def test_more_than_2_to_the_31_elements():
     dx, dbias = dropout_add_backward(x, seed_on("cuda"), P, torch.bfloat16, torch.float32)
     assert torch.equal(dx, out)
     index = rows * cols - 8
-    words = [word for group in (index // 4, index // 4 + 1) for word in cases.philox(group, SEED)]
-    threshold = torch.tensor(P).double().item() * 2**32
-    assert [value != 0 for value in out[-1, -8:].tolist()] == [w >= threshold for w in words]
+    kept = [bits >= cases.threshold(P) for bits in cases.dropout_bits(index, 8, SEED)]
+    assert [value != 0 for value in out[-1, -8:].tolist()] == kept
     share = (out != 0).sum(0, dtype=torch.float32) / (1 - P)
     torch.testing.assert_close(dbias, share, rtol=1e-4, atol=0)

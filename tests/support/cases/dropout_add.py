@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -16,10 +18,10 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(group: int, seed: int) -> list[int]:
-    """Words of elements 4 * group ... 4 * group + 3."""
+    """Words of elements 8 * group ... 8 * group + 7, which take 16 bits each."""
     counter = [group & _WORD, group >> 32, 0, 0]
     key = [seed & _WORD, seed >> 32 & _WORD]
-    for _ in range(10):
+    for _ in range(7):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         counter = [
             second >> 32 ^ counter[1] ^ key[0],
@@ -31,16 +33,26 @@ def philox(group: int, seed: int) -> list[int]:
     return counter
 
 
+def dropout_bits(first: int, count: int, seed: int) -> list[int]:
+    """The 16 bits of so many elements from `first` on."""
+    groups = range(first // 8, -(-(first + count) // 8))
+    halves = [bits for i in groups for w in philox(i, seed) for bits in (w & 0xFFFF, w >> 16)]
+    return halves[first % 8 :][:count]
+
+
+def threshold(p: float) -> int:
+    """`p`, rounded to fp32, in steps of 2^-16, rounded up."""
+    return min(math.ceil(torch.tensor(p, dtype=torch.float32).item() * 2**16), 2**16 - 1)
+
+
 def dropout_mask(shape: tuple[int, ...], seed: int, p: float) -> torch.Tensor:
-    """True where element `i`'s word, as a number in [0, 1), is at least `p` (rounded to fp32)."""
-    count = torch.Size(shape).numel()
-    words = [word for group in range(-(-count // 4)) for word in philox(group, seed)]
-    uniform = torch.tensor(words[:count], dtype=torch.float64) / 2**32
-    return (uniform >= torch.tensor(p, dtype=torch.float32).double()).view(shape)
+    """True where the bits of an element are at least the threshold."""
+    bits = dropout_bits(0, torch.Size(shape).numel(), seed)
+    return (torch.tensor(bits, dtype=torch.int64) >= threshold(p)).view(shape)
 
 
 def _scale(p: float) -> torch.Tensor:
-    return (1 / (1 - torch.tensor(p).double())).float()
+    return torch.tensor(2**16 / (2**16 - threshold(p)), dtype=torch.float64).float()
 
 
 def forward(x, bias, residual, keep, p) -> torch.Tensor:

@@ -27,7 +27,8 @@ def dropout_add_forward(
         residual: shape of `x`, fp32, fp16 or bf16; its dtype is the result's.
         seed: int64 `[1]` on the device of `x`; None where `p == 0`. The same seed drops the same
             elements, on every device.
-        p: probability of dropping an element, `0 <= p < 1`.
+        p: probability of dropping an element, `0 <= p < 1`; rounded up to a multiple of 2^-16,
+            and what is kept is multiplied by `1 / (1 - p)` of that.
     """
     out = new_empty(x, x.shape, x.dtype if residual is None else residual.dtype)
     if launch:
