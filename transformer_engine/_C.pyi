@@ -347,6 +347,8 @@ def rope(
     batch_first: bool,
     interleaved: bool,
     backward: bool,
+    period: int,
+    rotated: int,
     out: Tensor | None,
 ) -> None: ...
 def scale_from_amax(

@@ -9,7 +9,7 @@ namespace {
 
 void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& starts,
                const TensorView& cu_seqlens, bool batch_first, bool interleaved, bool backward,
-               const TensorView& out) {
+               int64_t period, int64_t rotated, const TensorView& out) {
   rope({.x = x,
         .freqs = freqs,
         .starts = starts,
@@ -17,6 +17,8 @@ void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& s
         .batch_first = batch_first,
         .interleaved = interleaved,
         .backward = backward,
+        .period = period,
+        .rotated = rotated,
         .out = out},
        bridge::current_stream(x.device));
 }
@@ -26,7 +28,8 @@ void rope_into(const TensorView& x, const TensorView& freqs, const TensorView& s
 void bind_rope(pybind11::module_& m) {
   using pybind11::arg;
   m.def("rope", recordable<&rope_into>, arg("x"), arg("freqs"), arg("starts"), arg("cu_seqlens"),
-        arg("batch_first"), arg("interleaved"), arg("backward"), arg("out"));
+        arg("batch_first"), arg("interleaved"), arg("backward"), arg("period"), arg("rotated"),
+        arg("out"));
 }
 
 }  // namespace te::bindings

@@ -50,9 +50,14 @@ void run(const RopeArgs& args) {
       }
       const T* x = args.x.ptr<T>() + s * shape.x_sequence + b * shape.x_batch;
       T* out = args.out.ptr<T>() + s * shape.out_sequence + b * shape.out_batch;
-      for (int64_t h = 0; h < shape.heads; ++h)
-        rotate_head<T, kBackward>(x + h * shape.x_head, out + h * shape.size, cosine.data(),
-                                  sine.data(), shape, args.interleaved);
+      for (int64_t h = 0; h < shape.heads; ++h) {
+        const T* from = x + h * shape.x_head;
+        T* to = out + h * shape.size;
+        if (h % args.period < args.rotated)
+          rotate_head<T, kBackward>(from, to, cosine.data(), sine.data(), shape, args.interleaved);
+        else
+          std::copy(from, from + shape.size, to);
+      }
     }
   });
 }

@@ -37,6 +37,8 @@ struct Rope {
   Divisor rows_of_block;   // of each of its places
   Divisor parts;           // blocks, each with other rows, that share their places
   Divisor heads, rotary_dim;
+  Divisor period;    // heads
+  uint32_t rotated;  // of a period
 };
 
 // Whether a unit's two packs are half the rotated elements apart, not neighbours.
@@ -217,8 +219,9 @@ __global__ void __launch_bounds__(kThreads, blocks_sharing(kBlocksInFlight, 7, k
   T* const to = args.out + place * shape.out_sequence + batch * shape.out_batch +
                 head * static_cast<uint32_t>(shape.size) + at;
   if (unit.rotates) {
-    rotate_packs<T, kVector, kInterleaved, kBackward>(a, b, angles.of_place(unit.place),
-                                                      unit.index);
+    if (head - args.period.quotient(head) * args.period.value() < args.rotated)
+      rotate_packs<T, kVector, kInterleaved, kBackward>(a, b, angles.of_place(unit.place),
+                                                        unit.index);
     store_pack_global<T, kVector>(to + gap, b);
   }
   store_pack_global<T, kVector>(to, a);
@@ -256,7 +259,9 @@ Rope<T> share_out(const RopeArgs& how, const RopeShape& shape) {
           by(rows_of_block),
           by(parts),
           by(shape.heads),
-          by(rotary_dim)};
+          by(rotary_dim),
+          by(how.period),
+          static_cast<uint32_t>(how.rotated)};
 }
 
 template <class T, int kVector>

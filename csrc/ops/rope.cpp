@@ -61,6 +61,10 @@ void rope(const RopeArgs& args, Stream stream) {
   require(args.freqs.rank == 2 && args.freqs.size(1) % 2 == 0 && args.freqs.size(1) <= x.size(-1),
           Kind::Value, kOp, "expected freqs (positions, an even number of at most ", x.size(-1),
           " elements), got ", ShapeOf{args.freqs});
+  require(args.period > 0 && args.period <= x.size(-2) && args.rotated >= 0 &&
+              args.rotated <= args.period,
+          Kind::Value, kOp, "expected a period of 1 to ", x.size(-2),
+          " heads, of which 0 to all are rotated, got ", args.rotated, " of ", args.period);
   check_positions(args);
   check::dtype(args.out, x.dtype, kOp, "out");
   check::same_shape(args.out, x, kOp, "out");

@@ -20,6 +20,8 @@ struct RopeArgs {
   bool batch_first = false;  // x is [batch, sequence, heads, size]
   bool interleaved = false;
   bool backward = false;
+  // Of every `period` heads the first `rotated` are rotated; the others are copied.
+  int64_t period = 1, rotated = 1;
   TensorView out;  // shape and dtype of x, contiguous
 };
 

@@ -244,7 +244,7 @@ def test_more_than_2_to_the_31_elements():
     dx, dbias = dropout_add_backward(x, seed_on("cuda"), P, torch.bfloat16, torch.float32)
     assert torch.equal(dx, out)
     index = rows * cols - 8
-    kept = [bits >= cases.threshold(P) for bits in cases.dropout_bits(index, 8, SEED)]
-    assert [value != 0 for value in out[-1, -8:].tolist()] == kept
+    stays = [bits >= cases.threshold(P) for bits in cases.dropout_bits(index, 8, SEED)]
+    assert [value != 0 for value in out[-1, -8:].tolist()] == stays
     share = (out != 0).sum(0, dtype=torch.float32) / (1 - P)
     torch.testing.assert_close(dbias, share, rtol=1e-4, atol=0)

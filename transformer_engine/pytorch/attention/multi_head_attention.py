@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.attention.core.call import AttentionMask
-from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads
+from transformer_engine.pytorch.attention.core.projections import HeadLayout, Heads, layout_of_heads
 from transformer_engine.pytorch.attention.core.query_key import RotaryAngles, Rotation, head_norms
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.masks.masks import Window
 from transformer_engine.pytorch.attention.stage import is_recorded_on
 from transformer_engine.pytorch.chain.flow import Flow, FlowModule, joins_chains
 from transformer_engine.pytorch.chain.run_layer import run_layer
-from transformer_engine.pytorch.module.arguments import check_sizes, tensor_parallel
+from transformer_engine.pytorch.module.arguments import tensor_parallel
 from transformer_engine.pytorch.module.inputs import check_hidden, explicit_arguments, names_layer
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -156,7 +156,8 @@ class MultiheadAttention(FlowModule):
         self.qk_norm_before_rope = qk_norm_before_rope
         ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
-        whole = self._layout(num_attention_heads, num_gqa_groups, kv_channels, interleaved)
+        heads = (num_attention_heads, num_gqa_groups, kv_channels, interleaved)
+        whole = layout_of_heads(self, *heads)
         self.layout = whole.shared(ranks)
         linear: dict[str, Any] = {
             "bias": bias,
@@ -211,21 +212,6 @@ class MultiheadAttention(FlowModule):
         self.q_norm, self.k_norm = head_norms(
             qk_norm_type, self.layout.size, qk_norm_eps, params_dtype, device, self.name
         )
-
-    def _layout(
-        self, heads: int, groups: int | None, size: int | None, interleaved: bool
-    ) -> HeadLayout:
-        """The heads of the projections; sizes are checked."""
-        groups = heads if groups is None else groups
-        check_sizes("MultiheadAttention", self.name, hidden_size=self.hidden_size)
-        sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
-        check_sizes("MultiheadAttention", self.name, 1, **sizes, layer_number=self.layer_number)
-        if not size and self.hidden_size % heads:
-            raise ValueError(
-                "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
-                f" {self.hidden_size} is not divisible by {heads} (layer {self.name})"
-            )
-        return HeadLayout(heads, groups, size or self.hidden_size // heads, interleaved)
 
     def _add_parts(self, qkv_format: str, interleaved: bool) -> None:
         self._rotation = Rotation(self.layout, self.layer_number, qkv_format, interleaved)
@@ -385,14 +371,15 @@ class MultiheadAttention(FlowModule):
         microbatch = core.pop("is_first_microbatch", None)
         mask, angles = core.pop("attention_mask", None), core.pop("rotary_pos_emb", None)
         modules: dict[str, Any] = self._modules  # attributes that are modules cost a microsecond
-        query, key, value, *tap = self._project(flow, modules, values, microbatch)
+        rotary = self._rotation.arguments(angles, core)
+        normalizes_first = self.qk_norm_before_rope and modules.get("q_norm") is not None
+        early = self.attention_type == "self" and not normalizes_first
+        early = early and self._rotation.of_projection.takes(rotary)
+        query, key, value, *tap = self._project(flow, values, microbatch, rotary if early else ())
         if self.qk_norm_before_rope:
             query, key = self._normalize(flow, modules, query, key)
-        if angles is not None:
-            lengths = ("cu_seqlens_q", "cu_seqlens_kv")
-            ends = [core.get(f"{name}_padded", core.get(name)) for name in lengths]
-            cache = core.get("inference_params")
-            query, key = flow.run(self._rotation, query, key, angles, *ends, cache)
+        if rotary and not early:
+            query, key = flow.run(self._rotation, query, key, *rotary)
         if not self.qk_norm_before_rope:
             query, key = self._normalize(flow, modules, query, key)
         context = flow.call(modules["core_attention"], query, key, value, mask, **core)
@@ -402,15 +389,16 @@ class MultiheadAttention(FlowModule):
         return (*out, *tap) if self.return_bias else (out, *tap)
 
     def _project(
-        self, flow: Flow, modules: dict[str, Any], values: Sequence[Any], microbatch: Any
+        self, flow: Flow, values: Sequence[Any], microbatch: Any, rotary: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Query, key, value, and the norm's output or input where it is returned."""
-        own = self.attention_type == "self"
+        own, modules = self.attention_type == "self", self._modules
         normed, plain = ("layernorm_qkv", "qkv") if own else ("layernorm_query", "query_layer")
-        module = modules[normed if self.input_layernorm else plain]
+        module: Any = modules[normed if self.input_layernorm else plain]
         out = flow.call(module, values[0], microbatch)
         out, *tap = out if self.has_tap else (out,)
         if own:
+            out = flow.run(self._rotation.of_projection, out, *rotary[:2]) if rotary else out
             return (*flow.run(self._split_qkv, out), *tap)
         query = flow.run(self._split_query, out)
         key_value = flow.call(modules["key_value"], values[1], microbatch)

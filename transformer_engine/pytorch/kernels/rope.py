@@ -17,6 +17,8 @@ def rope(
     batch_first: bool,
     interleaved: bool,
     backward: bool,
+    period: int = 1,
+    rotated: int = 1,
     *,
     launch: bool = True,
 ) -> torch.Tensor:
@@ -31,6 +33,8 @@ def rope(
         batch_first: `x` is `[batch, sequence, heads, size]`.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + turned / 2).
         backward: turn a gradient back.
+        period: heads that repeat: of each so many in a row the first `rotated` are turned.
+        rotated: see `period`; the other heads are copied.
         launch: False gives the shape alone.
 
     Returns:
@@ -38,5 +42,6 @@ def rope(
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if launch:
-        _C.rope(x, freqs, starts, cu_seqlens, batch_first, interleaved, backward, out)
+        how = (batch_first, interleaved, backward, period, rotated)
+        _C.rope(x, freqs, starts, cu_seqlens, *how, out)
     return out

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.fp8.casts.operands import OperandRequest
 from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.library import composite_op
 from transformer_engine.pytorch.kernels.packed import packed_base
+from transformer_engine.pytorch.module.arguments import check_sizes
 from transformer_engine.pytorch.parallel.groups import TensorParallel
 
 _PACK = 16  # bytes: what one instruction moves
@@ -53,6 +54,14 @@ class HeadLayout(NamedTuple):
         return self.heads * self.size
 
     @property
+    def rotated(self) -> tuple[int, int]:
+        """Heads of a projection that repeat, and how many of them are queries and keys."""
+        if self.interleaved:
+            period = self.heads // self.groups + 2
+            return period, period - 1
+        return self.heads + 2 * self.groups, self.heads + self.groups
+
+    @property
     def all_views(self) -> bool:
         """Whether queries are a view, too; interleaved ones of several groups have no stride."""
         return self.heads == self.groups or not self.interleaved
@@ -61,6 +70,22 @@ class HeadLayout(NamedTuple):
     def key_features(self) -> int:
         """Features of all keys, which is also those of all values."""
         return self.groups * self.size
+
+
+def layout_of_heads(
+    layer: Any, heads: int, groups: int | None, size: int | None, interleaved: bool
+) -> HeadLayout:
+    """The heads of a `MultiheadAttention`, whose sizes are checked; None stands for a default."""
+    groups = heads if groups is None else groups
+    check_sizes("MultiheadAttention", layer.name, hidden_size=layer.hidden_size)
+    sizes = {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": size or 1}
+    check_sizes("MultiheadAttention", layer.name, 1, **sizes, layer_number=layer.layer_number)
+    if not size and layer.hidden_size % heads:
+        raise ValueError(
+            "[MultiheadAttention] expected hidden_size divisible by num_attention_heads,"
+            f" {layer.hidden_size} is not divisible by {heads} (layer {layer.name})"
+        )
+    return HeadLayout(heads, groups, size or layer.hidden_size // heads, interleaved)
 
 
 class _Split(torch.autograd.Function):

@@ -12,8 +12,9 @@ from transformer_engine.pytorch.attention.core.formats import sequence_dim
 from transformer_engine.pytorch.attention.core.projections import HeadLayout
 from transformer_engine.pytorch.attention.rope.embedding import Rope, angle_table, check_freqs
 from transformer_engine.pytorch.attention.rope.ranks import angles_of_rank, sequences_of_rank
-from transformer_engine.pytorch.chain.chain import ChainBuilder
+from transformer_engine.pytorch.chain.chain import Chain, ChainBuilder
 from transformer_engine.pytorch.chain.part import Incoming, Part, Planned, incoming
+from transformer_engine.pytorch.fp8.exporting import exporting
 from transformer_engine.pytorch.kernels.rope import rope
 from transformer_engine.pytorch.module.l2norm import L2Normalization
 from transformer_engine.pytorch.module.layernorm import LayerNorm
@@ -92,6 +93,9 @@ class Rank(NamedTuple):
 class Rotation(Part):
     """Rotary position embedding of queries and keys.
 
+    Attributes:
+        of_projection: the same for a projection that is not taken apart yet.
+
     Args:
         layout: heads and their size.
         layer_number: that asks `InferenceParams` for positions.
@@ -108,7 +112,17 @@ class Rotation(Part):
         self.layer_number = layer_number
         self.qkv_format = qkv_format
         self.interleaved = interleaved
+        self.of_projection = ProjectionRotation(self)
         self.set_context(None)
+
+    @staticmethod
+    def arguments(angles: Any, others: dict[str, Any]) -> tuple[Any, ...]:
+        """Its arguments, from those of a call; empty without angles."""
+        if angles is None:
+            return ()
+        lengths = ("cu_seqlens_q", "cu_seqlens_kv")
+        ends = [others.get(f"{name}_padded", others.get(name)) for name in lengths]
+        return angles, *ends, others.get("inference_params")
 
     def set_context(self, context: ContextGroup | None) -> None:
         """Turn the tokens of this rank, of those that share sequences."""
@@ -157,6 +171,50 @@ class Rotation(Part):
             return super().__call__(query, key, *arguments)
         both = rope(both, table, starts, ends, self.qkv_format == "bshd", self.interleaved, False)
         return both.split((query.shape[-2], key.shape[-2]), -2)
+
+
+class ProjectionRotation(Part):
+    """Rotary position embedding of a fused projection `[..., features]`, whose values are copied.
+
+    So its parts stay parts of one tensor: the projection before it takes no memory any more, and
+    gradients of its parts are joined without a copy. Bits are those of `Rotation`.
+
+    Args:
+        one: rotates queries and keys of the same layer.
+    """
+
+    def __init__(self, one: Rotation) -> None:
+        super().__init__(Chain.of(Rope(one.layout.size, *one.layout.rotated)))
+        self.one = one
+
+    def takes(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether it can do what `Rotation` does with these arguments.
+
+        A flow that lists its parts has placeholders for them: then it does not.
+        """
+        if not arguments or exporting() or not self.one.layout.all_views:
+            return False
+        angles, query_ends, key_ends, inference_params = arguments
+        alike = type(angles) is torch.Tensor and query_ends is key_ends
+        return alike and inference_params is None
+
+    def plan_call(
+        self, values: Incoming, angles: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> Planned:
+        """See `Part`; the arguments are those of `apply_rotary_pos_emb`."""
+        one, like = self.one, values.like
+        lead, ranks = like.shape[:-1], one.rank.ranks
+        check_freqs(
+            (*lead, *one.layout.rotated[:1], one.layout.size), angles, one.qkv_format, ends, ranks
+        )
+        ends = ends if one.qkv_format == "thd" else None
+        table = angle_table(angles)
+        parameters: _Parameters = (table, None, ends)
+        if ranks > 1:
+            parameters = one.rank.parameters(
+                (*parameters, *parameters), one.qkv_format, [lead, lead]
+            )[:3]
+        return self.planned(values, parameters, (one.qkv_format == "bshd", one.interleaved))
 
 
 def _pair_of(angles: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,6 +190,11 @@ class Rope(Stage):
     It reads `t` `[sequence, batch, heads, size]`, or as `options` of the call says, which are
     (batch first, interleaved). The parameters are angles fp32 `[positions, elements]`, start
     positions and `cu_seqlens`, the last two or None.
+
+    Args:
+        size: of a head, where `t` has features `heads * size` instead; None where it has heads.
+        period: heads that repeat, see `rotated`.
+        rotated: so many heads of each period are rotated, the others copied.
     """
 
     label = "rope"
@@ -197,15 +202,24 @@ class Rope(Stage):
     results = ("rotated",)
     parameter_count = 3
 
+    def __init__(self, size: int | None = None, period: int = 1, rotated: int = 1) -> None:
+        self.size, self.heads_of = size, (period, rotated)
+
     def recordable(self, plan: CallPlan) -> bool:
         """Where the elements of heads lie side by side; else torch copies them."""
         return True
+
+    def _rotated(self, t: torch.Tensor, *how: Any) -> torch.Tensor:
+        if self.size is None:
+            return _by_kernel(t, *how, *self.heads_of)
+        heads = t.unflatten(-1, (-1, self.size))
+        return _by_kernel(heads, *how, *self.heads_of).flatten(-2)
 
     def forward(
         self, inputs: Values, parameters: Parameters, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Saved]:
         """Rotate."""
-        rotated = _by_kernel(inputs[0], *parameters, *plan.options, False)
+        rotated = self._rotated(inputs[0], *parameters, *plan.options, False)
         return (rotated,), Saved(tuple(parameters) if plan.requires_grad else ())
 
     def exported(self, inputs: Values, parameters: Parameters, plan: CallPlan) -> Results:
@@ -223,7 +237,7 @@ class Rope(Stage):
         self, grads: Values, saved: Saved, plan: CallPlan, request: OperandRequest | None
     ) -> tuple[Results, Any]:
         """Rotate the gradient by the same angles the other way."""
-        return (_by_kernel(grads[0], *saved.tensors, *plan.options, True),), (None,) * 3
+        return (self._rotated(grads[0], *saved.tensors, *plan.options, True),), (None,) * 3
 
     def backward_params(self, carry: Any, saved: Saved, plan: CallPlan) -> Parameters:
         """None: angles get no gradient."""
