@@ -93,14 +93,14 @@ class Rank(NamedTuple):
 class Rotation(Part):
     """Rotary position embedding of queries and keys.
 
-    Attributes:
-        of_projection: the same for a projection that is not taken apart yet.
-
     Args:
         layout: heads and their size.
         layer_number: that asks `InferenceParams` for positions.
         qkv_format: of queries and keys.
         interleaved: see `rope/embedding.py`.
+
+    Attributes:
+        of_projection: the same for a projection that is not taken apart yet.
     """
 
     def __init__(
