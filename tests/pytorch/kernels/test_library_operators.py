@@ -113,7 +113,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "quantize": lambda: (plain(), fp8.E4M3, ONE, None, None, True, True, F32, *UNSEEN),
     "quantize_blocks": lambda: (plain(), BLOCKS, True, 0.0, True, True, F32, *UNSEEN),
     "quantize_into": lambda: (plain(), fp8.E4M3, PAIR, codes()),
-    "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False),
+    "rope": lambda: (plain(6, 2, 4, 8), plain(6, 8), None, None, False, False, False, 4, 3),
     "scales_of_call": lambda: ([ONE, ONE], False, True, 2),
     "scales_from_amax": lambda: (ONE, fp8.E4M3, False, 0.0),
     "show_to_inspector": lambda: (plain(), codes(), PAIR, fp8.E4M3, None, None, -1, "a tensor"),
