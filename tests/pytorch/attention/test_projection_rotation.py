@@ -4,7 +4,7 @@ import pytest
 import torch
 from precisions import scope
 from rulers import assert_equal
-from torch.autograd.graph import saved_tensors_hooks
+from saved_memory import saved_storages
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import capture
@@ -34,15 +34,9 @@ def make(device, **arguments):
 
 def step(module, x, angles, grad, recipe):
     """Bytes that are saved, then results and gradients."""
-    leaf, saved = x.clone().requires_grad_(), {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    leaf = x.clone().requires_grad_()
     module.zero_grad()
-    with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with scope(recipe), saved_storages() as saved:
         y = module(leaf, rotary_pos_emb=angles)
     y.backward(grad)
     return sum(saved.values()), [y, leaf.grad, *[p.grad for p in module.parameters()]]

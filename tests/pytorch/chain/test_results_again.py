@@ -4,7 +4,7 @@ import pytest
 import torch
 from precisions import RECIPES, scope
 from rulers import assert_equal
-from torch.autograd.graph import saved_tensors_hooks
+from saved_memory import saved_storages
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import capture
@@ -30,15 +30,9 @@ def pair(monkeypatch, device, **arguments):
 def step(module, recipe, x, grad):
     """Bytes that are saved, and results of the second of two steps, which may be recorded."""
     for _ in range(2):
-        leaf, saved = x.clone().requires_grad_(), {}
-
-        def pack(tensor, saved=saved):
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
+        leaf = x.clone().requires_grad_()
         module.zero_grad()
-        with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
+        with scope(recipe), saved_storages() as saved:
             y = module(leaf)
         y.backward(grad)
     return sum(saved.values()), [y, leaf.grad, *[p.grad for p in module.parameters()]]

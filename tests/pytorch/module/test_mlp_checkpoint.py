@@ -7,7 +7,7 @@ import torch
 from checkpoint_helpers import MODES, uncheckpointed
 from precisions import RECIPES, scope
 from rulers import assert_equal
-from torch.autograd.graph import saved_tensors_hooks
+from saved_memory import saved_storages
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.fp8.autocast_stack import reset_autocast
@@ -76,15 +76,8 @@ def test_weights_kept_in_fp8(recipe, device):
 
 def saved_bytes(layer, recipe):
     """Of what autograd keeps for the backward, beside the parameters."""
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     x = torch.randn(128, 32, requires_grad=True)
-    with scope(recipe), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with scope(recipe), saved_storages() as seen:
         y = layer(x)
     y.sum().backward()
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
