@@ -21,7 +21,6 @@ struct NormBackwardProblem {
   const float* rstd = nullptr;
   float* partials = nullptr;  // [parts][2][cols]: dgamma, dbeta
 
-  NormBackwardProblem() = default;
   explicit NormBackwardProblem(const NormBackwardArgs& args)
       : dy(args.dy.data),
         x(args.x.data),

@@ -44,7 +44,7 @@ class Worker {
   }
 
  private:
-  // Normalised x, and g dy; zero in lanes behind the last column.
+  // Normalised x, and dy (then g dy), which is zero in lanes behind the last column.
   struct Row {
     float rstd, xhat[kWidth], dy[kWidth];
   };

@@ -156,8 +156,7 @@ class MultiheadAttention(FlowModule):
         self.qk_norm_before_rope = qk_norm_before_rope
         ranks = tensor_parallel(self, tp_group, tp_size, sequence_parallel, set_parallel_mode)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
-        heads = (num_attention_heads, num_gqa_groups, kv_channels, interleaved)
-        whole = layout_of_heads(self, *heads)
+        whole = layout_of_heads(self, num_attention_heads, num_gqa_groups, kv_channels, interleaved)
         self.layout = whole.shared(ranks)
         linear: dict[str, Any] = {
             "bias": bias,

@@ -204,9 +204,8 @@ class ProjectionRotation(Part):
         """See `Part`; the arguments are those of `apply_rotary_pos_emb`."""
         one, like = self.one, values.like
         lead, ranks = like.shape[:-1], one.rank.ranks
-        check_freqs(
-            (*lead, *one.layout.rotated[:1], one.layout.size), angles, one.qkv_format, ends, ranks
-        )
+        sizes = (*lead, one.layout.heads, one.layout.size)
+        check_freqs(sizes, angles, one.qkv_format, ends, ranks)
         ends = ends if one.qkv_format == "thd" else None
         table = angle_table(angles)
         parameters: _Parameters = (table, None, ends)
